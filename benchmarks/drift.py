@@ -112,9 +112,9 @@ def _prepared(optimizer: str, folder: Path) -> dict[str, float]:
     """One plan without codes, and one for each code, all that can be in it; how far a probe of
     each drifts."""
     from steelyard.ir.gradient_codec import CODE_TRADES
+    from steelyard.plan_files.plan_file import write_decisions
     from steelyard.plans.budget import Budget
     from steelyard.plans.plan import Decisions
-    from steelyard.plans.plan_file import write_decisions
 
     session = capture_and_price(partial(case, 0), OPTIMIZERS[optimizer], ranks=RANKS, title="drift")
     shared = (
@@ -134,7 +134,7 @@ def _prepared(optimizer: str, folder: Path) -> dict[str, float]:
 def _probed(session: Any, rules: Sequence[Rule]) -> float:
     from steelyard.planner.lossy import LossyPlanner
 
-    seen = LossyPlanner(session=session).drift_of(rules, session.apply_rules(rules), allowed=1.0)
+    seen = LossyPlanner(session=session).probe_drift(rules, session.apply_rules(rules), allowed=1.0)
     assert isinstance(seen, Drift), seen
     return seen.largest
 

@@ -52,8 +52,8 @@ def main() -> None:
             limit = round(least + share * (plain - least))
             point = explored.within(limit)
             assert point is not None
-            proof = Proof(explored.tally, limit)
-            proof.begin_with(explored.choice(point))
+            proof = Proof(explored.estimator, limit)
+            proof.begin_with(explored.choices_of(point))
             best, bound = proof.seconds(seconds, known=point)
             tell(name, share, explored, point, best, bound)
             over = point.seconds / best - 1
@@ -89,7 +89,7 @@ def tell(
 ) -> None:
     plain = explored.plain.seconds
     print(
-        f"{name} ({len(explored.tally.units)} operators) at {share:.0%}: "
+        f"{name} ({len(explored.estimator.units)} operators) at {share:.0%}: "
         f"x{point.seconds / plain:.4f}; CP-SAT x{best / plain:.4f}, "
         f"no less than x{bound / plain:.4f}",
         file=sys.stderr,
@@ -105,7 +105,7 @@ class Proof:
     def __init__(self, tally: FastEstimator, limit_bytes: int) -> None:
         self._tally = tally
         self._model = cp_model.CpModel()
-        self._first = tally.first_late
+        self._first = tally.backward_start
         self._room = len(tally.units) + 1
         self._end = self._time(tally.num_lines)
         self._intervals: list[cp_model.IntervalVar] = []
@@ -168,13 +168,13 @@ class Proof:
                 for storage in unit.reads + unit.touches:
                     reads[storage].append(_Read(copy.time, copy.time, copy.runs))
         for storage in tally.storages:
-            stays = storage in tally.staying
+            stays = storage in tally.persistent
             if storage not in tally.unit_of:
-                last = max(tally.forward_last[storage], tally.late_last[storage])
+                last = max(tally.forward_last[storage], tally.backward_last[storage])
                 end = self._end if stays else self._time(last)
                 self._keep(storage, end, [] if stays else reads[storage])
                 continue
-            for begin, end in tally.late_reads[storage]:
+            for begin, end in tally.backward_reads[storage]:
                 reads[storage].append(_Read(self._time(begin), self._time(end), None))
             self._make_again(storage, reads[storage])
 

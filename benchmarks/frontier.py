@@ -148,7 +148,7 @@ class Ours:
             costs_of(graph, device=FLOPS_ONLY), trades=(Recompute(),)
         )
         explored = self._searching.explored()
-        self._resident = explored.tally.resident_bytes
+        self._resident = explored.estimator.resident_bytes
         self.eager = self._trial.eager()
         self._unplanned = self._trial.run(self._trial.plain)
         self.base = Reached(
@@ -167,13 +167,13 @@ class Ours:
     def within(self, flops: int) -> Reached:
         """The plan of the least memory that takes no more FLOPs than these."""
         explored = self._searching.explored()
-        cheap = [p for p in explored.chain if explored.tally.flops_of(p.again) <= flops]
+        cheap = [p for p in explored.chain if explored.estimator.flops_of(p.choices) <= flops]
         return self._run(self._searching.find(Budget(memory_bytes=cheap[0].peak_bytes)))
 
     def least_flops(self, peak_bytes: int) -> float:
         """No plan of this graph in its order, values made again as often as it likes, takes fewer
         within that peak; of the FLOPs that count here."""
-        tally = self._searching.explored().tally
+        tally = self._searching.explored().estimator
         least = least_seconds(
             tally,
             MinCut(tally),

@@ -4,7 +4,7 @@
 
 Trains a small GPT-2 for three steps on the whole batch and on 2, 4 and 8 micro-batches, with and
 without autocast, and sets each beside the same in float64. Plain PyTorch only: that Steelyard's
-micro-batches are plain PyTorch's to the bit is a test (tests/run/test_step.py).
+micro-batches are plain PyTorch's to the bit is a test (tests/torch/run/test_step.py).
 """
 
 import json

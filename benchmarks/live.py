@@ -111,10 +111,10 @@ def _look(name: str) -> Any:
 def _prepared(name: str, folder: Path) -> Contest:
     """The plans, written for the ranks to read."""
     from steelyard.api.planned import planned
+    from steelyard.plan_files.plan_file import write_decisions
     from steelyard.planner.planner import Planner
     from steelyard.plans.budget import Budget
     from steelyard.plans.plan import Decisions
-    from steelyard.plans.plan_file import write_decisions
     from steelyard.predict import rank_peak_bytes, step_seconds
 
     session = _look(name)
@@ -169,7 +169,7 @@ def _space(session: Any) -> Iterator[list[tuple[Any, ...]]]:
     found = [way.rules for ways in by_layout for way in ways]
     found += leaner(SHARES_OF_MEMORY)
     for pipelines in layouts.pipelines.values():
-        found += (way.rules for way in pipelines.ways)
+        found += (way.rules for way in pipelines.candidates)
         pipelines.explore_all()
         found += (point.rules for point in pipelines.frontier())
     yield found
@@ -218,8 +218,8 @@ def _applied(session: Any, source: Any, path: Path) -> Step:
     """As ``steelyard.load(path, ...).apply()``, on one capture for all, and on one model but where
     a plan takes it apart; what it is predicted to take has been said already."""
     from steelyard.api.step import Step
+    from steelyard.plan_files.plan_file import read_decisions
     from steelyard.plans.plan import Plan
-    from steelyard.plans.plan_file import read_decisions
 
     decisions = read_decisions(path)
     plan = Plan(

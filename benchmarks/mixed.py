@@ -46,7 +46,7 @@ from benchmarks.runner import interval
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.probe import command_of, context_of, fitted
-from steelyard.plans.plan_file import read_decisions, write_decisions
+from steelyard.plan_files.plan_file import read_decisions, write_decisions
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

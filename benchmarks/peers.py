@@ -149,10 +149,10 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
     """The plan and all ways, written for the ranks to read."""
     from steelyard.api.planned import planned
     from steelyard.ir.gradient_codec import CODES
+    from steelyard.plan_files.plan_file import write_decisions
     from steelyard.planner.planner import Planner
     from steelyard.plans.budget import Budget
     from steelyard.plans.plan import Decisions
-    from steelyard.plans.plan_file import write_decisions
     from steelyard.search.ranks.gradient_compression import Weighing
 
     session = _look(name, optimizer)
@@ -183,7 +183,9 @@ def _is_allowed(session: Any, rules: Sequence[Any]) -> bool:
     """What drifts too far in a probe is faster for nobody."""
     from steelyard.planner.lossy import LossyPlanner
 
-    seen = LossyPlanner(session=session).drift_of(rules, session.apply_rules(rules), ACCURACY_LOSS)
+    seen = LossyPlanner(session=session).probe_drift(
+        rules, session.apply_rules(rules), ACCURACY_LOSS
+    )
     return not isinstance(seen, str) and seen.largest <= ACCURACY_LOSS
 
 

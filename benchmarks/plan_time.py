@@ -22,8 +22,8 @@ from steelyard.plans.budget import Budget
 from steelyard.predict.cost_table import CostTable
 from steelyard.search import StepSearch
 from steelyard.trades import TRADES
-from tests.capture.stepping import source_of
 from tests.harness import DEVICE
+from tests.support.stepping import source_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

@@ -183,10 +183,10 @@ def _ours(
     """The fastest way on two ranks that fits, else the leanest: rank 0 plans, both read it."""
     import steelyard as sy
     from steelyard.ir.parallel_layout import ParallelLayout
+    from steelyard.plan_files.plan_file import write_decisions
     from steelyard.planner.session import PlanRequest
     from steelyard.plans.budget import Budget
     from steelyard.plans.plan import Decisions
-    from steelyard.plans.plan_file import write_decisions
 
     model = copy.deepcopy(model)
     if rank == 0:

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.run.live import live
+from tests.support.live import live
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

@@ -162,7 +162,7 @@ def messages(folder: Path, rank: int) -> dict[str, Any]:
         number = (WARM_UP + TURNS) * IN_A_ROW
         metered = meter_once(lambda n=number, carry=ways["slots"]: carry(n))
         allocated += metered.peak_bytes
-        rings = slots._to[1].sent / (number + 1) if rank == 0 else 1
+        rings = slots._to[1].num_sent / (number + 1) if rank == 0 else 1
         slots.settle()
         dist.barrier()
         slots.close()
@@ -299,9 +299,9 @@ def _look(name: str) -> Any:
 
 def _prepared(name: str, folder: Path) -> dict[str, Any]:
     """A way in stages, and the same through slots."""
+    from steelyard.plan_files.plan_file import write_decisions
     from steelyard.plans.budget import Budget
     from steelyard.plans.plan import Decisions
-    from steelyard.plans.plan_file import write_decisions
     from steelyard.predict import step_seconds
 
     session = _look(name)
@@ -328,7 +328,7 @@ def _wide_rules() -> tuple[Rule, ...]:
 
 def _fastest(session: Any) -> tuple[Rule, ...]:
     """The fastest way in stages of those without slots."""
-    ways = [way for staged in session.layouts.pipelines.values() for way in staged.ways]
+    ways = [way for staged in session.layouts.pipelines.values() for way in staged.candidates]
     fastest: tuple[Rule, ...]
     fastest = min((w for w in ways if not w.is_pinned), key=lambda w: w.seconds).rules
     return fastest

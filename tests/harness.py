@@ -84,7 +84,7 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
     of those measured."""
     with (
         mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
-        mock.patch.multiple(pricing, _CHECK_SECONDS=1.0, _CUT_CHECK_SECONDS=1.0),
+        mock.patch.multiple(pricing, _CALIBRATION_SECONDS=1.0, _SPLIT_CALIBRATION_SECONDS=1.0),
         mock.patch.object(offload_memory, "_ROUNDS", 6),
         # Beside nobody: two workers of tests are at work as it is.
         mock.patch.object(BackgroundLoad, "at_work", return_value=contextlib.nullcontext()),
@@ -211,7 +211,7 @@ class Trial:
             batch=self.batch,
             reduction=self.source.reduction().value if program.repeats > 1 else "mean",
             runner=functools.partial(
-                emit, offload_memory=far_memory() if has_offload_memory(program) else None
+                emit, offload_file=far_memory() if has_offload_memory(program) else None
             ),
         )
 

@@ -1,7 +1,7 @@
 """Files that anybody may have written: read within bounds, refused in a few lines, written whole.
 
 Every way such a file can be wrong ends in one PlanFileError. Not for what a file means: see
-plans/plan_file.py and plans/prediction_file.py.
+plan_files/plan_file.py and plan_files/prediction_file.py.
 """
 
 import difflib

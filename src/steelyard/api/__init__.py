@@ -1,6 +1,6 @@
-"""The public calls: plan, apply, load, run. Knows every room, and only wires.
+"""The public calls: plan, apply, load, run. Connects the stages and contains no logic.
 
-Not for deciding, measuring or explaining: each is the business of one room.
+Not for deciding, measuring or explaining: see planner/, measure/ and report/.
 """
 
 from steelyard.api.demo import demo

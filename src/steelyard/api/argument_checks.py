@@ -1,6 +1,6 @@
-"""Arguments of the public calls, refused in our words where they are of another kind.
+"""Type checks of the arguments of public calls, with our own error messages.
 
-Not for what only a look at the model tells: see planner/preflight.py.
+Not for checks that examine the model: see planner/preflight.py.
 """
 
 from pathlib import Path

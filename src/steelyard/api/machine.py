@@ -1,6 +1,6 @@
-"""What this machine is and can do, for ``steelyard doctor``.
+"""The diagnosis of this machine for ``steelyard doctor``.
 
-Not for finding that out: see measure/.
+Not for the checks themselves: see measure/doctor.py.
 """
 
 from steelyard.hardware.diagnosis import DoctorRow
@@ -8,5 +8,6 @@ from steelyard.measure.doctor import diagnose
 
 
 def doctor(*, forget: bool = False) -> tuple[DoctorRow, ...]:
-    """``forget``: what was measured here before is measured again by the next plan."""
+    """Return the diagnosis. With ``forget``, drop cached measurements, so the next plan measures
+    again."""
     return diagnose(forget=forget)

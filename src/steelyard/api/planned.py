@@ -1,7 +1,6 @@
-"""A plan in a user's hands: what it says, what it may be asked, and how it is put to work.
+"""A plan as returned to the user: its predictions, questions about it, and applying it.
 
-Not for how it is found: see planner/planner.py and search/. Not for the public calls: see
-planning.py.
+Not for finding it: see planner/planner.py and search/. Not for the public calls: see planning.py.
 """
 
 from collections.abc import Mapping
@@ -18,11 +17,11 @@ from steelyard.errors import BadInput, Infeasible, Mismatch
 from steelyard.ir.metrics import Metrics
 from steelyard.ir.rule import OFFLOAD_TRADES
 from steelyard.ir.trace_span import Span
+from steelyard.plan_files.prediction_file import write_plan
 from steelyard.planner.planner import Planner
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import FrontierPoint, Plan
-from steelyard.plans.prediction_file import write_plan
 from steelyard.predict import spans
 from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
@@ -33,7 +32,7 @@ from steelyard.trades import TRADES
 
 
 class Planned:
-    """A plan that can be applied: prints as the explain tree."""
+    """A plan that can be applied; prints as the explain tree."""
 
     def __init__(self, planner: Planner, plan: Plan) -> None:
         self._planner = planner
@@ -41,7 +40,7 @@ class Planned:
 
     @property
     def session(self) -> PlanningSession:
-        """The step as it was captured and priced."""
+        """The captured and priced step."""
         return self._planner.session
 
     def __str__(self) -> str:
@@ -62,22 +61,22 @@ class Planned:
 
     @property
     def frontier(self) -> tuple[FrontierPoint, ...]:
-        """The whole memory-time curve; each number of micro-batches is one more capture."""
+        """The whole memory-time curve; each number of micro-batches costs one more capture."""
         return self.with_frontier().plan.frontier
 
     def with_frontier(self) -> "Planned":
-        """The same plan on the whole curve: one that was planned knows only what it had to ask."""
+        """Return the plan with the whole frontier; planning alone explores only what it needs."""
         return Planned(self._planner, self._planner.with_frontier(self.plan))
 
     def simulated(self) -> tuple[Span, ...]:
-        """The predicted timeline of each rank."""
+        """Return the predicted timeline of each rank."""
         session = self.session
         return spans(
             session.as_executed(session.apply_rules(self.plan.decisions.rules)), session.costs
         )
 
     def save(self, path: str | Path) -> None:
-        """Decisions as TOML to ``path``, predictions as JSON beside it."""
+        """Write the decisions as TOML to ``path``, and the predictions as JSON to its folder."""
         write_plan(path_of(path), self.plan)
 
     def why_not(self, trade: str) -> str:
@@ -93,24 +92,24 @@ class Planned:
         return "\n".join(reasons) or f"{trade} has no offer on this step"
 
     def what_if(self, **budget: Any) -> "Planned":
-        """The same step under another budget: ``plan.what_if(memory="4 GiB")``."""
+        """Plan the same step under another budget: ``plan.what_if(memory="4 GiB")``."""
         return planned(self._planner, budget_of(budget))
 
     def apply(self, model: nn.Module | None = None, *, sums_gradients: bool = False) -> Step:
-        """The plan on the live model: a step to call in place of forward and backward.
+        """Apply the plan to the live model: return a step to call in place of forward and backward.
 
-        A plan for one rank is refused in a process group of several, unless ``sums_gradients``
-        says that the caller's own code sums gradients over ranks after ``step.backward``.
+        A plan for one rank is refused in a process group of several ranks. With ``sums_gradients``
+        it is allowed, if the caller's code sums gradients over ranks after ``step.backward``.
         """
         session = self.session
         self._refuse_beyond_budget()
         source = session.source.whole()
         if source.is_imagined:
-            # The largest batch was only looked for; those to come have values.
+            # The largest batch was only imagined; the batches of the run have values.
             source = source.at(filled(source.batch))
         if model is not None and model is not source.model:
             check_model(model)
-            # Another object of the same kind, say one that was loaded meanwhile.
+            # Another object of the same class, for example one that was loaded in between.
             source = source.on(model)
         elif session.watch is not None:
             session.watch.check()
@@ -130,7 +129,10 @@ class Planned:
         )
 
     def _refuse_beyond_budget(self) -> None:
-        """A plan from a file may be for a smaller batch, or edited: it is shown, and not run."""
+        """Raise Infeasible if the plan exceeds its budget.
+
+        A plan file may be for a smaller batch, or edited: such a plan is shown but not run.
+        """
         tree = tree_of(self.plan)
         if not tree.fits:
             raise Infeasible(
@@ -162,5 +164,5 @@ def budget_of(bounds: Mapping[str, Any]) -> Budget:
 
 
 def planned(planner: Planner, budget: Budget) -> Planned:
-    """The fastest plan of the step within the budget."""
+    """Return the fastest plan of the step within the budget."""
     return Planned(planner, planner.plan(budget))

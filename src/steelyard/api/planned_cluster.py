@@ -1,6 +1,6 @@
-"""A plan for devices that are not here, in a user's hands.
+"""A plan for a declared cluster, as returned to the user.
 
-Not for how it is found: see planner/declared_cluster.py. Not for plans that can be run here: see
+Not for finding it: see planner/declared_cluster.py. Not for plans that can run here: see
 planned.py.
 """
 
@@ -18,16 +18,16 @@ from steelyard.search import ClusterPlan
 
 
 class PlannedForCluster(Planned):
-    """A plan for devices that are not here: it prints, and is written; it cannot be applied."""
+    """A plan for a declared cluster: it can be printed and saved, but not applied."""
 
     def __init__(
         self,
-        where: DeclaredClusterPlanner,
+        planner: DeclaredClusterPlanner,
         plan: Plan,
-        laid: ClusterPlan,
+        chosen: ClusterPlan,
         minimize: Minimize | None,
     ) -> None:
-        self._where, self._laid, self._minimize = where, laid, minimize
+        self._cluster_planner, self._chosen, self._minimize = planner, chosen, minimize
         self.plan = plan
 
     @property
@@ -38,9 +38,9 @@ class PlannedForCluster(Planned):
         return self
 
     def simulated(self) -> tuple[Span, ...]:
-        """Of each stage one rank: all others of it do the same at the same time."""
-        search, laid = self._where.search, self._laid
-        return deep_spans(order_of(laid.layout), search.on_places(laid), search.held(laid))
+        """Return the timeline of one rank per stage; the other ranks of a stage do the same."""
+        search, chosen = self._cluster_planner.search, self._chosen
+        return deep_spans(order_of(chosen.layout), search.on_places(chosen), search.held(chosen))
 
     def why_not(self, trade: str) -> str:
         check_trade(trade)
@@ -51,7 +51,7 @@ class PlannedForCluster(Planned):
         return "\n".join(reasons) or f"{trade} has no offer on this step"
 
     def what_if(self, **budget: Any) -> "PlannedForCluster":
-        return planned_elsewhere(self._where, budget_of(budget), self._minimize)
+        return plan_for_cluster(self._cluster_planner, budget_of(budget), self._minimize)
 
     def apply(
         self,
@@ -62,7 +62,7 @@ class PlannedForCluster(Planned):
         raise self._not_here("applied")
 
     def _not_here(self, done: str) -> BadInput:
-        cluster = self._where.request.cluster
+        cluster = self._cluster_planner.request.cluster
         return BadInput(
             f"this plan is for {cluster.num_devices} devices of {cluster.tree.name}, and cannot be "
             f"{done} here",
@@ -71,9 +71,9 @@ class PlannedForCluster(Planned):
         )
 
 
-def planned_elsewhere(
-    where: DeclaredClusterPlanner, budget: Budget, minimize: Minimize | None = None
+def plan_for_cluster(
+    planner: DeclaredClusterPlanner, budget: Budget, minimize: Minimize | None = None
 ) -> PlannedForCluster:
-    """The fastest plan on the declared devices, or one on the fewest of them."""
-    plan, laid = where.plan(budget, minimize)
-    return PlannedForCluster(where, plan, laid, minimize)
+    """Return the fastest plan on the declared devices, or one on the fewest of them."""
+    plan, chosen = planner.plan(budget, minimize)
+    return PlannedForCluster(planner, plan, chosen, minimize)

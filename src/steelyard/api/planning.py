@@ -1,6 +1,7 @@
-"""From a user's step to a plan, and from a plan file back to one.
+"""The public calls plan() and load(): from a step to a plan, and from a plan file to a plan.
 
-Only wires: capture -> measure -> search -> plan. Not for running it: see step.py and train.py.
+This module only connects capture -> measure -> search -> plan. Not for running a plan: see step.py
+and train.py.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from torch import nn
 
 from steelyard.api.argument_checks import check, check_model, path_of
 from steelyard.api.planned import Planned, planned
-from steelyard.api.planned_cluster import PlannedForCluster, planned_elsewhere
+from steelyard.api.planned_cluster import PlannedForCluster, plan_for_cluster
 from steelyard.api.workload import Workload
 from steelyard.capture.checks.wrapped_models import refuse_wrapped
 from steelyard.capture.deep.truncate import cut
@@ -20,6 +21,7 @@ from steelyard.capture.tracing.optimizer import OptimizerFactory, check_optimize
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.ir.parallel_layout import ParallelLayout
+from steelyard.plan_files.plan_file import read_decisions
 from steelyard.planner.compatibility import check_cluster, check_target
 from steelyard.planner.cost_provider import Progress
 from steelyard.planner.declared_cluster import DeclaredClusterPlanner
@@ -30,7 +32,6 @@ from steelyard.planner.session import PlanRequest, Runner
 from steelyard.planner.stored_predictions import stored_plan
 from steelyard.plans.budget import Budget, Maximize, Minimize
 from steelyard.plans.plan_check import DECOMPOSITIONS, check_file, cluster_for
-from steelyard.plans.plan_file import read_decisions
 
 
 def plan(
@@ -48,10 +49,10 @@ def plan(
     title: str = "",
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
-    """The cheapest step that stays inside ``budget``, with its reasons."""
-    del metric  # a lossy trade promises the drift of its probe, and no score of the model
+    """Return the cheapest plan of the step that stays within ``budget``, with its reasons."""
+    del metric  # lossy trades bound the drift of a probe, not a metric of the model
     _check_step(model, loss, title, on_progress)
-    _check_wish(cluster, budget, runner, maximize, minimize)
+    _check_options(cluster, budget, runner, maximize, minimize)
     if optimizer is not None:
         check_optimizer(model, optimizer)
     request = PlanRequest(
@@ -68,15 +69,15 @@ def plan(
     check_offload_memory(request.cluster)
     if maximize is not None:
         return Planned(*largest(request, Maximize(maximize)))
-    if _is_elsewhere(request, minimize):
-        wish = None if minimize is None else Minimize(minimize)
-        return planned_elsewhere(DeclaredClusterPlanner(request=request), request.budget, wish)
+    if _needs_cluster_planner(request, minimize):
+        goal = None if minimize is None else Minimize(minimize)
+        return plan_for_cluster(DeclaredClusterPlanner(request=request), request.budget, goal)
     request.check_floor(floor_of(model, batch), request.budget)
     return planned(Planner(request.capture_and_price(within=request.budget)), request.budget)
 
 
-def _is_elsewhere(request: PlanRequest, minimize: Minimize | str | None) -> bool:
-    """Deep models, and questions about how many devices, for what is only declared."""
+def _needs_cluster_planner(request: PlanRequest, minimize: Minimize | str | None) -> bool:
+    """True for deep models and device-count questions on a declared cluster."""
     cluster = request.cluster
     if cluster.num_devices == 1 or cluster.is_here:
         return False
@@ -86,13 +87,13 @@ def _is_elsewhere(request: PlanRequest, minimize: Minimize | str | None) -> bool
 def _check_step(model: Any, loss: Any, title: Any, on_progress: Any) -> None:
     check_model(model)
     refuse_wrapped(model)
-    heard = callable(on_progress)
+    is_callable = callable(on_progress)
     check("loss", loss, fine=callable(loss), expected="a function loss(model, batch)")
     check("title", title, fine=isinstance(title, str), expected="a string")
-    check("on_progress", on_progress, fine=heard, expected="a function of one string")
+    check("on_progress", on_progress, fine=is_callable, expected="a function of one string")
 
 
-def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any, minimize: Any) -> None:
+def _check_options(cluster: Any, budget: Any, runner: Any, maximize: Any, minimize: Any) -> None:
     known = cluster is None or isinstance(cluster, Cluster)
     bound = budget is None or isinstance(budget, Budget)
     check("cluster", cluster, fine=known, expected="Cluster.here(), or another Cluster")
@@ -100,10 +101,10 @@ def _check_wish(cluster: Any, budget: Any, runner: Any, maximize: Any, minimize:
     check("runner", runner, fine=runner in DECOMPOSITIONS, expected=" or ".join(DECOMPOSITIONS))
     if cluster is not None and cluster.num_devices > 1:
         _check_ranks(cluster, runner, maximize)
-    asked = maximize is None or maximize in [*Maximize]
-    check("maximize", maximize, fine=asked, expected=" or ".join(Maximize))
-    asked = minimize is None or minimize in [*Minimize]
-    check("minimize", minimize, fine=asked, expected=" or ".join(Minimize))
+    is_known = maximize is None or maximize in [*Maximize]
+    check("maximize", maximize, fine=is_known, expected=" or ".join(Maximize))
+    is_known = minimize is None or minimize in [*Minimize]
+    check("minimize", minimize, fine=is_known, expected=" or ".join(Minimize))
     is_here = cluster is None or cluster.is_here
     if minimize is not None and (is_here or maximize is not None):
         raise BadInput(
@@ -166,11 +167,11 @@ def load(
     on_progress: Progress = lambda _: None,
     predict_anew: bool = False,
 ) -> "Planned":
-    """The plan in this file, checked against this step; ``cluster`` is what it was made for, where
-    that is not this machine.
+    """Load a plan file and check it against this step.
 
-    The predictions beside the file are used where they are of this step, machine and optimizer;
-    else, or with ``predict_anew``, the step is measured and predicted here.
+    ``cluster`` is the cluster that the plan was made for, if that is not this machine. The
+    predictions stored with the file are used if they are for this step, machine and optimizer.
+    Otherwise, or with ``predict_anew``, the step is measured and predicted here.
     """
     _check_step(model, loss, title, on_progress)
     known = cluster is None or isinstance(cluster, Cluster)
@@ -195,16 +196,18 @@ def load(
     if cluster is not None:
         check_cluster(decisions, cluster)
         if cluster.num_devices > 1 and not cluster.is_here:
-            where = DeclaredClusterPlanner(request=request)
-            if cut(model) is not None or where.target().graph == target.graph:
-                check_target(decisions, where.target())
-                return PlannedForCluster(where, *where.predict(decisions), minimize=None)
+            cluster_planner = DeclaredClusterPlanner(request=request)
+            if cut(model) is not None or cluster_planner.target().graph == target.graph:
+                check_target(decisions, cluster_planner.target())
+                return PlannedForCluster(
+                    cluster_planner, *cluster_planner.predict(decisions), minimize=None
+                )
     session = request.capture_and_price(is_priced=predict_anew)
     planner = Planner(session)
     check_target(decisions, session.target())
     used = decisions.ranks_used(ParallelLayout.of(decisions.rules).num_ranks)
     if predict_anew or 1 < len(used) < session.request.cluster.num_devices:
-        session.prices.use(used)
+        session.prices.use_ranks(used)
         return Planned(planner, planner.predict(decisions))
     program = session.apply_rules_unpriced(decisions.rules)
     check_offload_room(decisions, program)

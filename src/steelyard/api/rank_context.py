@@ -1,4 +1,4 @@
-"""A process that is one of the ranks of a plan: how it joins them, and over what it speaks to them.
+"""One process as a rank of a plan: joining the other ranks, and communicating with them.
 
 Not for starting ranks: see run/launch/launcher.py.
 """
@@ -47,7 +47,10 @@ from steelyard.run.sharded_model.tensors import ShardedTensors, ShardSpec
 
 
 def refuse_other_ranks() -> None:
-    """A plan for one rank in a process that is one of several: replicas would drift apart."""
+    """Raise Mismatch if this process belongs to a group of several ranks.
+
+    A plan for one rank sums no gradients over ranks, so the replicas would diverge.
+    """
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if size > 1:
         raise Mismatch(
@@ -61,19 +64,20 @@ def refuse_other_ranks() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """Which of the ranks this process is, and with whom it speaks along each axis."""
+    """The rank of this process, and its process group along each mesh axis."""
 
     layout: ParallelLayout = ALONE
     rank: int = 0
     home: torch.device = CPU
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    # Of a step that some of the ranks take: all of them, and whether this one stands by.
+    # If only some of the ranks take the step: the coordinator of all ranks, and if this rank stands
+    # by.
     everyone: Coordinator | None = None
     stands_by: bool = False
 
     @classmethod
     def of(cls, layout: ParallelLayout, home: torch.device = CPU) -> "RankContext":
-        """Of the process group that this process has joined, with a model that lies at ``home``."""
+        """Return the context in the current process group, for a model on the device ``home``."""
         if layout.num_ranks == 1:
             return cls()
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -96,12 +100,13 @@ class RankContext:
         return self.everyone or (InGroup() if self.groups else Alone())
 
     def among(self, members: Sequence[int], layout: ParallelLayout) -> "RankContext":
-        """The same process where only these ranks take the step; all ranks come here together.
+        """Return the context in which only ``members`` take the step; all ranks call this together.
 
-        A rank that stands by takes the place of the first, and speaks to nobody in a step.
+        A rank that stands by uses the rank number of the first, and communicates with nobody in a
+        step.
         """
-        own, groups = dist.get_rank(), dict[str, dist.ProcessGroup]()
-        is_member = own in members
+        rank, groups = dist.get_rank(), dict[str, dist.ProcessGroup]()
+        is_member = rank in members
         if len(members) > 1:
             group = dist.new_group(list(members))
             if is_member:
@@ -109,7 +114,7 @@ class RankContext:
         take_turns()
         return RankContext(
             layout=layout,
-            rank=members.index(own) if is_member else 0,
+            rank=members.index(rank) if is_member else 0,
             home=self.home,
             groups=groups,
             everyone=self.coordinator,
@@ -123,26 +128,30 @@ class RankContext:
     def parts_of(
         self, model: nn.Module, program: Program
     ) -> ShardedTensors | ShardedLayers | ShardedTensorsOfLayers | None:
-        """The model cut to what this rank holds of it; None where that is all of it."""
-        parts = self._in_parts(model, program.partings) if program.partings else None
+        """Return the part of the model that this rank holds; None if it holds the whole model."""
+        sharded = self._sharded_tensors(model, program.partings) if program.partings else None
         if program.pipeline is None:
-            return parts
-        held = [program.pipeline.held(r) for r in range(self.layout.pipeline)]
-        layers = ShardedLayers(live_tensors(model, {}), held, group=self.groups[PIPELINE])
-        return layers if parts is None else ShardedTensorsOfLayers(parts, layers)
+            return sharded
+        layers_of_rank = [program.pipeline.held(r) for r in range(self.layout.pipeline)]
+        layers = ShardedLayers(live_tensors(model, {}), layers_of_rank, group=self.groups[PIPELINE])
+        return layers if sharded is None else ShardedTensorsOfLayers(sharded, layers)
 
-    def _in_parts(self, model: nn.Module, partings: Sequence[ShardingChoice]) -> ShardedTensors:
-        ways: dict[str, list[ShardSpec]] = {}
+    def _sharded_tensors(
+        self, model: nn.Module, partings: Sequence[ShardingChoice]
+    ) -> ShardedTensors:
+        specs: dict[str, list[ShardSpec]] = {}
         for choice in partings:
             place, group = self.layout.place(self.rank, choice.axis), self.groups[choice.axis]
-            for name, lies in choice.inputs:
-                if isinstance(lies, Shard):
-                    way = ShardSpec(shard=lies, num_ranks=choice.num_ranks, rank=place, group=group)
-                    ways.setdefault(name, []).append(way)
-        return ShardedTensors(live_tensors(model, {}), ways)
+            for name, placement in choice.inputs:
+                if isinstance(placement, Shard):
+                    spec = ShardSpec(
+                        shard=placement, num_ranks=choice.num_ranks, rank=place, group=group
+                    )
+                    specs.setdefault(name, []).append(spec)
+        return ShardedTensors(live_tensors(model, {}), specs)
 
     def in_stages(self, program: Program, live: Mapping[str, Any]) -> PipelineDriver:
-        """What carries out those of its stages that lie on this rank."""
+        """Return the driver of the pipeline stages on this rank."""
         assert program.pipeline is not None
         return PipelineDriver(
             program.pipeline,
@@ -155,14 +164,17 @@ class RankContext:
 
 
 def _refuse_backends(group: dist.ProcessGroup, home: torch.device) -> None:
-    """What ranks agree on lies on the host, wherever the model does."""
-    known = dist.get_backend_config(group)
-    if not {"cpu", home.type} <= {pair.partition(":")[0] for pair in known.split(",")}:
-        wanted = "gloo" if home.type == "cpu" else "cpu:gloo,cuda:nccl"
+    """Check that the group has a backend for the model's device, and one for the CPU.
+
+    Ranks coordinate through tensors on the CPU, whatever the device of the model.
+    """
+    backends = dist.get_backend_config(group)
+    if not {"cpu", home.type} <= {pair.partition(":")[0] for pair in backends.split(",")}:
+        required = "gloo" if home.type == "cpu" else "cpu:gloo,cuda:nccl"
         raise BadInput(
-            f"the process group carries {known}, and the model is on {home}",
+            f"the process group carries {backends}, and the model is on {home}",
             expected="a backend for that, and one for the CPU",
-            remedy=f'init_process_group("{wanted}")',
+            remedy=f'init_process_group("{required}")',
         )
 
 
@@ -176,7 +188,7 @@ def _groups(layout: ParallelLayout, everyone: dist.ProcessGroup) -> dict[str, di
 
 @contextlib.contextmanager
 def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
-    """What ends the rank is written down for whoever started it."""
+    """Record for the launcher an error that ends this rank within the context."""
     who = who_am_i(os.environ)
     with recorded(who), told_by_itself(who):
         who.check_size(num_ranks, planned_hosts=hosts)
@@ -184,7 +196,7 @@ def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
 
 
 def hold_meeting_place() -> None:
-    """For the ranks that a plan lies on, of which this process is none."""
+    """Keep the rendezvous store open, in a process that is no rank of the plan."""
     hold(who_am_i(os.environ))
 
 
@@ -194,12 +206,12 @@ def keep_to_own_cores() -> None:
 
 @contextlib.contextmanager
 def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> Iterator[None]:
-    """One of the ranks that hold the same plan, a model of the same shapes and the same batch."""
+    """Join the ranks with the same plan, the same model shapes and the same batch."""
     found = _torch.tree_flatten_with_path(workload.first_batch())[0]
     tensors = {_torch.keystr(path): x for path, x in found if isinstance(x, torch.Tensor)}
     named = workload.model.named_parameters()
     words = words_for(plan_digest=plan, parameters=named, batch=tensors.items())
-    # Ranks that draw another batch each would train on less than the plan says.
+    # Ranks that draw different batches would train on fewer samples than the plan says.
     words["values of the first batch"] = "\n".join(f"{n} {_digest(x)}" for n, x in tensors.items())
     who, home = who_am_i(os.environ), torch_device_of(workload.model)
     check_is_own(home)
@@ -214,7 +226,7 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
 
 
 def restarts() -> int:
-    """How often the ranks were started before."""
+    """Return the number of times that the ranks were restarted."""
     return who_am_i(os.environ).attempt
 
 

@@ -1,9 +1,9 @@
-"""Whether a run still sends its gradients the fastest way, over the links that there are by now.
+"""Replanning during a run: send gradients another way once the measured links have changed.
 
-Steps that take another time than was predicted, three in a row, are looked at: the link is measured
-in some tenths of a second, and where it has become another, one rank weighs the ways to go on, in a
-process beside the run where there can be one. What it finds all ranks turn to, and it is a plan
-file. Not for which ways there are: see search/ranks/retune.py; nor for when to look: pace.py.
+Three steps in a row that take another time than predicted trigger a link measurement of some tenths
+of a second. If a link has changed, one rank searches for better ways to send gradients, if possible
+in a background process. All ranks then switch to the result, which is written as a plan file. Not
+for the alternatives: see search/ranks/retune.py; nor for the trigger: see pace.py.
 """
 
 import json
@@ -27,6 +27,8 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.measure.device_memory import free_bytes
 from steelyard.measure.links.worker import measured_now, rates_now
+from steelyard.plan_files.plan_file import decode_decisions, encode_decisions
+from steelyard.plan_files.prediction_file import write_plan
 from steelyard.planner.compiled import compiled_limit
 from steelyard.planner.gradient_compression import (
     available_codecs,
@@ -36,8 +38,7 @@ from steelyard.planner.gradient_compression import (
 from steelyard.planner.lossy import LossyPlanner
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.plan import Plan, Prediction
-from steelyard.plans.plan_file import decode_decisions, encode_decisions
-from steelyard.plans.prediction_file import explanation_path, write_plan
+from steelyard.plans.plan_on_file import explanation_path
 from steelyard.predict import predict
 from steelyard.run.launch.environment import who_am_i
 from steelyard.safe_files import write_where_other
@@ -58,40 +59,45 @@ from steelyard.search.ranks.retune import (
 )
 from steelyard.units import format_seconds
 
-# Flags that ranks raise: steps that are worth a look, and an answer that is there.
-_TO_LOOK, _ANSWERED = 1, 2
-# What a message and a larger one take is another where it differs by so much.
-_OTHER, _MESSAGE_BYTES = 1.25, 1 << 20
-# Steps of another plan that are not looked at: in the first of them programs are bound anew.
-_FIRST_STEPS = 2
-# A link that steps do not use is measured again after so many steps that measuring takes this share
-# of their time.
-_UNSEEN, _MOST_UNSEEN, _LOOKING_SHARE = 10, 1600, 0.02
-# Codes are probed on the weights of a host that stands by for at most so many steps.
+# Flags that a rank raises for all: steps deviate from the prediction, or the search has ended.
+_CHECK_LINKS, _ANSWER_READY = 1, 2
+# A link has changed if the time of a small and a larger message differs by this factor.
+_CHANGED_RATIO, _MESSAGE_BYTES = 1.25, 1 << 20
+# The first steps of a new plan are not checked: their programs are bound again.
+_SKIPPED_STEPS = 2
+# A link that steps do not use is measured every so many steps, such that measuring takes at most
+# this share of their time.
+_MIN_INTERVAL, _MAX_INTERVAL, _MEASURING_SHARE = 10, 1600, 0.02
+# A host that stands by probes codecs on its own weights, which may be at most this many steps old.
 _RECENT_STEPS = 100
-# So many ways are lowered in a look, while all ranks wait.
-_LOWERED = 3
-# Of the memory that is free, what a step on fewer ranks may take more than the one that runs.
+# The number of candidates that are lowered in one search, while all ranks wait.
+_MAX_LOWERINGS = 3
+# The share of the free memory that a step on fewer ranks may need in addition to the present step.
 _SHARE_OF_FREE_MEMORY = 0.5
 
-# Between what is told to other ranks, and before why there is nothing to tell.
-_SIDE, _FAILED = "\0", "\1"
+# Separator of the parts of a message to other ranks, and prefix of an error in place of a message.
+_SEPARATOR, _FAILURE = "\0", "\1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LinkState:
-    """What joins the ranks by now; ``rates`` are those between the first host and each other one,
-    where there are several others."""
+    """The present link between ranks; ``rates`` are those from the first host to each other host.
+
+    ``rates`` is empty with fewer than three hosts.
+    """
 
     link: Link
     rates: tuple[float, ...] = ()
 
 
 class Replanner:
-    """All ranks do the same: what the first one finds is told to the others."""
+    """Adapts the plan of a running step; one instance on each rank, all called together.
+
+    The rank that searches broadcasts its result to the others.
+    """
 
     def __init__(
-        self, step: Step, session: PlanningSession, path: Path, tell: Callable[[str], None]
+        self, step: Step, session: PlanningSession, path: Path, on_note: Callable[[str], None]
     ) -> None:
         rules = step.plan.decisions.rules
         if reason := why_no_alternative(rules):
@@ -100,355 +106,397 @@ class Replanner:
                 expected="a plan in which ranks share the batch, and each has the whole model",
                 remedy="leave out --adapt",
             )
-        self._step, self._look, self._path, self._tell = step, session, path, tell
-        self._together = step.ranks.coordinator
+        self._step, self._session, self._path, self._on_note = step, session, path, on_note
+        self._coordinator = step.ranks.coordinator
         self._lossy = LossyPlanner(session=session)
-        self._whole, self._first_drift = (
+        self._decisions, self._first_drift = (
             step.plan.decisions,
             step.plan.predicted.metrics.accuracy_loss,
         )
         self._home, self._num_ranks = step.ranks.home, ParallelLayout.of(rules).num_ranks
-        self._hosts = self._whole.target.hosts_of(self._num_ranks)
+        self._hosts = self._decisions.target.hosts_of(self._num_ranks)
         self._is_compiled = session.request.runner == "inductor"
         self._members = tuple(range(self._num_ranks))
-        self._rank, self._weigher = step.ranks.rank, 0
-        self._as_run: dict[tuple[Rule, ...], Program] = {}
+        self._rank, self._search_rank = step.ranks.rank, 0
+        self._executed_programs: dict[tuple[Rule, ...], Program] = {}
         self.written: Path | None = None
-        self._waited = step.traffic().waited
+        self._waited_seconds = step.traffic().waited
         link = session.prices.costs.links[DATA]
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
-        self._seen = _LinkState(link=link, rates=rates)
-        self._looked: tuple[PlanningSession, _LinkState] | None = None
-        # Bytes on the device that has least of them, when links were measured.
-        self._free = 0
-        # After which step a host left, the last time that one did.
+        self._links = _LinkState(link=link, rates=rates)
+        self._pending: tuple[PlanningSession, _LinkState] | None = None
+        # Free bytes on the device with the least free memory, when links were last measured.
+        self._free_bytes = 0
+        # The step after which a host last left the run.
         self._left_at = 0
-        self._gave_up_codes = False
-        self._beside: BackgroundProcess | None = None
+        self._has_fallen_back = False
+        self._background: BackgroundProcess | None = None
         self._answer: str | None = None
-        self._unseen, self._next_unseen = 0, _UNSEEN
+        self._steps_unmeasured, self._measuring_interval = 0, _MIN_INTERVAL
         self._pace = self._pace_of(step.plan, skips=1)
         if self._is_background:
             self._prepare()
 
     @property
-    def _each(self) -> int:
-        """Ranks of each host."""
+    def _ranks_per_host(self) -> int:
+        """The number of ranks of each host."""
         return self._num_ranks // self._hosts
 
     @property
     def _is_background(self) -> bool:
-        """Whether ways are weighed in a process of its own; a compiler has threads that do not come
-        along, and CUDA does not survive it."""
+        """True if the search runs in a forked process of its own.
+
+        A compiler has threads that a fork does not copy, and CUDA does not survive a fork.
+        """
         return self._home == CPU and not self._is_compiled
 
     @cached_property
-    def _coded(self) -> tuple[tuple[Rule, ...], ...]:
-        """The rules of the fastest step in each gradient code, over the link that the plan was made
-        for. Other links use the same rules, because no further operators are measured in a run."""
-        codecs = self._codecs(self._look)
-        return compressed_alternatives(self._look.layouts, self._whole.rules, codecs)
+    def _compressed_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """The rules of the fastest step with each gradient codec, over the initial link.
+
+        Other links use the same rules, because no further operators are measured in a run.
+        """
+        codecs = self._codecs(self._session)
+        return compressed_alternatives(self._session.layouts, self._decisions.rules, codecs)
 
     def _prepare(self) -> None:
-        """What ways there are is captured and measured before the first step, so that later on only
-        links are other ones. Every rank has the codes compiled."""
-        compile_codecs(self._codecs(self._look), num_ranks=self._num_ranks)
-        if self._rank == 0 or (self._step.can_stand_by and self._rank % self._each == 0):
-            self._priced(self._look, self._whole.rules)
-            for _ in self._choices(self._look, self._seen):
+        """Capture and measure all alternatives before the first step; later only links change.
+
+        Every rank compiles the codecs.
+        """
+        compile_codecs(self._codecs(self._session), num_ranks=self._num_ranks)
+        if self._rank == 0 or (
+            self._step.supports_standby and self._rank % self._ranks_per_host == 0
+        ):
+            self._predict(self._session, self._decisions.rules)
+            for _ in self._alternatives(self._session, self._links):
                 pass
 
-    def after(self, number: int, seconds: float | None) -> bool:
-        """Behind each step, which all take; whether the plan is another one from here on."""
+    def after_step(self, number: int, seconds: float | None) -> bool:
+        """Check the pace after each step, on all ranks; return True if the plan was switched."""
         traffic = self._step.traffic().waited
-        waited, self._waited = traffic - self._waited, traffic
-        flagged = self._together.flagged
-        self._gave_up_codes |= self._step.gave_up_codes
-        if flagged == _ANSWERED:
-            return self._answered(number)
+        waited, self._waited_seconds = traffic - self._waited_seconds, traffic
+        flagged = self._coordinator.flagged
+        self._has_fallen_back |= self._step.has_fallen_back
+        if flagged == _ANSWER_READY:
+            return self._adopt_answer(number)
         self._note_pace(seconds, waited)
-        if flagged == _TO_LOOK:
-            return self._look_at_links(number)
-        if self._is_time_to_look():
-            return self._look_at_links(number, is_to_be_sure=True)
-        if self._beside is not None and self._beside.is_done():
-            self._together.flag(_ANSWERED)
-        # What was exchanged in here is no part of a step.
-        self._waited = self._step.traffic().waited
+        if flagged == _CHECK_LINKS:
+            return self._check_links(number)
+        if self._is_time_to_measure():
+            return self._check_links(number, is_to_be_sure=True)
+        if self._background is not None and self._background.is_done():
+            self._coordinator.flag(_ANSWER_READY)
+        # Messages of this method are no part of a step.
+        self._waited_seconds = self._step.traffic().waited
         return False
 
     def close(self) -> None:
-        """Ends what goes on beside the run."""
-        if self._beside is not None:
-            self._beside.end()
-            self._beside = None
+        """Stop the background search."""
+        if self._background is not None:
+            self._background.end()
+            self._background = None
 
     def _note_pace(self, seconds: float | None, waited: float) -> None:
         is_counted = seconds is not None and self._step.is_as_planned
         if seconds is not None and is_counted and self._pace.add(seconds, waited):
-            self._together.flag(_TO_LOOK)
+            self._coordinator.flag(_CHECK_LINKS)
 
-    def _is_time_to_look(self) -> bool:
-        """Where a step exchanges nothing with some ranks, nothing is seen of their link in it."""
+    def _is_time_to_measure(self) -> bool:
+        """True if unused links are due to be measured.
+
+        A step that exchanges nothing with some ranks shows nothing of their link.
+        """
         if self._members == tuple(range(self._num_ranks)):
             return False
-        self._unseen += 1
-        return self._unseen >= self._next_unseen
+        self._steps_unmeasured += 1
+        return self._steps_unmeasured >= self._measuring_interval
 
-    def _look_at_links(self, number: int, *, is_to_be_sure: bool = False) -> bool:
-        """Measure the links on all ranks. If they have changed, switch at once to a known plan that
-        is faster, and let one rank start to weigh all plans. Returns True if the plan was switched.
+    def _check_links(self, number: int, *, is_to_be_sure: bool = False) -> bool:
+        """Measure the links on all ranks, and react if they have changed.
 
-        ``is_to_be_sure`` measures a change twice, because no slow step confirms it.
+        If so, switch at once to a known plan that is faster, and let one rank start to search all
+        plans. Return True if the plan was switched. ``is_to_be_sure`` measures a change twice,
+        because no slow step confirms it.
         """
-        self._unseen = 0
-        seen = self._links_now()
-        before = self._seen if self._looked is None else self._looked[1]
-        if is_to_be_sure and self._is_other(seen, before):
-            seen = self._links_now()
-        if not self._is_other(seen, before):
+        self._steps_unmeasured = 0
+        links = self._measure_links()
+        before = self._links if self._pending is None else self._pending[1]
+        if is_to_be_sure and self._has_changed(links, before):
+            links = self._measure_links()
+        if not self._has_changed(links, before):
             self._pace.settle()
             return False
-        self.close()  # what is weighed is over links that are others by now
-        session = self._look.over(seen.link)
-        self._looked = session, seen
-        self._free = min(self._together.each(free_bytes(self._home)))
-        has_turned = self._is_background and self._has_turned_at_once(number, session, seen)
-        self._weigher = self._least_busy(number)
-        if self._rank != self._weigher:
+        self.close()  # a search in progress assumes the old links
+        session = self._session.with_link(links.link)
+        self._pending = session, links
+        self._free_bytes = min(self._coordinator.each(free_bytes(self._home)))
+        has_turned = self._is_background and self._switch_at_once(number, session, links)
+        self._search_rank = self._least_busy(number)
+        if self._rank != self._search_rank:
             return has_turned
         rules = self._step.plan.decisions.rules
 
         def work() -> str:
-            return self._found(session.settled() if self._is_background else session, seen, rules)
+            return self._search_better(
+                session.without_measuring() if self._is_background else session, links, rules
+            )
 
         if self._is_background:
-            self._beside = BackgroundProcess(work)
+            self._background = BackgroundProcess(work)
         else:
             self._answer = work()
-            self._together.flag(_ANSWERED)
+            self._coordinator.flag(_ANSWER_READY)
         return has_turned
 
     def _least_busy(self, number: int) -> int:
         """Return the first rank of the first host that stands by, whose cores are idle.
 
-        Rank 0 instead if no host stands by, if plans are weighed between two steps, or if the host
-        left long ago: codes are probed on that rank's weights, which are no longer updated.
+        Rank 0 instead if no host stands by, if the search runs between two steps, or if the host
+        left long ago: codecs are probed on that rank's weights, which are no longer updated.
         """
-        idle = (r for r in range(0, self._num_ranks, self._each) if r not in self._members)
+        idle = (
+            r for r in range(0, self._num_ranks, self._ranks_per_host) if r not in self._members
+        )
         is_recent = number - self._left_at <= _RECENT_STEPS
         return next(idle, 0) if self._is_background and is_recent else 0
 
-    def _has_turned_at_once(self, number: int, session: PlanningSession, seen: _LinkState) -> bool:
-        """To the plan as it is on fewer hosts, or to the one that the run began with, which take a
-        moment to price. Other codes have to be probed first, and meanwhile the run neither waits
-        for a slow link nor leaves a restored one unused."""
-        text = ""
-        if self._together.saves and self._step.can_stand_by:
-            quick = session.settled()
-            rules, most = self._step.plan.decisions.rules, self._whole.budget.memory_bytes
+    def _switch_at_once(self, number: int, session: PlanningSession, links: _LinkState) -> bool:
+        """Switch to the same plan on fewer hosts or to the initial plan, if that is faster.
+
+        Both take a moment to price. Other codecs must be probed first; meanwhile the run should
+        neither wait for a slow link nor leave a restored one unused. Return True if the plan was
+        switched.
+        """
+        encoded = ""
+        if self._coordinator.saves and self._step.supports_standby:
+            unmeasured = session.without_measuring()
+            rules, most = self._step.plan.decisions.rules, self._decisions.budget.memory_bytes
             choices = [
-                Alternative(way=same_on_fewer(among.layouts, rules, len(ranks)), ranks=ranks)
-                for ranks, among in self._fewer(quick, seen)
+                Alternative(way=same_on_fewer(subset.layouts, rules, len(ranks)), ranks=ranks)
+                for ranks, subset in self._on_fewer_hosts(unmeasured, links)
                 if len(ranks) < len(self._members)
             ]
-            if len(self._members) < self._num_ranks and not self._gave_up_codes:
-                first = quick.layouts.ways.counted(at_once(self._whole.rules))
+            if len(self._members) < self._num_ranks and not self._has_fallen_back:
+                first = unmeasured.layouts.ways.counted(at_once(self._decisions.rules))
                 choices.append(Alternative(way=first, ranks=tuple(range(self._num_ranks))))
-            better = self._worth_trying(quick, seen, rules, choices, most or math.inf)
+            better = self._worth_trying(unmeasured, links, rules, choices, most or math.inf)
             if better:
                 drift = self._first_drift if better[0].is_lossy else ""
-                text = self._written(better[0], drift=drift)
-        text = self._together.words(text)
-        if text:
-            self._turn_by(number, session, text)
-        return bool(text)
+                encoded = self._encode(better[0], drift=drift)
+        encoded = self._coordinator.words(encoded)
+        if encoded:
+            self._switch_to(number, session, encoded)
+        return bool(encoded)
 
-    def _written(self, choice: Alternative, *, drift: str) -> str:
-        """For all ranks: the drift that a probe saw, who takes part, and the rules."""
-        written = encode_decisions(replace(self._whole, rules=choice.way.rules, used_ranks=()))
-        return _SIDE.join((drift, json.dumps(choice.ranks), written))
+    def _encode(self, choice: Alternative, *, drift: str) -> str:
+        """Encode a plan for all ranks: the probed drift, the ranks that take part, the rules."""
+        decisions = encode_decisions(
+            replace(self._decisions, rules=choice.way.rules, used_ranks=())
+        )
+        return _SEPARATOR.join((drift, json.dumps(choice.ranks), decisions))
 
-    def _turn_by(self, number: int, session: PlanningSession, text: str) -> None:
-        drift, members, written = text.split(_SIDE)
+    def _switch_to(self, number: int, session: PlanningSession, encoded: str) -> None:
+        drift, members, decisions = encoded.split(_SEPARATOR)
         ranks = tuple(map(int, json.loads(members)))
-        self._turn(number, session, decode_decisions(written).rules, ranks, drift)
+        self._switch(number, session, decode_decisions(decisions).rules, ranks, drift)
 
-    def _links_now(self) -> _LinkState:
+    def _measure_links(self) -> _LinkState:
         begin = time.perf_counter()
-        link = measured_now(self._seen.link, hosts=self._hosts, home=self._home)
-        # Of two hosts the one link is known by now.
+        link = measured_now(self._links.link, hosts=self._hosts, home=self._home)
+        # With two hosts, the one link has just been measured.
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
-        took = time.perf_counter() - begin
-        steps = self._together.most(math.ceil(took / (_LOOKING_SHARE * self._pace.seconds.value)))
-        self._next_unseen = min(max(steps, _UNSEEN), _MOST_UNSEEN)
+        seconds = time.perf_counter() - begin
+        steps = self._coordinator.most(
+            math.ceil(seconds / (_MEASURING_SHARE * self._pace.seconds.value))
+        )
+        self._measuring_interval = min(max(steps, _MIN_INTERVAL), _MAX_INTERVAL)
         return _LinkState(link=link, rates=rates)
 
     @staticmethod
-    def _is_other(one: _LinkState, other: _LinkState) -> bool:
-        """Whether exchanges take another time by enough; the same on all ranks."""
-        took = tuple(seen.link.seconds(_MESSAGE_BYTES, messages=2) for seen in (one, other))
-        pairs = [took, *zip(one.rates, other.rates, strict=True)]
-        return any(max(pair) > _OTHER * min(pair) for pair in pairs)
+    def _has_changed(one: _LinkState, other: _LinkState) -> bool:
+        """True if messages take a sufficiently different time; the same on all ranks."""
+        seconds = tuple(state.link.seconds(_MESSAGE_BYTES, messages=2) for state in (one, other))
+        pairs = [seconds, *zip(one.rates, other.rates, strict=True)]
+        return any(max(pair) > _CHANGED_RATIO * min(pair) for pair in pairs)
 
-    def _answered(self, number: int) -> bool:
+    def _adopt_answer(self, number: int) -> bool:
         """Switch all ranks to the plan that was found, if the links are still the same."""
-        assert self._looked is not None
-        session, then = self._looked
-        said = self._said() if self._rank == self._weigher else ""
-        text = self._together.words(said, of=self._weigher)
-        if text.startswith(_FAILED):
-            self._tell(f"how to go on was not found: {text.removeprefix(_FAILED)}")
-            text = ""
-        if not text:
-            self._look, self._seen, self._looked = session, then, None
+        assert self._pending is not None
+        session, links = self._pending
+        answer = self._take_answer() if self._rank == self._search_rank else ""
+        encoded = self._coordinator.words(answer, of=self._search_rank)
+        if encoded.startswith(_FAILURE):
+            self._on_note(f"how to go on was not found: {encoded.removeprefix(_FAILURE)}")
+            encoded = ""
+        if not encoded:
+            self._session, self._links, self._pending = session, links, None
             self._pace.settle()
             return False
-        if self._is_other(self._links_now(), then):
-            self._looked = None
-            return self._look_at_links(number)
-        self._turn_by(number, session, text)
-        self._looked = None
+        if self._has_changed(self._measure_links(), links):
+            self._pending = None
+            return self._check_links(number)
+        self._switch_to(number, session, encoded)
+        self._pending = None
         return True
 
-    def _said(self) -> str:
-        """The answer, in words for all; empty where there is nothing better. What begins with
-        ``_FAILED`` is why there is none."""
+    def _take_answer(self) -> str:
+        """Return the encoded result of the search; empty if it found nothing better.
+
+        A result that begins with the failure prefix is an error message.
+        """
         answer, self._answer = self._answer, None
-        if self._beside is not None:
-            answer = self._beside.answer
-            if self._beside.failure:
-                answer = f"{_FAILED}{self._beside.failure}"
-            self._beside = None
+        if self._background is not None:
+            answer = self._background.answer
+            if self._background.failure:
+                answer = f"{_FAILURE}{self._background.failure}"
+            self._background = None
         return answer or ""
 
-    def _found(self, session: PlanningSession, seen: _LinkState, rules: tuple[Rule, ...]) -> str:
-        """The drift that a probe saw of what is to take the plan's place, who takes part, and its
-        rules as a plan file; empty where nothing is worth it."""
-        budget, most = self._whole.budget, math.inf
+    def _search_better(
+        self, session: PlanningSession, links: _LinkState, rules: tuple[Rule, ...]
+    ) -> str:
+        """Search a better plan and return it encoded; empty if none is worth a switch."""
+        budget, max_bytes = self._decisions.budget, math.inf
         if budget.memory_bytes is not None:
-            most = budget.memory_bytes
+            max_bytes = budget.memory_bytes
             if self._is_compiled:
-                most = compiled_limit(session, budget.memory_bytes)
-        for choice in self._better(session, seen, rules, most):
-            drift = self._drift(session, choice.way.rules, budget.accuracy_loss, most)
+                max_bytes = compiled_limit(session, budget.memory_bytes)
+        for choice in self._improvements(session, links, rules, max_bytes):
+            drift = self._drift(session, choice.way.rules, budget.accuracy_loss, max_bytes)
             if drift is not None:
-                return self._written(choice, drift=drift)
+                return self._encode(choice, drift=drift)
         return ""
 
-    def _better(
-        self, session: PlanningSession, seen: _LinkState, rules: tuple[Rule, ...], most_bytes: float
+    def _improvements(
+        self, session: PlanningSession, links: _LinkState, rules: tuple[Rule, ...], max_bytes: float
     ) -> Iterator[Alternative]:
-        """By enough. A compiled step computes for less time than what was captured, so that more is
-        gained of it; what it takes only its own prices tell, and each is a lowering."""
-        choices = [*self._choices(session, seen)]
+        """Yield the alternatives that are faster by enough and fit the memory.
+
+        A compiled step computes for less time than the captured one, so it gains more from faster
+        communication. Only lowering shows its time, so few candidates are tried.
+        """
+        choices = [*self._alternatives(session, links)]
         if not self._is_compiled:
-            yield from self._worth_trying(session, seen, rules, choices, most_bytes)
+            yield from self._worth_trying(session, links, rules, choices, max_bytes)
             return
-        ways = sorted(choices, key=lambda c: (c.way.seconds, c.way.nbytes))[:_LOWERED]
-        seconds = self._priced(session, rules).metrics.step_seconds.value
-        for choice in ways:
-            predicted = self._priced(session, choice.way.rules)
+        fastest = sorted(choices, key=lambda c: (c.way.seconds, c.way.nbytes))[:_MAX_LOWERINGS]
+        seconds = self._predict(session, rules).metrics.step_seconds.value
+        for choice in fastest:
+            predicted = self._predict(session, choice.way.rules)
             is_enough = seconds >= (1 + LEAST_GAIN) * predicted.metrics.step_seconds.value
-            if is_enough and predicted.peak.nbytes <= most_bytes:
+            if is_enough and predicted.peak.nbytes <= max_bytes:
                 yield choice
 
     def _worth_trying(
         self,
         session: PlanningSession,
-        seen: _LinkState,
+        links: _LinkState,
         rules: tuple[Rule, ...],
         choices: Sequence[Alternative],
-        most_bytes: float,
+        max_bytes: float,
     ) -> list[Alternative]:
-        now = self._priced(self._among(session, seen, self._members), rules)
+        current = self._predict(self._session_among(session, links, self._members), rules)
         return worth_trying(
-            now.metrics.step_seconds.value,
-            [choice for choice in choices if self._is_possible(session, choice, now)],
-            most_bytes=most_bytes,
-            coming_back_seconds=self._step.state_bytes / seen.link.bytes_per_second,
+            current.metrics.step_seconds.value,
+            [choice for choice in choices if self._is_possible(session, choice, current)],
+            most_bytes=max_bytes,
+            coming_back_seconds=self._step.state_bytes / links.link.bytes_per_second,
             num_ranks=len(self._members),
         )
 
-    def _choices(self, session: PlanningSession, seen: _LinkState) -> Iterator[Alternative]:
-        whole = tuple(range(self._num_ranks))
-        for way in alternatives(session.layouts, self._whole.rules, self._coded):
-            yield Alternative(way=way, ranks=whole)
-        if self._is_compiled or not self._step.can_stand_by:
+    def _alternatives(self, session: PlanningSession, links: _LinkState) -> Iterator[Alternative]:
+        all_ranks = tuple(range(self._num_ranks))
+        for way in alternatives(session.layouts, self._decisions.rules, self._compressed_rules):
+            yield Alternative(way=way, ranks=all_ranks)
+        if self._is_compiled or not self._step.supports_standby:
             return
-        for ranks, among in self._fewer(session, seen):
-            for way in on_fewer(among.layouts, self._whole.rules, len(ranks)):
+        for ranks, subset in self._on_fewer_hosts(session, links):
+            for way in on_fewer(subset.layouts, self._decisions.rules, len(ranks)):
                 yield Alternative(way=way, ranks=ranks)
 
-    def _fewer(
-        self, session: PlanningSession, seen: _LinkState
+    def _on_fewer_hosts(
+        self, session: PlanningSession, links: _LinkState
     ) -> Iterator[tuple[tuple[int, ...], PlanningSession]]:
-        """The ranks of fewer hosts, the best-joined, over the links among them."""
-        each, degrees = self._each, session.source.sharers()
-        are_unequal = bool(ParallelLayout.of(self._whole.rules).shares)
+        """Yield the best-connected ranks of fewer hosts, with a session over their links."""
+        each, degrees = self._ranks_per_host, session.source.sharers()
+        are_unequal = bool(ParallelLayout.of(self._decisions.rules).shares)
         for count in numbers_of_hosts(self._hosts):
-            members = best_hosts(self._rates(seen), count)
+            members = best_hosts(self._rates(links), count)
             ranks = tuple(host * each + n for host in members for n in range(each))
             if len(ranks) in degrees and not (are_unequal and len(ranks) > 1):
-                yield ranks, self._among(session, seen, ranks)
+                yield ranks, self._session_among(session, links, ranks)
 
-    def _rates(self, seen: _LinkState) -> tuple[float, ...]:
-        return seen.rates or (seen.link.bytes_per_second,) * (self._hosts - 1)
+    def _rates(self, links: _LinkState) -> tuple[float, ...]:
+        return links.rates or (links.link.bytes_per_second,) * (self._hosts - 1)
 
-    def _among(
-        self, session: PlanningSession, seen: _LinkState, ranks: Sequence[int]
+    def _session_among(
+        self, session: PlanningSession, links: _LinkState, ranks: Sequence[int]
     ) -> PlanningSession:
-        """Over the links that these ranks have among them."""
-        if len(ranks) == self._num_ranks or not seen.rates:
+        """Return the session priced over the links among these ranks."""
+        if len(ranks) == self._num_ranks or not links.rates:
             return session
-        each = self._each
-        return session.over(link_among(seen.link, seen.rates, sorted({r // each for r in ranks})))
+        each = self._ranks_per_host
+        return session.with_link(
+            link_among(links.link, links.rates, sorted({r // each for r in ranks}))
+        )
 
-    def _is_possible(self, session: PlanningSession, choice: Alternative, now: Prediction) -> bool:
-        """Whether all of it was measured, and the memory is there for it."""
+    def _is_possible(
+        self, session: PlanningSession, choice: Alternative, current: Prediction
+    ) -> bool:
+        """True if all operators of the alternative were measured, and its memory is available."""
         if not session.prices.has_costs(session.layouts.ways.apply_rules(choice.way.rules).graph):
             return False
         if len(choice.ranks) >= len(self._members):
             return True
-        more = choice.way.nbytes - now.peak.nbytes
-        return more <= _SHARE_OF_FREE_MEMORY * self._free
+        extra_bytes = choice.way.nbytes - current.peak.nbytes
+        return extra_bytes <= _SHARE_OF_FREE_MEMORY * self._free_bytes
 
     def _codecs(self, session: PlanningSession) -> Sequence[Codec]:
-        return available_codecs(session) if self._whole.budget.accuracy_loss else []
+        return available_codecs(session) if self._decisions.budget.accuracy_loss else []
 
-    def _priced(self, session: PlanningSession, rules: tuple[Rule, ...]) -> Prediction:
-        """What the runner makes of a program is the same over every link."""
-        if rules not in self._as_run:
-            self._as_run[rules] = session.as_executed(session.apply_rules(rules))
-        return predict(self._as_run[rules], session.costs)
+    def _predict(self, session: PlanningSession, rules: tuple[Rule, ...]) -> Prediction:
+        """Predict the program as executed; the program is cached, as no link changes it."""
+        if rules not in self._executed_programs:
+            self._executed_programs[rules] = session.as_executed(session.apply_rules(rules))
+        return predict(self._executed_programs[rules], session.costs)
 
     def _drift(
-        self, session: PlanningSession, rules: tuple[Rule, ...], allowed: float, most_bytes: float
+        self, session: PlanningSession, rules: tuple[Rule, ...], allowed: float, max_bytes: float
     ) -> str | None:
-        """None where it is more than is allowed, or unknown, or where steps in milder codes or
-        none do not fit; nothing is said of what is exact."""
+        """Return the probed drift as text; empty for an exact plan.
+
+        None if the drift is unknown or more than allowed, or if the less lossy fallback codecs do
+        not fit.
+        """
         program = session.apply_rules(rules)
         if not program.is_lossy:
             return ""
-        is_bound = most_bytes < math.inf
-        if is_bound and peak_in_less_lossy_codecs(session, rules, program) > most_bytes:
+        is_bound = max_bytes < math.inf
+        if is_bound and peak_in_less_lossy_codecs(session, rules, program) > max_bytes:
             return None
         if self._lossy.session is not session:
             self._lossy = LossyPlanner(session=session)
-        seen = self._lossy.drift_of(rules, program, allowed)
-        return None if isinstance(seen, str) or not seen.keeps(allowed) else str(seen)
+        drift = self._lossy.probe_drift(rules, program, allowed)
+        return None if isinstance(drift, str) or not drift.keeps(allowed) else str(drift)
 
     def _pace_of(self, plan: Plan, *, skips: int) -> Pace:
         metrics = plan.predicted.metrics
-        said = (
+        expected = (
             metrics.step_seconds.value, metrics.step_seconds.low, metrics.step_seconds.high,
             metrics.exposed_communication_seconds.value,
         )  # fmt: skip
-        # Each rank priced it for itself; one expectation is all ranks'.
-        value, low, high, waits = json.loads(self._together.words(json.dumps(said)))
-        return Pace(seconds=Estimate(value=value, low=low, high=high), waits=waits, skips=skips)
+        # Each rank predicted it for itself; the expectation must be the same on all ranks.
+        value, low, high, waiting_seconds = json.loads(
+            self._coordinator.words(json.dumps(expected))
+        )
+        return Pace(
+            seconds=Estimate(value=value, low=low, high=high),
+            waits=waiting_seconds,
+            skips=skips,
+        )
 
-    def _turn(
+    def _switch(
         self,
         number: int,
         session: PlanningSession,
@@ -456,82 +504,86 @@ class Replanner:
         ranks: tuple[int, ...],
         drift: str,
     ) -> None:
-        before, members = self._seen, self._members
-        assert self._looked is not None
-        seen = self._looked[1]
-        own = session if self._is_compiled else session.settled()
-        was = self._priced(self._among(own, seen, members), self._step.plan.decisions.rules)
-        predicted = self._priced(self._among(own, seen, ranks), rules)
+        old_links, members = self._links, self._members
+        assert self._pending is not None
+        links = self._pending[1]
+        unmeasured = session if self._is_compiled else session.without_measuring()
+        old_prediction = self._predict(
+            self._session_among(unmeasured, links, members), self._step.plan.decisions.rules
+        )
+        predicted = self._predict(self._session_among(unmeasured, links, ranks), rules)
         if drift:
             predicted = replace(predicted, metrics=replace(predicted.metrics, accuracy_loss=drift))
         if not set(members) <= set(ranks):
             self._left_at = number
-        used = tuple(self._whole.ranks_used(self._num_ranks)[rank] for rank in ranks)
+        used = tuple(self._decisions.ranks_used(self._num_ranks)[rank] for rank in ranks)
         used = () if used == tuple(range(len(used))) else used
         plan = replace(
-            self._step.plan, decisions=replace(self._whole, rules=rules, used_ranks=used),
+            self._step.plan, decisions=replace(self._decisions, rules=rules, used_ranks=used),
             predicted=predicted, taken=(), refused=(), num_offers=0,
         )  # fmt: skip
-        self._step.turn_to(plan, ranks)
-        self._look, self._seen, self._members = session, seen, ranks
-        self._pace = self._pace_of(plan, skips=_FIRST_STEPS)
-        self._unseen = 0
+        self._step.switch_plan(plan, ranks)
+        self._session, self._links, self._members = session, links, ranks
+        self._pace = self._pace_of(plan, skips=_SKIPPED_STEPS)
+        self._steps_unmeasured = 0
         name = self._path.name.removesuffix(".toml").removesuffix(".plan")
         path = self._path.with_name(f"{name.partition('.adapted-')[0]}.adapted-{number}.plan.toml")
         self.written = path
         self._write(path, plan)
-        self._tell(
-            f"after step {number} gradients go otherwise: {self._changed(before, seen)}; "
-            f"{self._going_on(rules, ranks, members)}, "
+        self._on_note(
+            f"after step {number} gradients go otherwise: {self._change_text(old_links, links)}; "
+            f"{self._plan_text(rules, ranks, members)}, "
             f"~{format_seconds(predicted.metrics.step_seconds.value)} a step in place of "
-            f"~{format_seconds(was.metrics.step_seconds.value)}; written: {path.name}"
+            f"~{format_seconds(old_prediction.metrics.step_seconds.value)}; written: {path.name}"
         )
 
-    def _changed(self, before: _LinkState, now: _LinkState) -> str:
-        """Name the link that has changed since the last switch, and its old and new rate."""
-        if not self._is_other(now, before):
+    def _change_text(self, before: _LinkState, now: _LinkState) -> str:
+        """Name the link that has changed since the last switch, with its old and new rate."""
+        if not self._has_changed(now, before):
             return "other plans were compared over the present links"
-        whose, rate, then = "the link between ranks", now.link, before.link
+        link_name, rate, then = "the link between ranks", now.link, before.link
         pair = rate.bytes_per_second, then.bytes_per_second
         if self._hosts > 1:
             pairs = [*zip(self._rates(now), self._rates(before), strict=True)]
             host = max(range(len(pairs)), key=lambda n: abs(math.log(pairs[n][0] / pairs[n][1])))
-            whose, pair = f"host {host + 1}'s link", pairs[host]
-        if max(pair) <= _OTHER * min(pair):
-            took = (format_seconds(link.latency_seconds) for link in (now.link, then))
-            return "messages between ranks now take {}, and took {}".format(*took)
-        return f"{whose} now carries {_rate(pair[0])}, {_rate(pair[1])} when the plan was made"
+            link_name, pair = f"host {host + 1}'s link", pairs[host]
+        if max(pair) <= _CHANGED_RATIO * min(pair):
+            latencies = (format_seconds(link.latency_seconds) for link in (now.link, then))
+            return "messages between ranks now take {}, and took {}".format(*latencies)
+        return f"{link_name} now carries {_rate(pair[0])}, {_rate(pair[1])} when the plan was made"
 
-    def _going_on(
+    def _plan_text(
         self, rules: tuple[Rule, ...], ranks: tuple[int, ...], before: tuple[int, ...]
     ) -> str:
-        each = self._each
+        each = self._ranks_per_host
         hosts = sorted({rank // each for rank in ranks})
         if len(ranks) < self._num_ranks:
-            said = f"hosts {', '.join(map(str, hosts))} go on"
+            text = f"hosts {', '.join(map(str, hosts))} go on"
             if len(hosts) == 1:
-                said = f"host {hosts[0]} goes on alone"
-            return f"{said} and the others stand by"
+                text = f"host {hosts[0]} goes on alone"
+            return f"{text} and the others stand by"
         labels = {codec_of(rule).label for rule in rules if rule.trade in CODE_TRADES}
         coded = " and ".join(sorted(labels)) or "gradients in no code"
         return coded if before == ranks else f"all hosts take part again, {coded}"
 
     def _write(self, path: Path, plan: Plan) -> None:
-        """On each host, for each goes on from a file of its own."""
+        """Write the plan on each host, because each host resumes from its own file."""
         files = (path, explanation_path(path))
-        if self._together.saves:
+        if self._coordinator.saves:
             write_plan(path, plan)
-        written = [file.read_text("utf-8") for file in files] if self._together.saves else []
-        told = self._together.words(_SIDE.join(written))
-        lacks = 0
+        written = [file.read_text("utf-8") for file in files] if self._coordinator.saves else []
+        received = self._coordinator.words(_SEPARATOR.join(written))
+        has_failed = 0
         try:
             if who_am_i(os.environ).local_rank == 0:
-                for file, text in zip(files, told.split(_SIDE), strict=True):
+                for file, text in zip(files, received.split(_SEPARATOR), strict=True):
                     write_where_other(file, text)
         except PlanFileError:
-            lacks = 1  # no reason to stop training
-        if self._together.most(lacks):
-            self._tell(f"{path.name} cannot be written on one of the hosts: copy it there to go on")
+            has_failed = 1  # training goes on without the file
+        if self._coordinator.most(has_failed):
+            self._on_note(
+                f"{path.name} cannot be written on one of the hosts: copy it there to go on"
+            )
 
 
 def _rate(bytes_per_second: float) -> str:

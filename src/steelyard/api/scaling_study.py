@@ -1,6 +1,6 @@
-"""How a step scales on a declared cluster: ever more devices, the batch the same or grown alike.
+"""The scaling study of a declared cluster: more and more devices, at a fixed and a growing batch.
 
-Only wires. Not for one plan: see planner/declared_cluster.py.
+This module only connects other parts. Not for one plan: see planner/declared_cluster.py.
 """
 
 from collections.abc import Iterator
@@ -43,10 +43,10 @@ def scale_workload(
         title=title or type(workload.model).__name__,
         on_progress=on_progress,
     )
-    return scaled(request, fewest=fewest, most=most, samples=samples, tokens=tokens)
+    return scaling_study(request, fewest=fewest, most=most, samples=samples, tokens=tokens)
 
 
-def scaled(
+def scaling_study(
     request: PlanRequest,
     *,
     fewest: int,
@@ -54,41 +54,45 @@ def scaled(
     samples: int | None = None,
     tokens: int | None = None,
 ) -> Scaling:
-    """``samples`` or ``tokens`` are of the whole training: with them, hours and prices are said."""
-    where = DeclaredClusterPlanner(request=request)
+    """Plan the step on each number of devices.
+
+    ``samples`` or ``tokens`` is the length of the whole training; with it, hours and prices are
+    reported.
+    """
+    planner = DeclaredClusterPlanner(request=request)
     cluster = request.cluster
     check_devices(cluster, fewest, most)
     if tokens is not None:
-        samples = tokens // tokens_of_a_sample(where.step.entries)
+        samples = tokens // tokens_of_a_sample(planner.step.entries)
     points = []
-    for devices in _doubled(fewest, most):
+    for devices in _device_counts(fewest, most):
         request.on_progress(f"searching on {devices} devices")
-        grown = where.search.with_samples(where.step.num_samples * devices // fewest)
+        grown = planner.search.with_samples(planner.step.num_samples * devices // fewest)
         points.append(
             ScalePoint(
                 devices=devices,
-                same_batch=_run(where, where.search, devices, samples),
-                grown_batch=_run(where, grown, devices, samples),
+                same_batch=_run(planner, planner.search, devices, samples),
+                grown_batch=_run(planner, grown, devices, samples),
             )
         )
-    _refuse_nothing(points)
-    limit = where.search.limit_bytes(request.budget)
-    found = [where.search.fastest(point.devices, limit) for point in points]
-    layouts = [laid.layout for laid in found if laid is not None]
+    _refuse_no_fit(points)
+    limit = planner.search.limit_bytes(request.budget)
+    found = [planner.search.fastest(point.devices, limit) for point in points]
+    layouts = [plan.layout for plan in found if plan is not None]
     return Scaling(
-        title=f"{request.title}, {where.step.num_samples} samples a step",
+        title=f"{request.title}, {planner.step.num_samples} samples a step",
         cluster=cluster.tree.name,
         points=tuple(points),
         notes=(
             f"nothing was measured: links at their declared rates, {cluster.rates_said}",
-            all_doubts_said(where.search, layouts),
+            all_doubts_said(planner.search, layouts),
             f"on each number of devices the fastest layout that holds {format_bytes(limit)} a rank",
             GROWN,
         ),
     )
 
 
-def _refuse_nothing(points: list[ScalePoint]) -> None:
+def _refuse_no_fit(points: list[ScalePoint]) -> None:
     if points[0].same_batch is None:
         raise Infeasible(
             f"the step does not fit on {points[0].devices} devices, where the comparison begins",
@@ -98,33 +102,35 @@ def _refuse_nothing(points: list[ScalePoint]) -> None:
 
 
 def _run(
-    where: DeclaredClusterPlanner, search: ClusterSearch, devices: int, samples: int | None
+    planner: DeclaredClusterPlanner, search: ClusterSearch, devices: int, samples: int | None
 ) -> Run | None:
-    laid = search.fastest(devices, search.limit_bytes(where.request.budget))
-    if laid is None:
+    plan = search.fastest(devices, search.limit_bytes(planner.request.budget))
+    if plan is None:
         return None
-    seconds = laid.step.step_seconds
+    seconds = plan.step.step_seconds
     each = search.num_samples
     hours = None if samples is None else samples / each * seconds / 3600
-    price = where.request.cluster.tree.usd_per_hour_of(devices)
+    price = planner.request.cluster.tree.usd_per_hour_of(devices)
     usd = None if price is None or hours is None else hours * price
-    return Run(layout=_said(laid), samples=each, step_seconds=seconds, hours=hours, usd=usd)
+    return Run(layout=_layout_name(plan), samples=each, step_seconds=seconds, hours=hours, usd=usd)
 
 
-def _said(laid: ClusterPlan) -> str:
-    """``d64 t8 p2``: data, tensor and pipeline degrees; ``z3`` where states are in shares, ``host``
-    where something lies in the memory of the hosts."""
-    layout = laid.layout
+def _layout_name(plan: ClusterPlan) -> str:
+    """Return a short name of the layout, such as ``d64 t8 p2``: data, tensor and pipeline degrees.
+
+    ``z3`` is appended for ZeRO-style sharded state, ``host`` for tensors offloaded to host memory.
+    """
+    layout = plan.layout
     degrees = (("d", layout.data), ("t", layout.tensor), ("p", layout.pipeline))
-    said = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
+    parts = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
     if layout.state_stage:
-        said.append(f"z{layout.state_stage}")
-    if layout.far_states or any(fate.moved for stage in laid.stages for fate, _ in stage):
-        said.append("host")
-    return " ".join(said) or "1"
+        parts.append(f"z{layout.state_stage}")
+    if layout.far_states or any(policy.moved for stage in plan.stages for policy, _ in stage):
+        parts.append("host")
+    return " ".join(parts) or "1"
 
 
-def _doubled(fewest: int, most: int) -> Iterator[int]:
+def _device_counts(fewest: int, most: int) -> Iterator[int]:
     devices = fewest
     while devices < most:
         yield devices
@@ -133,7 +139,7 @@ def _doubled(fewest: int, most: int) -> Iterator[int]:
 
 
 def tokens_of_a_sample(entries: tuple[BatchEntry, ...]) -> int:
-    """Of the first tensor of whole numbers that has a row for each sample."""
+    """Return the row length of the first integer tensor with one row per sample."""
     for entry in entries:
         if len(entry.shape) == 2 and entry.dtype.startswith("int"):
             return entry.shape[1]

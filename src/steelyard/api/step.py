@@ -1,6 +1,6 @@
-"""A plan at work on a live model: the step a user calls, and its receipt.
+"""The step of an applied plan: called by the user on a live model, and reported in a receipt.
 
-Wires run/ to the meters of measure/. Not for the loop behind ``steelyard run``: see train.py.
+Connects run/ to the meters of measure/. Not for the loop of ``steelyard run``: see train.py.
 """
 
 import contextlib
@@ -62,19 +62,23 @@ from steelyard.safe_text import printable
 from steelyard.trades import TRADES
 from steelyard.units import format_bytes, format_seconds
 
-# The second call: after what only a first call allocates, before a training loop is under way.
+# The second call is metered: the first one also allocates state, and later ones would interrupt a
+# training loop that is under way.
 _METERED_CALL = 2
-# Before, between and behind the first steps of whoever reports them.
-_LOOKS = 4
-# Ranks first tell each other what they hold at their peak after so many calls.
-_TOLD_AFTER = 4
+# The byte counter scans for new connections in this many calls: before, between and after the first
+# steps.
+_CONNECTION_SCANS = 4
+# Ranks first exchange their measured peaks after this many calls.
+_FIRST_REPORT = 4
 
 
 class Traffic(NamedTuple):
-    """Seconds that values were on their way to offload memory or back; that they, or other ranks,
-    were
-    waited for; bytes that this rank has sent to others; and seconds in which it wrote gradients
-    down and read them back."""
+    """Time and bytes spent on transfers.
+
+    ``busy``: seconds in which values were moved to or from offload memory. ``waited``: seconds
+    spent waiting for these transfers or for other ranks. ``sent``: bytes that this rank sent to
+    other ranks. ``coded``: seconds in which it encoded and decoded gradients.
+    """
 
     busy: float
     waited: float
@@ -83,7 +87,7 @@ class Traffic(NamedTuple):
 
 
 class Step:
-    """``step(batch)``: forward, backward, optimizer; the loss, a tensor.
+    """``step(batch)`` runs forward, backward and the optimizer, and returns the loss as a tensor.
 
     ``step.backward(batch)`` leaves clipping, scaling and the optimizer's step to the user.
     """
@@ -105,16 +109,16 @@ class Step:
         self._source = source
         self._pricing = pricing
         self._update = update
-        self._home = torch_device_of(source.model)
-        self.ranks = self._all_ranks = RankContext.of(
-            ParallelLayout.of(plan.decisions.rules), self._home
+        self._device = torch_device_of(source.model)
+        self.ranks = self._plan_ranks = RankContext.of(
+            ParallelLayout.of(plan.decisions.rules), self._device
         )
         self._members = tuple(range(self.ranks.layout.num_ranks))
         if self.ranks.groups:
-            broadcast_model([*source.model.parameters(), *source.model.buffers()], self._home)
-        self._parts: ShardedTensors | ShardedLayers | ShardedTensorsOfLayers | None = None
+            broadcast_model([*source.model.parameters(), *source.model.buffers()], self._device)
+        self._sharded_model: ShardedTensors | ShardedLayers | ShardedTensorsOfLayers | None = None
         self._codec_fallbacks = codec_fallbacks(plan.decisions.rules)
-        program, captured = self._program_at(source)
+        program, captured = self._program_for(source)
         captured.reads.check()
         offload_memory = plan.decisions.offload_memory
         self.offload_file = OffloadFile(offload_memory) if offload_memory else None
@@ -126,13 +130,13 @@ class Step:
                 "parts",
                 remedy="plan with optimizer=, and call step(batch)",
             )
-        self._parts = self.ranks.parts_of(source.model, program)
+        self._sharded_model = self.ranks.parts_of(source.model, program)
         live_optimizer = None if optimizer is None else optimizer(source.model.parameters())
         if live_optimizer is not None:
             refuse_foreign(live_optimizer, source.model.parameters())
-        states = self._states_far(live_optimizer, program)
-        is_watched = bool(self.ranks.channels) or self._home.type == "cpu"
-        self._finite = FiniteWatch(self._home) if is_watched else None
+        states = self._offloaded_states(live_optimizer, program)
+        is_watched = bool(self.ranks.channels) or self._device.type == "cpu"
+        self._finite = FiniteWatch(self._device) if is_watched else None
         self._finite_codes: list[int] = []
         self.live = LiveStep(
             source.model,
@@ -141,9 +145,9 @@ class Step:
             batch=source.batch,
             optimizer=live_optimizer,
             states=states,
-            parts=self._parts,
+            parts=self._sharded_model,
             reduction=source.reduction().value if program.parts > 1 else "mean",
-            other_shape=self._other_shape,
+            other_shape=self._bind_other_shape,
             on_change=lambda words: self.ranks.coordinator.check_equal("batch", words),
             runner=self._runner(states),
             reads=captured.reads,
@@ -155,19 +159,20 @@ class Step:
         )
         self._constants = tuple(captured.constants.values())
         self._batch_bytes = program.batch_bytes
-        self._laps = Laps(self._home)
-        self._wire, self._looks = SentBytesCounter(), 0
+        self._laps = Laps(self._device)
+        self._sent_counter, self._num_scans = SentBytesCounter(), 0
         self._traffic = [self.traffic()]
         self._losses: list[torch.Tensor] = []
         self._metered: int | None = None
         self.notes: list[str] = []
         self._calls = 0
         self._keeps_gradients = False
-        self._own_loop: UserLoop | None = None
-        # Steps that were not metered, because a profiler was on or the batch of another shape.
-        self._profiled = self._of_other_shape = 0
-        self._held_by_rank: list[int] = []
-        self._told_after = _TOLD_AFTER
+        self._user_loop: UserLoop | None = None
+        # Number of steps that were not metered because a profiler was active, or because the batch
+        # had another shape.
+        self._num_profiled = self._num_other_shapes = 0
+        self._peak_bytes_by_rank: list[int] = []
+        self._next_report = _FIRST_REPORT
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -182,50 +187,49 @@ class Step:
             self._metered, loss = self._metered_call(lambda: self.live(batch))
         else:
             loss = self._timed_call(lambda: self.live(batch), self._laps.begin)
-        self._tell_ranks()
+        self._exchange_measurements()
         return loss
 
     def backward(self, batch: Any, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Add gradients of ``scale`` times the loss, as ``(loss * scale).backward()`` would."""
         self._refuse_other_ranks()
-        if self._parts is not None:
+        if self._sharded_model is not None:
             raise BadInput(
                 "step.backward leaves gradients, of which this rank would have parts: to clip them "
                 "by their norm, or to unscale them, each rank would do something else",
                 expected="step(batch), which updates too",
                 remedy="take the rules that shard weights out of the plan, or call step(batch)",
             )
-        if self._own_loop is None:
-            self._own_loop = UserLoop(self.live, device=self._home, resident=self.resident_bytes)
-        own, kept = self._own_loop, bool(self.live.gradients())
-        self._keeps_gradients = self._keeps_gradients or kept
-        with own.a_pass() as is_new_step:
+        if self._user_loop is None:
+            self._user_loop = UserLoop(self.live, device=self._device, resident=self.resident_bytes)
+        loop, has_gradients = self._user_loop, bool(self.live.gradients())
+        self._keeps_gradients = self._keeps_gradients or has_gradients
+        with loop.wrap_pass() as is_new_step:
             if self._finite is not None:
                 self._finite.adds_up = not is_new_step
-            if own.lacks_peak(kept=kept) and self.may_meter(batch):
+            if loop.needs_peak(has_gradients=has_gradients) and self.may_meter(batch):
                 nbytes, loss = self._metered_call(lambda: self.live.backward(batch, scale))
-                own.note_peak(nbytes, kept=kept)
+                loop.note_peak(nbytes, has_gradients=has_gradients)
             else:
-                loss = self._timed_call(lambda: self.live.backward(batch, scale), own.timed)
-        self._tell_ranks()
+                loss = self._timed_call(lambda: self.live.backward(batch, scale), loop.start_timer)
+        self._exchange_measurements()
         return loss
 
     def _refuse_other_ranks(self) -> None:
-        """Before each step: a process group may be made after the plan was applied."""
+        """Check before each step: a process group may be created after the plan was applied."""
         if ParallelLayout.of(self.plan.decisions.rules).num_ranks == 1 and not self._sums_gradients:
             refuse_other_ranks()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Within it the model is whole on every rank, to evaluate or save it; all enter together.
+        """Gather the full model on every rank within the context, to evaluate or save it.
 
-        Between steps a rank may hold parts of weights, where the plan shards tensors.
+        All ranks must enter together. Between steps a rank may hold only shards of the weights.
         """
         return self.live.whole()
 
     @property
     def stands_in(self) -> str:
-        """The device that this runs on and the declared cluster that it was planned for; empty for
-        a plan for this machine."""
+        """A note on the device that runs a plan for a declared cluster; empty for other plans."""
         declared = self.plan.decisions.target.declared
         if not declared:
             return ""
@@ -238,22 +242,26 @@ class Step:
         )
 
     def receipt(self) -> "ShownReceipt":
-        """What the steps so far cost, beside what they were predicted to cost."""
-        # The first step pays for what is made once: state, caches, first touches of memory.
-        laps, own = self._laps.seconds[1:], self._own_loop
+        """Return the measured cost of the steps so far, with the predicted cost."""
+        # The first step also allocates state, fills caches and touches memory for the first time.
+        laps, loop = self._laps.seconds[1:], self._user_loop
         seconds = median(laps) if laps else None
-        if own is not None and not self._calls:
-            seconds = own.step_seconds(has_update=self._update is not None)
+        if loop is not None and not self._calls:
+            seconds = loop.step_seconds(has_update=self._update is not None)
         losses = [float(x) for x in self._losses]
-        busy, waited, sent = self.exchanged(self._traffic)
-        held = [n for n in (self._held_bytes(), *self._held_by_rank) if n is not None and n >= 0]
+        busy, waited, sent = self.median_exchange(self._traffic)
+        peaks = [
+            n
+            for n in (self._measured_peak_bytes(), *self._peak_bytes_by_rank)
+            if n is not None and n >= 0
+        ]
         return ShownReceipt(
             Receipt(
                 plan=self.plan,
                 measured=RunMeasurement(
-                    steps=self._calls + (own.steps if own else 0),
-                    passes=own.passes if own else 0,
-                    memory_bytes=max(held, default=None),
+                    steps=self._calls + (loop.steps if loop else 0),
+                    passes=loop.passes if loop else 0,
+                    memory_bytes=max(peaks, default=None),
                     rss_bytes=rss_peak_bytes(),
                     communication_bytes=sent,
                     communication_seconds=busy,
@@ -261,15 +269,15 @@ class Step:
                     step_seconds=seconds,
                     first_loss=losses[0] if losses else None,
                     last_loss=losses[-1] if losses else None,
-                    ranks=self.memory_of_ranks(self._held_by_rank),
+                    ranks=self.memory_of_ranks(self._peak_bytes_by_rank),
                     stands_in=self.stands_in,
                     notes=(
                         *self.notes,
                         *self._note_on_finite(),
                         *self.notes_on_metering(is_metered=self._is_metered),
-                        *(own.notes(has_update=self._update is not None) if own else ()),
+                        *(loop.notes(has_update=self._update is not None) if loop else ()),
                         *self.notes_on_ranks(waited, sent),
-                        *self.notes_on_codes(self._traffic),
+                        *self.notes_on_compression(self._traffic),
                         *self._note_on_gradients(),
                     ),
                 ),
@@ -277,198 +285,216 @@ class Step:
         )
 
     def may_meter(self, batch: Any) -> bool:
-        """Whether a step with this batch is as it was planned, and no profiler is on, which
-        metering it would take events from."""
+        """True if the batch has the planned shape and no profiler is active.
+
+        Metering would take events from a profiler.
+        """
         if not self.live.is_planned(batch):
-            self._of_other_shape += 1
+            self._num_other_shapes += 1
             return False
-        if is_profiled(self._home):
-            self._profiled += 1
+        if is_profiled(self._device):
+            self._num_profiled += 1
             return False
         return True
 
     def _note_on_finite(self) -> tuple[str, ...]:
-        """In which step the loss was not finite, and whose values were so first."""
+        """Return a note on the first step with a non-finite loss, and on its source."""
         finite = self._finite
         if finite is None or finite.failed_at is None:
             return ()
-        many = bool(self.ranks.channels)
-        codes = self._finite_codes if many else [finite.code]
+        has_ranks = bool(self.ranks.channels)
+        codes = self._finite_codes if has_ranks else [finite.code]
         first = blamed(codes).words if codes else ""
-        said = f"; first not finite: {first}" if first else ""
-        return (f"the loss was not finite in step {finite.failed_at}{said}",)
+        source = f"; first not finite: {first}" if first else ""
+        return (f"the loss was not finite in step {finite.failed_at}{source}",)
 
     def notes_on_metering(self, *, is_metered: bool) -> tuple[str, ...]:
-        """Why no step was metered, where one could have been."""
-        why = []
-        if self._profiled:
-            why.append(
-                f"a profiler was on in {self._profiled} of them, and metering a step would have "
-                "taken its events"
+        """Return a note on why no step was metered, if a step could have been."""
+        reasons = []
+        if self._num_profiled:
+            reasons.append(
+                f"a profiler was on in {self._num_profiled} of them, and metering a step would "
+                "have taken its events"
             )
-        if self._of_other_shape:
-            why.append(f"{self._of_other_shape} were of another batch shape, or in other codes")
-        if is_metered or not why:
+        if self._num_other_shapes:
+            reasons.append(
+                f"{self._num_other_shapes} were of another batch shape, or in other codes"
+            )
+        if is_metered or not reasons:
             return ()
-        return (f"no step's memory was measured: {'; '.join(why)}",)
+        return (f"no step's memory was measured: {'; '.join(reasons)}",)
 
-    def memory_of_ranks(self, held: Sequence[int]) -> tuple[RankMemory, ...]:
-        """Beside what was predicted; ``held`` by each rank, or less than nothing where that is not
-        known."""
+    def memory_of_ranks(self, measured: Sequence[int]) -> tuple[RankMemory, ...]:
+        """Return predicted and measured peak bytes of each rank.
+
+        ``measured`` is the peak of each rank, negative if unknown.
+        """
         if not self.ranks.channels:
             return ()
         program = self.live.program
         if program.layout.shares:
-            # This rank's is of its own share, and others hold what other shares take.
+            # The prediction of this rank covers only its batch share; ranks with other shares
+            # differ.
             base = Program.plain(self._source.captured().graph, update=self._update)
             rules = self._codec_fallbacks[0]
             program = apply_rules_on_ranks(base, rules, trades=TRADES, source=self._source)
-            others = tuple(self._as_run(one) for one in program.sibling_programs)
-            said = rank_peak_bytes(
-                replace(self._as_run(program), sibling_programs=others), self._pricing.made.costs
+            others = tuple(self._as_executed(one) for one in program.sibling_programs)
+            predicted_bytes = rank_peak_bytes(
+                replace(self._as_executed(program), sibling_programs=others),
+                self._pricing.made.costs,
             )
         elif program.pipeline is None:
-            # All hold the same, which the plan says: nothing needs to be measured for it.
-            said = (self.plan.predicted.peak.nbytes,) * program.layout.num_ranks
+            # All ranks need the same memory, which the plan predicts; nothing needs to be measured.
+            predicted_bytes = (self.plan.predicted.peak.nbytes,) * program.layout.num_ranks
         else:
-            said = rank_peak_bytes(self._as_run(program), self._pricing.made.costs)
-        known = dict(enumerate(held))
+            predicted_bytes = rank_peak_bytes(self._as_executed(program), self._pricing.made.costs)
+        known = dict(enumerate(measured))
         return tuple(
             RankMemory(
                 rank=rank,
                 predicted_bytes=nbytes,
                 measured_bytes=found if (found := known.get(rank, -1)) >= 0 else None,
             )
-            for rank, nbytes in enumerate(said)
+            for rank, nbytes in enumerate(predicted_bytes)
         )
 
     @property
     def are_unequal(self) -> bool:
-        """Whether ranks have unequal shares of the batch, or unequal speeds."""
+        """True if ranks have unequal batch shares or unequal speeds."""
         decisions = self.plan.decisions
         return (
             bool(ParallelLayout.of(decisions.rules).shares) or len({*decisions.target.speeds}) > 1
         )
 
     def traffic(self) -> Traffic:
-        """So far: see there."""
+        """Return the traffic so far."""
         busy = waited = sent = coded = 0.0
         if self.ranks.channels:
-            if self._looks < _LOOKS:  # connections come about when they are first used
-                self._looks += 1
-                self._wire.look()
+            if self._num_scans < _CONNECTION_SCANS:  # connections are opened on first use
+                self._num_scans += 1
+                self._sent_counter.look()
             waited = sum(channel.waiting.seconds for channel in self.ranks.channels.values())
             coded = sum(channel.coding.seconds for channel in self.ranks.channels.values())
             moved = sum(channel.waiting.moved_bytes for channel in self.ranks.channels.values())
-            sent = self._wire.sent_bytes + self.live.moved_bytes + moved
+            sent = self._sent_counter.sent_bytes + self.live.moved_bytes + moved
             sent -= self.ranks.coordinator.asked_bytes
         if self.offload_file is not None:
             busy, waited = self.offload_file.busy_seconds, self.offload_file.waited_seconds + waited
         return Traffic(busy, waited, sent, coded)
 
-    def exchanged(self, traffic: Sequence[Traffic]) -> tuple[float | None, float, int | None]:
-        """Of a step: seconds in which something was on its way, None where nobody knows; in which
-        it was waited for; and the bytes that went to other ranks. Torch does not say when an
-        exchange among ranks is over."""
-        found, many = between(traffic), bool(self.ranks.channels)
+    def median_exchange(self, samples: Sequence[Traffic]) -> tuple[float | None, float, int | None]:
+        """Return the transfer seconds, the waiting seconds and the sent bytes of the median step.
+
+        Transfer seconds are None with several ranks: torch does not report when a collective has
+        ended. Sent bytes are None if they were not counted.
+        """
+        found, has_ranks = median_traffic(samples), bool(self.ranks.channels)
         if found is None:
-            return (None if self.offload_file or many else 0.0), 0.0, None
-        sent = round(found.sent) if many and self._is_counted else None
-        return (None if many else found.busy), found.waited, sent
+            return (None if self.offload_file or has_ranks else 0.0), 0.0, None
+        sent = round(found.sent) if has_ranks and self._counts_sent_bytes else None
+        return (None if has_ranks else found.busy), found.waited, sent
 
     @property
-    def _is_counted(self) -> bool:
-        """What goes over connections the kernel counts, and what goes through slots is counted
-        here; NCCL says nothing of what it sends."""
+    def _counts_sent_bytes(self) -> bool:
+        """True if all bytes sent to other ranks are counted.
+
+        The kernel counts bytes sent over connections, and message slots are counted here. NCCL does
+        not report what it sends.
+        """
         if all(channel.backend == "gloo" for channel in self.ranks.channels.values()):
-            return self._wire.is_counted
+            return self._sent_counter.is_counted
         program = self.live.program
-        exchanged = (node.collective for node in program.graph.nodes if node.collective is not None)
+        collectives = (
+            node.collective for node in program.graph.nodes if node.collective is not None
+        )
         summed = program.pipeline is not None and (
             DATA in self.ranks.groups or program.pipeline.stages.shared
         )
-        return self._wire.is_counted and not summed and all(c.is_pinned for c in exchanged)
+        return (
+            self._sent_counter.is_counted and not summed and all(c.is_pinned for c in collectives)
+        )
 
     def notes_on_ranks(self, waited: float, sent: int | None) -> tuple[str, ...]:
         if not self.ranks.channels:
             return ()
         metrics = self.plan.predicted.metrics
-        own, said = format_seconds(waited), metrics.exposed_communication_seconds.value
-        notes = [f"waited {own} of a step for other ranks (predicted ~{format_seconds(said)})"]
+        own, predicted = format_seconds(waited), metrics.exposed_communication_seconds.value
+        notes = [f"waited {own} of a step for other ranks (predicted ~{format_seconds(predicted)})"]
         if sent is not None:
-            own, said = format_bytes(sent), metrics.communication_bytes.value
-            notes.append(f"sent {own} of a step to other ranks (predicted {format_bytes(said)})")
+            own, predicted = format_bytes(sent), metrics.communication_bytes.value
+            notes.append(
+                f"sent {own} of a step to other ranks (predicted {format_bytes(predicted)})"
+            )
         return tuple(notes)
 
-    def turn_to(self, plan: Plan, members: Sequence[int] | None = None) -> None:
-        """From the next step on by this plan, in which ranks hold what they hold now; all turn.
+    def switch_plan(self, plan: Plan, members: Sequence[int] | None = None) -> None:
+        """Switch to another plan from the next step on; all ranks call this together.
 
-        ``members`` are the ranks that take part, all unless said, and the first of all is one of
-        them. The others stand by: they take batches, hear the loss and update nothing. Those that
-        come back are sent what they have missed.
+        Sharded state stays where it is. ``members`` are the ranks that take part, by default all;
+        rank 0 is always one of them. The other ranks stand by: they take batches, receive the loss
+        and update nothing. Ranks that return are sent the updates that they missed.
         """
-        everyone = self._all_ranks
-        whole = tuple(range(everyone.layout.num_ranks))
-        members = whole if members is None else tuple(members)
+        everyone = self._plan_ranks
+        all_ranks = tuple(range(everyone.layout.num_ranks))
+        members = all_ranks if members is None else tuple(members)
         assert members[0] == 0, "the first rank saves, so it takes every step"
         assert ParallelLayout.of(plan.decisions.rules).num_ranks == len(members)
-        # What codes hold back is put together by those that hold it.
+        # The error-feedback residuals are combined by the ranks that hold them.
         self.live.residuals.owe_all()
         if not set(members) <= set(self._members):
             bring_up_to_date(self.live, everyone.coordinator)
         self.plan, self._codec_fallbacks = plan, codec_fallbacks(plan.decisions.rules)
         if members != self._members:
             layout = ParallelLayout.of(plan.decisions.rules)
-            self.ranks = everyone if members == whole else everyone.among(members, layout)
+            self.ranks = everyone if members == all_ranks else everyone.among(members, layout)
             self._members = members
             self.live.turn_among(
                 rank=layout.place(self.ranks.rank, DATA),
                 channels=self.ranks.channels,
-                tell_loss=None if members == whole else self.ranks.coordinator.tell_loss,
+                tell_loss=None if members == all_ranks else self.ranks.coordinator.tell_loss,
                 stands_by=self.ranks.stands_by,
             )
-            self._wire, self._looks = SentBytesCounter(), 0
+            self._sent_counter, self._num_scans = SentBytesCounter(), 0
         self.live.begin_anew(self._guard())
         self._laps.clear()
         self._traffic = [self.traffic()]
 
     @property
-    def can_stand_by(self) -> bool:
-        """Whether steps may go on without some ranks, which could come back later."""
+    def supports_standby(self) -> bool:
+        """True if steps may run without some of the ranks, which may return later."""
         live = self.live
         return live.states is None and live.parts is None and live.program.pipeline is None
 
     @property
     def state_bytes(self) -> int:
-        """What a rank that comes back is sent: the model, and what the optimizer keeps."""
+        """The bytes sent to a rank that returns: the model and the optimizer state."""
         return resident_bytes(self.live) - self.live.shared_bytes
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether the last step's gradients went in the codes that the plan says."""
+        """True if the last step used the gradient codecs that the plan names."""
         return self.live.rung == 0
 
     @property
-    def gave_up_codes(self) -> bool:
-        """True if the guard has replaced a gradient code of this plan by a less lossy one."""
+    def has_fallen_back(self) -> bool:
+        """True if the guard has replaced a gradient codec of this plan by a less lossy one."""
         guard = self.live.guard
         return guard is not None and guard.rung != 0 and not guard.warm_up
 
-    def notes_on_codes(self, traffic: Sequence[Traffic]) -> tuple[str, ...]:
-        """What coding took, how many steps went without, what was held back, and which codes were
-        given up."""
+    def notes_on_compression(self, traffic: Sequence[Traffic]) -> tuple[str, ...]:
+        """Return notes on gradient compression: its time, exact steps, residuals and fallbacks."""
         if self.live.guard is None:
             return ()
-        seen, notes, found = self.live.guard.seen(), list[str](), between(traffic)
+        seen, notes, found = self.live.guard.seen(), list[str](), median_traffic(traffic)
         if found is not None and found.coded:
             costs = self._pricing.made.costs.on(self.ranks.layout.num_ranks).of_rank(
                 self.ranks.rank
             )
             nodes = (n for n in self.live.program.graph.nodes if n.op in CODED_CALLS)
-            said = sum(costs.seconds(node).value for node in nodes)
+            predicted_seconds = sum(costs.seconds(node).value for node in nodes)
             notes.append(
                 f"wrote gradients down and read them back in {format_seconds(found.coded)} of a "
-                f"step (predicted ~{format_seconds(said)})"
+                f"step (predicted ~{format_seconds(predicted_seconds)})"
             )
         if seen.exact_steps:
             notes.append(
@@ -479,17 +505,20 @@ class Step:
                 f"codes held back {max(seen.held):.2g} steps' worth of gradients at most, in "
                 f"{len(seen.held)} looks"
             )
-        for number, reason in enumerate(seen.reasons, start=1):
+        for rung, reason in enumerate(seen.reasons, start=1):
             notes.append(
-                f"gradients went in {_coded_in(self._codec_fallbacks[number])} from then: {reason}"
+                f"gradients went in {_codec_text(self._codec_fallbacks[rung])} from then: {reason}"
             )
         return tuple(notes)
 
     def meter(self, call: Any) -> int:
-        """The bytes at the peak of ``call``: what is resident and what it adds, by the allocator,
-        and beside it the pieces in which values are moved to offload memory."""
+        """Return the peak bytes of ``call``.
+
+        These are the resident bytes, what the call adds in the allocator, and the buffers in which
+        values are moved to offload memory.
+        """
         resident = self.resident_bytes()
-        metered = meter_once(call, device=self._home)
+        metered = meter_once(call, device=self._device)
         if not metered.is_clean:
             self.notes.append(
                 f"the metered step freed {format_bytes(metered.freed_bytes)} from before it; "
@@ -498,15 +527,18 @@ class Step:
         return resident + metered.peak_bytes
 
     def resident_bytes(self) -> int:
-        """What stays for a whole step, as the plan counts it."""
+        """Return the bytes that are resident for a whole step, as the plan counts them."""
         resident = resident_bytes(self.live, self._constants) + self._batch_bytes
         return resident + (2 * OFFLOAD_PIECE_BYTES if self.offload_file else 0)
 
     def _note_on_gradients(self) -> tuple[str, ...]:
-        """A loop of the user's own may keep them; a step that is planned begins without."""
+        """Return a note on gradients that the user's loop keeps between steps.
+
+        A planned step starts without gradients.
+        """
         if not self._keeps_gradients:
             return ()
-        program = self._as_run(self.live.program)
+        program = self._as_executed(self.live.program)
         nbytes = kept_gradients_bytes(program, self._pricing.made.costs)
         if not nbytes:
             return ()
@@ -515,7 +547,7 @@ class Step:
         )
 
     def _metered_call(self, call: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
-        """Its peak and the loss. It is slowed, and counts for nothing else."""
+        """Return the peak bytes and the loss; the slowed call counts for nothing else."""
         losses: list[torch.Tensor] = []
         nbytes = self.meter(lambda: losses.append(call()))
         self._note_loss(losses[0])
@@ -528,7 +560,7 @@ class Step:
         loss = call()
         if self.is_as_planned:
             is_over()
-            # What went over connections between two calls is the user's own.
+            # Bytes sent between two calls are the user's own.
             added = (b - a for a, b in zip(before, self.traffic(), strict=True))
             self._traffic.append(Traffic(*map(sum, zip(self._traffic[-1], added))))
         self._note_loss(loss)
@@ -536,27 +568,32 @@ class Step:
 
     @property
     def _is_metered(self) -> bool:
-        passes = None if self._own_loop is None else self._own_loop.passes_bytes()
+        passes = None if self._user_loop is None else self._user_loop.passes_bytes()
         return self._metered is not None or passes is not None
 
-    def _held_bytes(self) -> int | None:
-        """The peak that was measured on this rank; None where no step was metered yet."""
-        own = self._own_loop
-        if own is None or self._metered is not None:
+    def _measured_peak_bytes(self) -> int | None:
+        """The measured peak of this rank; None before a step was metered."""
+        loop = self._user_loop
+        if loop is None or self._metered is not None:
             return self._metered
-        return own.peak_bytes(has_update=self._update is not None)
+        return loop.peak_bytes(has_update=self._update is not None)
 
-    def _tell_ranks(self) -> None:
-        """Ranks take the same calls, and after some of them tell each other what they hold: at a
-        receipt it would be too late, for which one of them may ask alone."""
+    def _exchange_measurements(self) -> None:
+        """Exchange measured peaks and non-finite codes between ranks, after some of the calls.
+
+        All ranks make the same calls. A receipt cannot exchange anything, because one rank may ask
+        for it alone.
+        """
         if not self.ranks.channels:
             return
-        calls = self._calls + (self._own_loop.passes if self._own_loop else 0)
-        if calls >= self._told_after:
-            self._told_after = 2 * calls
-            held = self._held_bytes()
-            self._held_by_rank = self.ranks.coordinator.each(-1 if held is None else held)
-        # All ranks find it after the same call: it is the loss of all.
+        calls = self._calls + (self._user_loop.passes if self._user_loop else 0)
+        if calls >= self._next_report:
+            self._next_report = 2 * calls
+            peak_bytes = self._measured_peak_bytes()
+            self._peak_bytes_by_rank = self.ranks.coordinator.each(
+                -1 if peak_bytes is None else peak_bytes
+            )
+        # All ranks see it after the same call, because the loss is the loss of all.
         if self._finite is not None and self._finite.failed_at and not self._finite_codes:
             self._finite_codes = self.ranks.coordinator.each(self._finite.code)
 
@@ -564,10 +601,10 @@ class Step:
         del self._losses[1:]
         self._losses.append(loss)
 
-    def _states_far(
+    def _offloaded_states(
         self, optimizer: torch.optim.Optimizer | None, program: Program
     ) -> OffloadedStates | None:
-        """Weights, gradients and what the optimizer keeps, where the plan moves them."""
+        """Return the offloaded weights, gradients and optimizer state, if the plan offloads any."""
         if not program.far_rooms:
             return None
         assert self.offload_file is not None
@@ -585,7 +622,7 @@ class Step:
         tensors = states.tensors if states else None
 
         def run(program: Program) -> Emitted:
-            # Ranks may become others while the run goes on.
+            # The ranks that take part may change during the run.
             channels, watch = self.ranks.channels, self._exchange_watch
             if self._is_compiled:
                 return compile_program(program, channels=channels, watch=watch)
@@ -607,37 +644,41 @@ class Step:
     def _is_compiled(self) -> bool:
         return self.plan.decisions.target.runner == "inductor"
 
-    def _as_run(self, program: Program) -> Program:
-        """What the runner makes of it, of which the bytes are told."""
+    def _as_executed(self, program: Program) -> Program:
+        """Return the program as the runner executes it, for predictions of its memory."""
         return lower(program) if self._is_compiled else program
 
-    def _program_at(self, source: CapturedStep, rung: int = 0) -> tuple[Program, Captured]:
-        """The plan's rules applied on the whole trace of this step, in the codes of the next."""
-        rules = [self._at(rule, source) for rule in self._codec_fallbacks[rung]]
+    def _program_for(self, source: CapturedStep, rung: int = 0) -> tuple[Program, Captured]:
+        """Return the program of the plan's rules on this step, in the given fallback codec."""
+        rules = [self._fit_micro_batches(rule, source) for rule in self._codec_fallbacks[rung]]
         if self.ranks.stands_by:
-            # It is bound so that batches are checked as on the others, and never run.
+            # A rank that stands by checks batches as the others do, but never runs the program.
             rules = [rule for rule in rules if rule.trade not in LAYOUT_TRADES]
-        # A whole model is traced, of which there are parts once the first step is bound.
-        with self._parts.imagined() if self._parts else contextlib.nullcontext():
+        # The full model is traced; it is split into shards once the first step is bound.
+        with self._sharded_model.imagined() if self._sharded_model else contextlib.nullcontext():
             graph = source.captured().graph
             base = Program.plain(graph, update=self._update, rank=self.ranks.rank)
             program = apply_rules(base, rules, trades=TRADES, source=source)
-            if program.layout.shares and self.ranks is self._all_ranks:
+            if program.layout.shares and self.ranks is self._plan_ranks:
                 self.ranks.coordinator.check_equal("exchanges", "\n".join(program.spoken))
             return program, source.captured(micro_batches=program.units, share=program.share)
 
-    def _at(self, rule: Rule, source: CapturedStep) -> Rule:
-        """A last batch that is no multiple of the parts is cut into the fewest no larger."""
+    def _fit_micro_batches(self, rule: Rule, source: CapturedStep) -> Rule:
+        """Return the rule for the size of this batch.
+
+        A smaller last batch may not divide into the planned number of micro-batches. It is split
+        into the fewest micro-batches that are no larger than planned.
+        """
         size, layout = batch_size(source.batch), ParallelLayout.of(self.plan.decisions.rules)
         possible = ShardedSource(source=source, layout=layout).divisors()
         if rule.trade != "accumulate" or rule.degree in possible or not possible or size is None:
             return rule
         size //= layout.units
-        most = (batch_size(self._source.batch) or 1) // layout.units // rule.degree
-        return replace(rule, degree=min(k for k in possible if size // k <= max(most, 1)))
+        max_samples = (batch_size(self._source.batch) or 1) // layout.units // rule.degree
+        return replace(rule, degree=min(k for k in possible if size // k <= max(max_samples, 1)))
 
-    def _other_shape(self, batch: Any) -> tuple[Program, Constants, CodeReads]:
-        """The same rules at another batch shape: predicted, and run if they fit."""
+    def _bind_other_shape(self, batch: Any) -> tuple[Program, Constants, CodeReads]:
+        """Return the program for a batch of another shape, if it fits the budget."""
         size, layout = batch_size(batch), ParallelLayout.of(self.plan.decisions.rules)
         if size is not None and size % layout.units:
             shares = f"shares of {spelled(layout.shares)}" if layout.shares else "equal shares"
@@ -647,22 +688,24 @@ class Step:
                 remedy="drop the last partial batch (drop_last=True), or pad it",
             )
         entries = self._source.at(batch).entries()
-        is_alike = [e.shape for e in entries] == [e.shape for e in self._source.entries()]
-        # A model of which this rank holds a part lends the forms of the whole, without values; and
-        # of a batch of the same shape it has been tried, when the loss was a number.
+        has_planned_shape = [e.shape for e in entries] == [e.shape for e in self._source.entries()]
+        # A sharded model provides the shapes of the full model, without values. A batch of the
+        # planned shape was already tried, when its loss was computed.
         source = self._source
-        if not is_alike or self._parts is not None:
-            source = self._source.at(batch, with_values=self._parts is None and not is_alike)
-        program, captured = self._program_at(source, self.live.rung)
-        lacking = self._pricing.made.measure(program.graph, may_lack=True)
+        if not has_planned_shape or self._sharded_model is not None:
+            source = self._source.at(
+                batch, with_values=self._sharded_model is None and not has_planned_shape
+            )
+        program, captured = self._program_for(source, self.live.rung)
+        num_unmeasured = self._pricing.made.measure(program.graph, may_lack=True)
         limit = self.plan.decisions.budget.memory_bytes
-        if is_alike and limit is None:
-            return program, captured.constants, captured.reads  # in other codes alone
-        # Of the rank that needs most: all go on, or none does.
-        as_executed = self._as_run(program)
+        if has_planned_shape and limit is None:
+            return program, captured.constants, captured.reads  # only the codecs differ
+        # The highest need of any rank decides: all ranks continue, or none does.
+        as_executed = self._as_executed(program)
         nbytes = self.ranks.coordinator.most(peak_bytes(as_executed, self._pricing.made.costs))
         if limit is not None and nbytes > limit:
-            what = "a step in other codes" if is_alike else "a batch of another shape"
+            what = "a step in other codes" if has_planned_shape else "a batch of another shape"
             raise Mismatch(
                 f"{what} would need {format_bytes(nbytes)} under this plan",
                 expected=f"at most {format_bytes(limit)}, the plan's budget",
@@ -679,25 +722,27 @@ class Step:
                 remedy="drop that batch, allow offload memory a larger size, or plan for this "
                 "shape",
             )
-        if is_alike:
+        if has_planned_shape:
             return program, captured.constants, captured.reads
         shapes = ", ".join(str(list(e.shape)) for e in entries[:2])
         cut = f" in {program.repeats} micro-batches" if program.repeats > 1 else ""
-        lacks = f"; {lacking} operators of it were not measured, as a profiler was on"
+        unmeasured_text = (
+            f"; {num_unmeasured} operators of it were not measured, as a profiler was on"
+        )
         self.notes.append(
             f"also ran batches of {shapes}{cut} (predicted {format_bytes(nbytes)}"
-            f"{lacks if lacking else ''})"
+            f"{unmeasured_text if num_unmeasured else ''})"
         )
         return program, captured.constants, captured.reads
 
 
-def _coded_in(rules: Sequence[Rule]) -> str:
+def _codec_text(rules: Sequence[Rule]) -> str:
     codes = {codec_of(rule).label for rule in rules if rule.trade in CODE_TRADES}
     return " and ".join(sorted(label.removeprefix("gradients in ") for label in codes)) or "no code"
 
 
 class ShownReceipt:
-    """A receipt that prints as the explain tree with measured beside predicted."""
+    """A receipt that prints as the explain tree, with measured and predicted values."""
 
     def __init__(self, receipt: Receipt) -> None:
         self.receipt = receipt
@@ -707,19 +752,21 @@ class ShownReceipt:
         return plain(render(tree_of(self.receipt)))
 
     def _repr_html_(self) -> str:
-        """The page that ``steelyard run --html`` writes, for a notebook."""
+        """Return the page that ``steelyard run --html`` writes, for a notebook."""
         return to_html(tree_of(self.receipt))
 
 
-def between(traffic: Sequence[Traffic]) -> Traffic | None:
-    """The median of what each step added, the first left out; None before the second."""
+def median_traffic(traffic: Sequence[Traffic]) -> Traffic | None:
+    """Return the median traffic of a step, without the first step; None before the second."""
     added = [[b - a for a, b in zip(*both)] for both in pairwise(traffic)][1:]
     return Traffic(*map(median, zip(*added))) if added else None
 
 
 def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> int:
-    """Bytes of the storages that outlive a step: weights, buffers, optimizer state, what else the
-    code reads, room for messages of other ranks; and gradients that are kept from before.
+    """Return the bytes of the storages that outlive a step.
+
+    These are weights, buffers, optimizer state, other tensors that the code reads, message buffers
+    shared with other ranks, and gradients kept from earlier steps.
     """
     tensors = [*live.model.parameters(), *live.model.buffers(), *live.gradients(), *constants]
     tensors += live.residuals.tensors

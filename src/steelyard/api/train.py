@@ -1,6 +1,6 @@
-"""What ``steelyard run`` does: a plan, a workload, a number of steps, a receipt.
+"""The loop of ``steelyard run``: train a workload by a plan for some steps, and return a receipt.
 
-Not for one's own loop: that is a Step, see step.py.
+Not for the user's own loop: that calls a Step, see step.py.
 """
 
 import contextlib
@@ -38,11 +38,14 @@ def run_workload(
     on_step: OnStep = lambda _: None,
     on_note: Callable[[str], None] = lambda _: None,
 ) -> Receipt:
-    """``adapt`` is the plan's file, beside which those are written that take its place while it
-    runs; None where it stays. ``losses`` is the plan's file, beside which the loss of each step is
-    written, by the first rank."""
+    """Train by the plan and return the receipt.
+
+    ``adapt`` is the path of the plan file if the plan may be replaced during the run; new plans are
+    written to the same folder. ``losses`` is the path of the plan file if the first rank shall
+    write the loss of each step next to it.
+    """
     if adapt is not None:
-        # What it compares while training runs is measured before, on a machine that is idle.
+        # The costs that replanning compares are measured now, while the machine is idle.
         planned.session.pricing.checked  # noqa: B018 measures
     step: Step = planned.apply(workload.model)
     if checkpoint is not None and planned.plan.decisions.target.hosts > 1:
@@ -51,7 +54,7 @@ def run_workload(
         keep_to_own_cores()
     log = _Log(step)
 
-    def noted(note: str) -> None:
+    def add_note(note: str) -> None:
         log.notes.append(note)
         on_note(note)
 
@@ -59,10 +62,10 @@ def run_workload(
         on_note(f"runs {step.stands_in}")
     written_losses = None
     if losses is not None and step.ranks.coordinator.saves:
-        written_losses = Losses(losses, noted)
-    adapting = None if adapt is None else Replanner(step, planned.session, adapt, noted)
+        written_losses = Losses(losses, add_note)
+    replanner = None if adapt is None else Replanner(step, planned.session, adapt, add_note)
 
-    def seen(report: StepReport) -> None:
+    def report_step(report: StepReport) -> None:
         log.add(report)
         if written_losses is not None:
             optimizer = step.optimizer
@@ -70,9 +73,9 @@ def run_workload(
                 step=report.step, loss=report.loss, seconds=report.seconds, lr=_lr_of(optimizer)
             )
         on_step(report)
-        if adapting is not None:
-            is_other = adapting.after(report.step, report.seconds)
-            log.begin_behind(anew=is_other)
+        if replanner is not None:
+            has_new_plan = replanner.after_step(report.step, report.seconds)
+            log.start_next_step(has_new_plan=has_new_plan)
 
     checkpoints = None
     if checkpoint is not None:
@@ -82,18 +85,18 @@ def run_workload(
             plan=planned.plan.decisions.name,
             resume=resume or False,
         )
-    with contextlib.ExitStack() as until_then:
-        for closed in (written_losses, adapting):
-            if closed is not None:
-                until_then.enter_context(contextlib.closing(closed))
+    with contextlib.ExitStack() as stack:
+        for resource in (written_losses, replanner):
+            if resource is not None:
+                stack.enter_context(contextlib.closing(resource))
         finished = train(
             step.live,
             workload.batches,
             steps=steps,
             seed=seed,
             checkpoints=checkpoints,
-            on_step=seen,
-            on_note=noted,
+            on_step=report_step,
+            on_note=add_note,
             meter=step.meter,
             may_meter=step.may_meter,
             predicted_bytes=planned.plan.predicted.peak.nbytes,
@@ -102,12 +105,12 @@ def run_workload(
     if finished.stopped_by == "SIGINT":
         raise KeyboardInterrupt
     log.notes += step.notes
-    written = None if adapting is None else adapting.written
+    written = None if replanner is None else replanner.written
     return Receipt(plan=step.plan, measured=log.measured(finished.step), written=written)
 
 
 def _lr_of(optimizer: torch.optim.Optimizer | None) -> float | list[float] | None:
-    """Of all groups of parameters; one number where it is the same."""
+    """Return the learning rate of all parameter groups, as one number if they agree."""
     if optimizer is None:
         return None
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -117,7 +120,7 @@ def _lr_of(optimizer: torch.optim.Optimizer | None) -> float | list[float] | Non
 
 
 class _Log:
-    """What the steps reported, for the receipt."""
+    """Collects the reports of the steps, for the receipt."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -142,40 +145,46 @@ class _Log:
         self._first = report.loss if self._first is None else self._first
         self._last = report.loss
 
-    def begin_behind(self, *, anew: bool) -> None:
-        """What was sent between two steps is of neither; and figures are of the plan that runs."""
-        if anew:
+    def start_next_step(self, *, has_new_plan: bool) -> None:
+        """Start the next step: what was sent in between counts for no step.
+
+        If it ``has_new_plan``, the figures so far are dropped.
+        """
+        if has_new_plan:
             self._seconds.clear()
             self._peak_bytes = None
             self._traffic = [self._step.traffic()]
         self._traffic[-1] = self._step.traffic()
 
-    def _of_all(self, nbytes: int | None) -> int | None:
-        """Of the rank that held most; one that stood by may know of nothing."""
+    def _max_over_ranks(self, nbytes: int | None) -> int | None:
+        """Return the maximum over all ranks; a rank that stood by may have no value."""
         most = self._step.ranks.coordinator.most(-1 if nbytes is None else nbytes)
         return most if most >= 0 else None
 
-    def _least(self, seconds: float) -> float:
-        """Of the rank that waited least, and so worked longest: that one is predicted."""
+    def _min_over_ranks(self, seconds: float) -> float:
+        """Return the time of the rank that waited least.
+
+        That rank worked longest, and the prediction is for it.
+        """
         return -self._step.ranks.coordinator.most(-round(seconds * 1e9)) / 1e9
 
     def measured(self, steps: int) -> RunMeasurement:
-        # The first step pays for what is made once: state, caches, first touches of memory.
+        # The first step also allocates state, fills caches and touches memory for the first time.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
-        busy, waited, sent = self._step.exchanged(self._traffic)
-        # Of ranks, some may have metered no step: see Step.may_meter.
-        held = self._step.ranks.coordinator.each(
+        busy, waited, sent = self._step.median_exchange(self._traffic)
+        # Some ranks may have metered no step: see Step.may_meter.
+        peaks = self._step.ranks.coordinator.each(
             -1 if self._peak_bytes is None else self._peak_bytes
         )
-        sent = self._of_all(sent)
+        sent = self._max_over_ranks(sent)
         if self._step.are_unequal:
-            waited = self._least(waited)
+            waited = self._min_over_ranks(waited)
         self.notes += self._step.notes_on_ranks(waited, sent)
-        self.notes += self._step.notes_on_codes(self._traffic)
+        self.notes += self._step.notes_on_compression(self._traffic)
         return RunMeasurement(
             steps=steps,
             first_step=steps - self._steps + 1,
-            memory_bytes=max((n for n in held if n >= 0), default=None),
+            memory_bytes=max((n for n in peaks if n >= 0), default=None),
             rss_bytes=rss_peak_bytes(),
             communication_bytes=sent,
             communication_seconds=busy,
@@ -183,7 +192,7 @@ class _Log:
             step_seconds=seconds,
             first_loss=self._first,
             last_loss=self._last,
-            ranks=self._step.memory_of_ranks(held),
+            ranks=self._step.memory_of_ranks(peaks),
             stands_in=self._step.stands_in,
-            notes=(*self.notes, *self._step.notes_on_metering(is_metered=max(held) >= 0)),
+            notes=(*self.notes, *self._step.notes_on_metering(is_metered=max(peaks) >= 0)),
         )

@@ -1,9 +1,9 @@
-"""A loop of the user's own around ``step.backward``: what its passes took and held.
+"""Time and memory of the user's own training loop around ``step.backward``.
 
-A pass is one call of ``step.backward``. A step begins with a pass before which weights or gradients
-were changed, so that passes whose gradients add up are one step. The optimizer is the user's: its
-steps are observed through torch's hooks, whichever optimizer holds the model's parameters.
-Not for whole steps, ``step(batch)``: see step.py.
+A pass is one call of ``step.backward``. A training step begins with a pass before which weights or
+gradients were changed, so that passes whose gradients accumulate are one step. The optimizer is the
+user's: its steps are observed through torch's hooks, for any optimizer that holds the model's
+parameters. Not for whole steps, ``step(batch)``: see step.py.
 """
 
 import contextlib
@@ -27,7 +27,10 @@ from steelyard.units import format_bytes, format_seconds
 
 
 class UserLoop:
-    """``resident`` says how many bytes stay for a whole step, by the plan's reckoning."""
+    """Measures the passes and optimizer steps of a user's loop.
+
+    ``resident`` returns the bytes that are resident for a whole step, as the plan counts them.
+    """
 
     def __init__(
         self, live: LiveStep, *, device: torch.device, resident: Callable[[], int]
@@ -39,24 +42,24 @@ class UserLoop:
             self._parameters, planned=live.optimizer, device=device, resident=resident
         )
         self._passes = Laps(device)
-        self._between = Laps(device)
-        # Of each time between two passes, whether it lay between two steps.
-        self._is_between_steps: list[bool] = []
-        self._end_between: Callable[[], None] | None = None
-        self._marks: list[object] = []
-        # Of a pass without and with gradients of earlier ones: its peak, and what the optimizer
-        # kept then.
+        self._gaps = Laps(device)
+        # One entry per time between two passes: True if it lies between two training steps.
+        self._is_step_gap: list[bool] = []
+        self._end_gap_timer: Callable[[], None] | None = None
+        self._mark: list[object] = []
+        # By the presence of accumulated gradients: peak of such a pass, and bytes of optimizer
+        # state then.
         self._peaks: dict[bool, tuple[int, int]] = {}
 
     @contextlib.contextmanager
-    def a_pass(self) -> Iterator[bool]:
-        """Around each, which counts if it ends well; whether a step begins with it."""
-        is_new_step = self._marks != self._marked()
+    def wrap_pass(self) -> Iterator[bool]:
+        """Wrap one pass, which counts unless it raises; yield True if it begins a step."""
+        is_new_step = self._mark != self._current_mark()
         updated = self.updates.end_gap()
-        if self._end_between is not None and updated is not None:
-            self._end_between()
-            self._is_between_steps.append(is_new_step)
-        self._end_between = None
+        if self._end_gap_timer is not None and updated is not None:
+            self._end_gap_timer()
+            self._is_step_gap.append(is_new_step)
+        self._end_gap_timer = None
         self.updates.is_in_pass = True
         try:
             yield is_new_step
@@ -64,27 +67,33 @@ class UserLoop:
             self.updates.is_in_pass = False
         self.passes += 1
         self.steps += is_new_step
-        self._marks = self._marked()
-        self._end_between = self._between.begin()
+        self._mark = self._current_mark()
+        self._end_gap_timer = self._gaps.begin()
 
-    def timed(self) -> Callable[[], None]:
-        """Begins the time of a pass; what is returned ends it."""
+    def start_timer(self) -> Callable[[], None]:
+        """Start the timer of a pass; the returned function stops it."""
         return self._passes.begin()
 
-    def lacks_peak(self, *, kept: bool) -> bool:
-        return self.passes > 0 and kept not in self._peaks
+    def needs_peak(self, *, has_gradients: bool) -> bool:
+        return self.passes > 0 and has_gradients not in self._peaks
 
-    def note_peak(self, nbytes: int, *, kept: bool) -> None:
-        self._peaks[kept] = (nbytes, self._states_bytes())
+    def note_peak(self, nbytes: int, *, has_gradients: bool) -> None:
+        self._peaks[has_gradients] = (nbytes, self._states_bytes())
 
     def passes_bytes(self) -> int | None:
-        """At the peak of forward and backward pass, when the plan's optimizer has its state."""
+        """Return the peak of forward and backward pass with the plan's optimizer state present."""
         states = self._states_bytes()
-        return max((n + max(0, states - then) for n, then in self._peaks.values()), default=None)
+        return max(
+            (n + max(0, states - states_then) for n, states_then in self._peaks.values()),
+            default=None,
+        )
 
     def peak_bytes(self, *, has_update: bool) -> int | None:
-        """What compares with the plan, which ``has_update`` or not; None where that is not known:
-        no pass was metered, or no optimizer's step that the plan has."""
+        """Return the peak to compare with the plan, or None if it is unknown.
+
+        It is unknown if no pass was metered, or if the plan ``has_update`` and no optimizer step
+        was metered.
+        """
         passes = self.passes_bytes()
         if not has_update or passes is None:
             return passes
@@ -92,12 +101,14 @@ class UserLoop:
 
     @property
     def pass_seconds(self) -> float | None:
-        # The first pass pays for what is made once.
+        # The first pass also allocates state, fills caches and touches memory for the first time.
         return _median(self._passes.seconds[1:])
 
     def step_seconds(self, *, has_update: bool) -> float | None:
-        """A pass, and the optimizer's step where the plan has one; None where that one was not
-        observed."""
+        """Return the time of a pass, plus the optimizer's step if the plan has one.
+
+        None if that optimizer step was not observed.
+        """
         seconds = self.pass_seconds
         if not has_update or seconds is None:
             return seconds
@@ -107,7 +118,7 @@ class UserLoop:
     @property
     def between_seconds(self) -> float | None:
         """The time between the last pass of a step and the first pass of the next one."""
-        pairs = zip(self._between.seconds, self._is_between_steps)
+        pairs = zip(self._gaps.seconds, self._is_step_gap)
         return _median([seconds for seconds, between in pairs if between][1:])
 
     def notes(self, *, has_update: bool) -> tuple[str, ...]:
@@ -118,12 +129,16 @@ class UserLoop:
         seconds, between = self.pass_seconds, self.between_seconds
         if seconds is None:
             return []
-        said = f"{format_seconds(seconds)} a call of step.backward (forward and backward pass)"
+        note = f"{format_seconds(seconds)} a call of step.backward (forward and backward pass)"
         if between is None:
-            return [said]
-        own = self.updates.seconds
-        within = f", {format_seconds(own)} of it in steps of {self.updates.names}" if own else ""
-        return [f"{said}, and {format_seconds(between)} from one step to the next{within}"]
+            return [note]
+        seconds_in_steps = self.updates.seconds
+        steps_text = (
+            f", {format_seconds(seconds_in_steps)} of it in steps of {self.updates.names}"
+            if seconds_in_steps
+            else ""
+        )
+        return [f"{note}, and {format_seconds(between)} from one step to the next{steps_text}"]
 
     def _notes_on_memory(self, has_update: bool) -> list[str]:
         passes, names = self.passes_bytes(), self.updates.names
@@ -135,27 +150,29 @@ class UserLoop:
                 if names
                 else "no optimizer's step was observed (it may be compiled, or not torch.optim's)"
             )
-            held = f"forward and backward pass held {format_bytes(passes)}"
-            return [f"{held}; the plan's memory has an update too, and {why}"]
+            passes_text = f"forward and backward pass held {format_bytes(passes)}"
+            return [f"{passes_text}; the plan's memory has an update too, and {why}"]
         if has_update:
             return self._note_on_other_optimizer()
-        kept = self.updates.foreign_bytes
-        if not kept and self.updates.peak_bytes is None:
+        state_bytes = self.updates.foreign_bytes
+        if not state_bytes and self.updates.peak_bytes is None:
             return []
         of = "passes" if self.updates.peak_bytes is None else "passes and updates"
-        whole = f"with it, {format_bytes(self._with_updates(passes))} at the peak of {of}"
+        peak_text = f"with it, {format_bytes(self._with_updates(passes))} at the peak of {of}"
         not_in = "which a plan without optimizer= does not count"
-        return [f"{format_bytes(kept)} kept by your {names}, {not_in}: {whole}"]
+        return [f"{format_bytes(state_bytes)} kept by your {names}, {not_in}: {peak_text}"]
 
     def _note_on_other_optimizer(self) -> list[str]:
-        other, planned = self.updates.foreign, type(self._live.optimizer).__name__
+        other, planned = self.updates.foreign_class, type(self._live.optimizer).__name__
         if not other:
             return []
         which = (
             f"another {other} than the plan's" if other == planned else f"{other}, not {planned}"
         )
-        kept = format_bytes(self.updates.foreign_bytes)
-        return [f"the optimizer that stepped is {which}; what it keeps, {kept}, is in the memory"]
+        state_text = format_bytes(self.updates.foreign_bytes)
+        return [
+            f"the optimizer that stepped is {which}; what it keeps, {state_text}, is in the memory"
+        ]
 
     def _with_updates(self, passes_bytes: int) -> int:
         return max(passes_bytes + self.updates.foreign_bytes, self.updates.peak_bytes or 0)
@@ -163,18 +180,18 @@ class UserLoop:
     def _states_bytes(self) -> int:
         return 0 if self._live.optimizer is None else _states_bytes(self._live.optimizer)
 
-    def _marked(self) -> list[object]:
+    def _current_mark(self) -> list[object]:
         """A mark that changes when an optimizer steps, or gradients are zeroed, scaled, dropped."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
-            return [object()]  # equal to nothing: what follows adds to nothing
+            return [object()]  # unequal to any mark: the next pass begins a step
         return [
             list(map(id, gradients)), _torch.versions(gradients), _torch.versions(self._parameters)
         ]  # fmt: skip
 
 
 class _Metering:
-    """One optimizer step that is being metered, on top of what was held before; ends once."""
+    """The metering of one optimizer step, on top of ``held_bytes``; it ends once."""
 
     def __init__(self, held_bytes: int, end: Callable[[], Metered]) -> None:
         self._held_bytes = held_bytes
@@ -190,7 +207,7 @@ class _Metering:
 
 
 class _Updates:
-    """Steps of the optimizers that hold the model's parameters."""
+    """Observes the steps of all optimizers that hold parameters of the model."""
 
     def __init__(
         self,
@@ -206,16 +223,17 @@ class _Updates:
         self._ids = {id(p) for p in parameters}
         self._device, self._resident = device, resident
         self._laps = Laps(device)
-        # Steps of optimizers in each time between two passes, of those that were timed.
+        # Number of timed optimizer steps in the current gap, and in each earlier gap, between
+        # passes.
         self._in_gap, self._num_in_gaps = 0, list[int]()
         self._was_metered = False
-        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._unrelated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._metered: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._end: Callable[[], None] | None = None
         self.metering: _Metering | None = None
         self.names = ""
-        hooks = _hooks_of(weakref.ref(self))
+        hooks = _register_hooks(weakref.ref(self))
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     @property
@@ -229,18 +247,20 @@ class _Updates:
     @property
     def foreign_bytes(self) -> int:
         """The state of the optimizers that are not the plan's."""
-        return sum(_states_bytes(one) for one in list(self._seen) if one is not self._planned)
+        return sum(_states_bytes(one) for one in list(self._num_steps) if one is not self._planned)
 
     @property
-    def foreign(self) -> str:
-        """The kind of one that is not the plan's, if any stepped."""
-        others = (type(one).__name__ for one in list(self._seen) if one is not self._planned)
+    def foreign_class(self) -> str:
+        """The class of an optimizer that is not the plan's, if one stepped."""
+        others = (type(one).__name__ for one in list(self._num_steps) if one is not self._planned)
         return next(others, "")
 
     def end_gap(self) -> bool | None:
-        """Whether an optimizer stepped since the last pass; None where one was metered, which is
-        slow."""
-        self._stop()  # one whose step raised, or is still under way: it calls the pass
+        """End the gap before a pass; return True if an optimizer stepped in it.
+
+        None if a step was metered, which makes it slow.
+        """
+        self._stop()  # a step that raised, or one whose closure calls this pass
         number, metered = self._in_gap, self._was_metered
         self._in_gap, self._was_metered = 0, False
         self._num_in_gaps.append(number)
@@ -250,10 +270,10 @@ class _Updates:
         if not self._is_ours(optimizer):
             return
         self._stop()
-        count = self._seen.get(optimizer, 0)
-        self._seen[optimizer] = count + 1
+        count = self._num_steps.get(optimizer, 0)
+        self._num_steps[optimizer] = count + 1
         if not count:
-            kinds = dict.fromkeys(type(one).__name__ for one in list(self._seen))
+            kinds = dict.fromkeys(type(one).__name__ for one in list(self._num_steps))
             self.names = " and ".join(kinds)
         if self.is_in_pass or has_closure:
             return
@@ -281,22 +301,22 @@ class _Updates:
         self._end = None
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        if optimizer in self._seen:
+        if optimizer in self._num_steps:
             return True
-        if optimizer in self._others:
+        if optimizer in self._unrelated:
             return False
         groups = optimizer.param_groups
         if any(id(p) in self._ids for group in groups for p in group["params"]):
             return True
-        self._others.add(optimizer)
+        self._unrelated.add(optimizer)
         return False
 
 
 class _Arguments(tuple[Any, ...]):
-    """The arguments of one optimizer step, which end its metering when the step lets go of them.
+    """The arguments of one optimizer step; metering ends when the step releases them.
 
-    A step that raises calls no hook (torch 2.13), and a profiler left on would stand in the way of
-    all others. ``ended`` does nothing where the step has ended well.
+    A step that raises calls no hook (torch 2.13), and a profiler left active would block all
+    others. ``ended`` does nothing if the step has ended normally.
     """
 
     ended: Callable[[], None] = staticmethod(lambda: None)
@@ -305,35 +325,35 @@ class _Arguments(tuple[Any, ...]):
         self.ended()
 
 
-def _hooks_of(updates: "weakref.ref[_Updates]") -> list[Any]:
+def _register_hooks(updates: "weakref.ref[_Updates]") -> list[Any]:
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return None
-        if (held := updates()) is None:
+        if (observer := updates()) is None:
             return None
-        held.begin(optimizer, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
-        if held.metering is None:
+        observer.begin(optimizer, has_closure=any(map(callable, (*args[1:], *kwargs.values()))))
+        if observer.metering is None:
             return None
         arguments = _Arguments(args)
-        arguments.ended = held.metering.discard
+        arguments.ended = observer.metering.discard
         return arguments, kwargs
 
-    def behind(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's
         if torch.compiler.is_compiling():
             return
-        if (held := updates()) is not None:
-            held.end(optimizer)
+        if (observer := updates()) is not None:
+            observer.end(optimizer)
 
-    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(behind)]
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
 
 def _states_bytes(optimizer: Optimizer) -> int:
-    states = [v for state in list(optimizer.state.values()) for v in _values(state)]
+    states = [v for state in list(optimizer.state.values()) for v in _state_values(state)]
     tensors = [v for v in states if isinstance(v, torch.Tensor)]
     return sum({_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _values(state: Any) -> list[Any]:
+def _state_values(state: Any) -> list[Any]:
     return list(state.values()) if isinstance(state, dict) else []
 
 

@@ -1,6 +1,6 @@
-"""What a training script hands over, and how it is found in the script.
+"""The workload of a training script, and how it is loaded from the script.
 
-Not for planning it.
+Not for planning it: see planning.py.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ from steelyard.safe_text import printable
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``loss(model, batch)`` returns a scalar; ``optimizer`` makes an optimizer from parameters.
+    """A model with its loss, batches and optimizer.
 
+    ``loss(model, batch)`` returns a scalar; ``optimizer`` makes an optimizer from parameters.
     ``batches`` is an iterable of global batches, or a function that returns one. Without an
     optimizer only gradients are computed.
     """
@@ -59,19 +60,19 @@ class Workload:
 
 
 def load_workload(script: str) -> Workload:
-    """The workload of ``train.py``, or of ``train.py:name`` where it has several."""
+    """Return the workload of ``train.py``, or of ``train.py:name`` if the script has several."""
     path, _, name = script.partition(":")
-    wanted = name or "workload"
-    with _called_as(path):
+    function = name or "workload"
+    with _argv_of(path):
         module = _imported(Path(path))
-        make = getattr(module, wanted, None)
+        make = getattr(module, function, None)
         if not callable(make):
-            raise _no_function(path, wanted, module)
-        _refuse_arguments(make, path, wanted)
+            raise _no_function(path, function, module)
+        _refuse_arguments(make, path, function)
         workload = make()
     if not isinstance(workload, Workload):
         raise BadInput(
-            f"{wanted}() in {printable(path)} returned a {type(workload).__name__}",
+            f"{function}() in {printable(path)} returned a {type(workload).__name__}",
             expected="a steelyard.Workload(model, loss, batches, optimizer)",
             remedy="return sy.Workload(...) from it",
         )
@@ -79,8 +80,8 @@ def load_workload(script: str) -> Workload:
 
 
 @contextlib.contextmanager
-def _called_as(script: str) -> Iterator[None]:
-    """Steelyard's own arguments are none of the script's, which may parse what it finds."""
+def _argv_of(script: str) -> Iterator[None]:
+    """Hide Steelyard's command-line arguments from the script, which may parse ``sys.argv``."""
     before = sys.argv
     sys.argv = [script]
     try:
@@ -89,7 +90,7 @@ def _called_as(script: str) -> Iterator[None]:
         sys.argv = before
 
 
-def _no_function(path: str, wanted: str, module: Any) -> BadInput:
+def _no_function(path: str, function: str, module: Any) -> BadInput:
     others = sorted(
         key
         for key, value in vars(module).items()
@@ -98,23 +99,23 @@ def _no_function(path: str, wanted: str, module: Any) -> BadInput:
         and not key.startswith("_")
     )
     return BadInput(
-        f"{printable(path)} has no function {printable(wanted)}()",
+        f"{printable(path)} has no function {printable(function)}()",
         expected="a function workload() that returns a steelyard.Workload",
         remedy=f"write it, or name one of its functions as {printable(path)}:name "
         f"({', '.join(others) or 'none'})",
     )
 
 
-def _refuse_arguments(make: Callable[..., Any], path: str, wanted: str) -> None:
+def _refuse_arguments(make: Callable[..., Any], path: str, function: str) -> None:
     try:
         signature = inspect.signature(make)
-    except (TypeError, ValueError):  # of some that are not written in Python
+    except (TypeError, ValueError):  # some callables that are not written in Python
         return
     try:
         signature.bind()
     except TypeError:
         raise BadInput(
-            f"{printable(wanted)}{signature} in {printable(path)} needs arguments",
+            f"{printable(function)}{signature} in {printable(path)} needs arguments",
             expected="a function that takes none: it is called as workload()",
             remedy="give each argument a default",
         ) from None
@@ -131,7 +132,8 @@ def _imported(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # The script may import its neighbours and pickle-free data loaders may look it up by name.
+    # The script may import files of its folder, and data loader workers may look the module up by
+    # name.
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

@@ -1,2 +1,4 @@
-"""From a model, a loss and a batch to one data-flow graph of the whole training step.
-Not for changing that graph, nor for timing anything in it."""
+"""Capture of a model, a loss and a batch as one data-flow graph of the whole training step.
+
+Not for rewriting that graph (see passes/), nor for measuring it (see measure/).
+"""

@@ -1,7 +1,7 @@
-"""What plain PyTorch would do with the same step: its peak, and which parameters get a gradient.
+"""The eager baseline of a step: peak memory, and the parameters that get a gradient in PyTorch.
 
-The "before" of every plan. What kernels need besides is known once they are priced, and is added
-then. Not for the captured graph's own peak.
+Every plan is compared with this baseline. Kernel workspaces are added once kernels are priced. Not
+for the peak of the captured graph: see predict/liveness.py.
 """
 
 import contextlib
@@ -20,24 +20,26 @@ from steelyard.capture.checks.loss_inputs import name_of_tensor
 from steelyard.capture.tracing.fake_execution import (
     FakeMode,
     StorageWatch,
-    faked,
-    like,
-    without_fakes_left,
+    fake_like,
+    removing_fakes,
+    with_fake_tensors,
 )
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.to_ir import layout, signature_of_call
 from steelyard.errors import CaptureRefused
 
-# The operator and what it was given: values, and of tensors their layout and what made them.
+# An operator and its arguments: values, and for tensors their layout and the call that made them.
 Call = tuple[Any, tuple[Hashable, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerBaseline:
-    """``without_gradient`` names trainable parameters.
+    """The eager run of one step, observed on fake tensors.
 
-    ``held_bytes`` is the most that lies above the resident bytes while an operator of a signature
-    runs. ``calls`` counts those of the forward pass, see ``forward_calls``.
+    ``held_bytes`` maps an operator's signature to the most bytes that are live, in addition to the
+    resident ones, while such an operator runs. ``without_gradient`` names the trainable parameters
+    that get no gradient. ``calls`` counts the operator calls of the forward pass, see
+    ``forward_calls``.
     """
 
     held_bytes: Mapping[str, int] = field(repr=False)
@@ -45,33 +47,36 @@ class EagerBaseline:
     calls: Mapping[Call, int] = field(compare=False, repr=False)
 
     def peak_bytes(self, workspaces: Mapping[str, int] = MappingProxyType({})) -> int:
-        """Above the resident bytes, with the workspace of each kernel by its signature.
+        """Return the peak bytes beyond the resident ones, with kernel workspaces by signature.
 
-        What eager runs as another operator than the graph (dropout, sums in place) is not on the
-        list, and is taken to need none; see ``has_unknown`` for where that is far off.
+        Operators that eager runs in another form than the graph (dropout, in-place sums) have no
+        workspace listed and count as needing none; ``has_unknown`` tells where that is wrong.
         """
         return max((n + workspaces.get(s, 0) for s, n in self.held_bytes.items()), default=0)
 
     @property
     def has_unknown(self) -> bool:
-        """Whether a kernel keeps more for its backward pass than can be known without running it:
-        oneDNN's recurrent layers do, and torch 2.13 describes what they keep as empty.
+        """True if a kernel saves an unknown number of bytes for its backward pass.
+
+        oneDNN's recurrent layers do: torch 2.13 describes their saved workspace as empty.
         """
         return any(s.startswith("aten.mkldnn_rnn_layer.") for s in self.held_bytes)
 
 
-def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerBaseline:
-    """Also lets the model do what it does only once, such as transformers' filling in of its
-    configuration, so that capture does not take it for a side effect of every step.
+def run_eager_baseline(model: nn.Module, loss: Loss, batch: Any) -> EagerBaseline:
+    """Run one eager step on fake tensors and return its baseline.
+
+    The run also triggers one-time initialization (transformers completes its configuration), so
+    that capture does not take that for a side effect of every step.
     """
-    with on_fakes(model, batch) as (mode, parameters, fake_batch):
+    with fake_step(model, batch) as (mode, parameters, fake_batch):
         watch, count = _LevelWatch(model, parameters, fake_batch), _CallCount()
         with mode, watch, _torch.quiet_logs():
             with count:
                 value = loss(model, fake_batch)
             check_scalar(value)
             check_trains(model, value)
-            _refuse_others(loss, value, parameters)
+            _refuse_foreign_tensors(loss, value, parameters)
             value.backward()
             del value
         missing = {n for n, p in parameters.items() if p.requires_grad and p.grad is None}
@@ -80,10 +85,13 @@ def eager_twin(model: nn.Module, loss: Loss, batch: Any) -> EagerBaseline:
     )
 
 
-def _refuse_others(loss: Loss, value: torch.Tensor, parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse a loss that trains tensors besides the model's parameters, such as weights of its own.
+def _refuse_foreign_tensors(
+    loss: Loss, value: torch.Tensor, parameters: dict[str, nn.Parameter]
+) -> None:
+    """Refuse a loss that trains tensors other than the model's parameters, such as its own weights.
 
-    A leaf made within the step, a fake one, is none of them; tracing names the line that makes it.
+    Leaves created within the step, which are fake, are ignored here; tracing refuses them and names
+    their line.
     """
     ours = {id(p) for p in parameters.values()}
     seen: set[Any] = set()
@@ -107,7 +115,7 @@ def _refuse_others(loss: Loss, value: torch.Tensor, parameters: dict[str, nn.Par
 
 
 class _LevelWatch(StorageWatch):
-    """Also remembers the highest level at which each operator ran."""
+    """Records the most live bytes during any call of each operator signature."""
 
     def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], batch: Any) -> None:
         leaves = [x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor)]
@@ -116,7 +124,8 @@ class _LevelWatch(StorageWatch):
         self.held_bytes: dict[str, int] = {}
 
     def _note(self, func: Any, args: Any, kwargs: Any, _: Any) -> None:
-        # As in the captured graph, for the same price: a tensor given twice is marked there too.
+        # The same signature as in the captured graph, to find the same cost: repeated tensors are
+        # marked there too.
         signature = signature_of_call(
             func, args, kwargs, layout_of=layout, name_of=lambda tensor: str(id(tensor))
         )
@@ -124,30 +133,30 @@ class _LevelWatch(StorageWatch):
 
 
 def forward_calls(model: nn.Module, loss: Loss, batch: Any) -> Counter[Call]:
-    """Every operator call of the forward pass with what it is given and who made that, counted."""
-    with on_fakes(model, batch) as (mode, _, fake_batch):
-        count = _CallCount(remembers=mode)
+    """Count the operator calls of the forward pass, each with its arguments and their producers."""
+    with fake_step(model, batch) as (mode, _, fake_batch):
+        count = _CallCount(cache_mode=mode)
         with mode, count, _torch.quiet_logs():
             loss(model, fake_batch)
     return count.calls
 
 
 @contextlib.contextmanager
-def on_fakes(
+def fake_step(
     model: nn.Module, batch: Any
 ) -> Iterator[tuple[FakeMode, dict[str, nn.Parameter], Any]]:
-    """The mode, the fake parameters by name, and the batch to call the loss with."""
+    """Yield the fake mode, the fake parameters by name, and the fake batch for calling the loss."""
     check_trains(model)
     mode = FakeMode()
     fake_batch = _torch.tree_map(
-        lambda leaf: like(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf, batch
+        lambda leaf: fake_like(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf, batch
     )
     with (
         reading_errors(model),
         torch.enable_grad(),
-        without_fakes_left(model, mode, apart_from=fake_batch),
+        removing_fakes(model, mode, keep=fake_batch),
         _torch.functional_calls(),
-        faked(model, mode) as parameters,
+        with_fake_tensors(model, mode) as parameters,
     ):
         before = {name: _ids(m._parameters) for name, m in model.named_modules()}
         yield mode, parameters, fake_batch
@@ -161,55 +170,55 @@ def on_fakes(
 
 
 def _ids(table: Mapping[str, Any]) -> dict[str, int]:
-    """Not the tensors themselves: whoever holds a fake is searched for it."""
+    """Return ids rather than tensors: references to fake tensors would be found and removed."""
     return {name: id(tensor) for name, tensor in table.items()}
 
 
 class _CallCount(_torch.TorchDispatchMode):
-    """Counts calls; one that ``remembers`` makes up the result of a call it has seen before.
+    """Counts calls; with ``cache_mode``, makes the result of a repeated call from its cached form.
 
-    Describing a result anew takes torch a third of a millisecond, and a deep model makes the same
-    calls again and again. A view made up so has a storage of its own, which no call depends on.
+    Torch takes a third of a millisecond to infer a result, and a deep model repeats the same calls.
+    A cached view gets a storage of its own, but no call depends on that.
     """
 
-    def __init__(self, *, remembers: FakeMode | None = None) -> None:
+    def __init__(self, *, cache_mode: FakeMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch 2.13
         self.calls: Counter[Call] = Counter()
-        self._mode = remembers
+        self._mode = cache_mode
         self._seen: dict[Call, tuple[torch.Tensor, torch.device]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            return _device(args[0])  # asked for at every turn, and no work
+            return _device(args[0])  # a frequent query that does no work
         kwargs = kwargs or {}
-        call = func, (*map(_described, args), *map(_described, kwargs.items()))
+        call = func, (*map(_signature, args), *map(_signature, kwargs.items()))
         self.calls[call] += 1
-        known = self._seen.get(call)
+        cached = self._seen.get(call)
         result: Any
-        if known is not None and self._mode is not None:
-            result = _torch.FakeTensor(self._mode, *known)
+        if cached is not None and self._mode is not None:
+            result = _torch.FakeTensor(self._mode, *cached)
             self._mode.note(result)
         else:
             result = func(*args, **kwargs)
             if self._mode is not None and not _torch.mutates(func) and _is_plain(result):
                 self._seen[call] = _torch.on_meta(result), result.fake_device
-        for made in (result,) if isinstance(result, torch.Tensor) else _torch.tree_leaves(result):
-            if isinstance(made, torch.Tensor):
-                made.__dict__[_MAKER] = func, tuple(made.shape)
+        for tensor in (result,) if isinstance(result, torch.Tensor) else _torch.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                tensor.__dict__[_MAKER] = func, tuple(tensor.shape)
         return result
 
 
-def _described(value: Any) -> Hashable:
+def _signature(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         maker = value.__dict__.get(_MAKER)
         return value.dtype, _device(value), tuple(value.shape), value.stride(), maker
     if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    return str(value)  # 0, False and 0.0 are equal, and not the same argument
+        return tuple(map(_signature, value))
+    return str(value)  # 0, False and 0.0 are equal, but not the same argument
 
 
 def _device(tensor: torch.Tensor) -> Any:
-    """As ``tensor.device``, which of a fake tensor is one more operator call."""
+    """Return ``tensor.device`` without the extra operator call that a fake tensor makes for it."""
     return getattr(tensor, "fake_device", None) or tensor.device
 
 

@@ -1,8 +1,8 @@
-"""Cut the captured step of one micro-batch into the stages of a pipeline.
+"""Split the captured step of one micro-batch into pipeline stages.
 
-The forward pass is cut along its order, the backward pass follows what it reads and the modules it
-belongs to; a stage's backward pass is split by ancestor sets. Not for choosing where: that is a
-plan's.
+The forward pass is split along its order. A backward node is placed by the values it reads and by
+its module. The backward pass of a stage is split into input and weight gradients by ancestor sets.
+Not for choosing the boundaries: a plan names them.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ from steelyard.ir.program import order_of
 
 
 def end_of(graph: Graph, module: str) -> str:
-    """The last value that ``module`` makes in the forward pass."""
+    """Return the last value that ``module`` computes in the forward pass."""
     made = [n for n in graph.forward() if n.path == module or n.path.startswith(f"{module}.")]
     if not made:
         raise BadInput(
@@ -28,19 +28,19 @@ def end_of(graph: Graph, module: str) -> str:
 
 
 def cut_into_stages(graph: Graph, ends: Sequence[str]) -> PipelineStages:
-    """A stage ends behind each of the forward values ``ends``, and one with the step."""
-    graph = _with_parts_apart(_with_old_buffers_kept(graph), _stage_of(graph, ends))
+    """Split the graph into stages that end after each forward value in ``ends``, and a last one."""
+    graph = _with_terms_per_stage(_with_buffer_copies(graph), _stage_of(graph, ends))
     places = _Places(graph, _stage_of(graph, ends), last=len(ends))
     _refuse_what_cannot_be_cut(graph, places)
     stages = tuple(_stage(graph, places, index) for index in range(len(ends) + 1))
     trained = dict.fromkeys(o.target for o in graph.outputs if o.kind is OutputKind.GRADIENT)
-    held = {name: tuple(s.index for s in stages if name in s.held) for name in trained}
-    shared = tuple((name, where) for name, where in held.items() if len(where) > 1)
+    holders = {name: tuple(s.index for s in stages if name in s.held) for name in trained}
+    shared = tuple((name, where) for name, where in holders.items() if len(where) > 1)
     return PipelineStages(graph=graph, stages=stages, shared=shared)
 
 
 def _stage_of(graph: Graph, ends: Sequence[str]) -> dict[str, int]:
-    """The stage of every forward node that some output needs."""
+    """Return the stage of every forward node that some output needs."""
     last = [graph.position[name] for name in ends]
     if last != sorted(set(last)):
         raise BadInput(
@@ -52,27 +52,30 @@ def _stage_of(graph: Graph, ends: Sequence[str]) -> dict[str, int]:
     for name in order_of(graph):
         node = graph.by_name[name]
         if node.phase is Phase.FORWARD:
-            # The results of one operator stay together; and what is on its way arrives here.
+            # All results of one operator are in its stage, and a collective is waited for in the
+            # stage that issues it.
             made_by = node.inputs[0] if node.is_getitem else node.waits_for
             producer = found.get(made_by)
             found[name] = bisect_left(last, graph.position[name]) if producer is None else producer
     return found
 
 
-def _with_old_buffers_kept(graph: Graph) -> Graph:
-    """Where the backward pass reads a buffer, it reads a copy from before the update, which by
-    then later micro-batches have made further."""
+def _with_buffer_copies(graph: Graph) -> Graph:
+    """Copy updated buffers that the backward pass reads, before their update.
+
+    By the time of the backward pass, later micro-batches have updated the buffers further.
+    """
     updated = {o.target for o in graph.outputs if o.kind is OutputKind.UPDATE}
     read = {i for n in graph.nodes if n.phase is Phase.BACKWARD for i in n.inputs}
-    # By another beginning: what begins like the model's is held by stages.
+    # The name must not start with "buffer:", which would make it a tensor of the model.
     renamed = {name: f"old {name}" for name in sorted(updated & read)}
     if not renamed:
         return graph
     storages, nodes = list(graph.storages), []
     for node in graph.nodes:
-        back = node.phase is Phase.BACKWARD
-        nodes.append(node.reading(renamed) if back else node)
-        for name in [i for i in node.inputs if i in renamed and not back]:
+        is_backward = node.phase is Phase.BACKWARD
+        nodes.append(node.reading(renamed) if is_backward else node)
+        for name in [i for i in node.inputs if i in renamed and not is_backward]:
             if all(n.name != renamed[name] for n in nodes):
                 nodes.insert(-1, _copy_of(graph.by_name[name], renamed[name], node, len(storages)))
                 storages.append(Storage(nbytes=nodes[-2].outputs[0].nbytes, role=Role.ACTIVATION))
@@ -91,73 +94,75 @@ def _copy_of(node: Node, name: str, reader: Node, storage: int) -> Node:
     )
 
 
-def _with_parts_apart(graph: Graph, forward: Mapping[str, int]) -> Graph:
-    """A gradient that is a sum over stages leaves each of them as its own part."""
+def _with_terms_per_stage(graph: Graph, forward: Mapping[str, int]) -> Graph:
+    """Make each term of a gradient that is a sum over stages an output of its own."""
     readers: dict[str, set[int]] = {}
     for name, stage in forward.items():
         for i in graph.by_name[name].inputs:
             readers.setdefault(i, set()).add(stage)
     outputs: list[Output] = []
     for output in graph.outputs:
-        is_shared = output.kind is OutputKind.GRADIENT and len(_held(graph, forward, output)) > 1
-        parts = _parts(graph, output.node) if is_shared else [output.node]
-        outputs += [replace(output, node=part) for part in parts]
+        is_shared = (
+            output.kind is OutputKind.GRADIENT and len(_holding_stages(graph, forward, output)) > 1
+        )
+        terms = _terms(graph, output.node) if is_shared else [output.node]
+        outputs += [replace(output, node=term) for term in terms]
     return replace(graph, outputs=tuple(outputs))
 
 
-def _held(graph: Graph, forward: Mapping[str, int], output: Output) -> set[int]:
-    """The stages whose forward nodes read the parameter, or look at it."""
-    looks, stages = {output.target}, set()
+def _holding_stages(graph: Graph, forward: Mapping[str, int], output: Output) -> set[int]:
+    """Return the stages whose forward nodes read the parameter, directly or through views."""
+    views, stages = {output.target}, set()
     for node in graph.forward():
-        if looks.isdisjoint(node.inputs):
+        if views.isdisjoint(node.inputs):
             continue
         if node.is_view:
-            looks.add(node.name)
+            views.add(node.name)
         elif node.name in forward:
             stages.add(forward[node.name])
     return stages
 
 
-def _parts(graph: Graph, name: str) -> list[str]:
+def _terms(graph: Graph, name: str) -> list[str]:
     node = graph.by_name[name]
     is_sum = node.op == "aten.add.Tensor" and len(node.inputs) == 2 and not node.kwargs
     leaves = sum(o.node == name for o in graph.outputs)
     if not is_sum or len(graph.users[name]) + leaves > 1:
         return [name]
-    return [part for i in node.inputs for part in _parts(graph, i)]
+    return [term for i in node.inputs for term in _terms(graph, i)]
 
 
 class _Places:
-    """Where each node is computed, and which stages hold each input."""
+    """The stage of each node, and the stages that hold each input of the step."""
 
     def __init__(self, graph: Graph, forward: Mapping[str, int], *, last: int) -> None:
-        self.anywhere = _anywhere(graph)
-        self.forward = {n: stage for n, stage in forward.items() if n not in self.anywhere}
+        self.local_values = _local_values(graph)
+        self.forward = {n: stage for n, stage in forward.items() if n not in self.local_values}
         self.last = last
         self._graph = graph
-        self._holders = self._found_holders()
-        self._paths = self._found_paths()
-        self.backward = self._found_backward()
-        self.targets = self._found_targets()
+        self._holders = self._find_holders()
+        self._module_stages = self._find_module_stages()
+        self.backward = self._place_backward()
+        self.targets = self._find_targets()
 
-    def _found_holders(self) -> dict[str, list[int]]:
-        """The stages whose forward nodes read an input of the step, directly or by a view."""
+    def _find_holders(self) -> dict[str, list[int]]:
+        """Return, per input of the step, the stages whose forward nodes read it or a view of it."""
         holders: dict[str, set[int]] = {}
         for name, stage in self.forward.items():
             for i in self.roots(self._graph.by_name[name].inputs):
                 holders.setdefault(i, set()).add(stage)
         return {name: sorted(stages) for name, stages in holders.items()}
 
-    def _found_paths(self) -> dict[str, int]:
-        """The stage of each module that lies in one alone."""
+    def _find_module_stages(self) -> dict[str, int]:
+        """Return the stage of each module that is within a single stage."""
         stages: dict[str, set[int]] = {}
         for name, stage in self.forward.items():
             stages.setdefault(self._graph.by_name[name].path, set()).add(stage)
         return {path: min(s) for path, s in stages.items() if len(s) == 1}
 
     def roots(self, names: Iterable[str]) -> set[str]:
-        """The inputs of the step behind values that every stage can make for itself."""
-        found, pending = set(), [n for n in names if n in self.anywhere]
+        """Return the step inputs that these values, if every stage can derive them, depend on."""
+        found, pending = set(), [n for n in names if n in self.local_values]
         while pending:
             node = self._graph.by_name[pending.pop()]
             if node.is_input:
@@ -165,11 +170,14 @@ class _Places:
             pending += node.inputs
         return found
 
-    def _found_backward(self) -> dict[str, int]:
-        """As early a stage as all it reads, and all that reads it, allow: never before a module's
-        own. Gradients travel backward only, and what was computed forward only forward."""
+    def _place_backward(self) -> dict[str, int]:
+        """Assign each backward node to the earliest stage that its inputs and readers allow.
+
+        That is never before the stage of its module. Gradients are only sent to earlier stages,
+        and forward values only to later ones.
+        """
         graph, found = self._graph, dict[str, int]()
-        needed = set(order_of(graph)) - self.anywhere
+        needed = set(order_of(graph)) - self.local_values
         targets: dict[str, list[str]] = {}
         for output in graph.outputs:
             if output.kind is OutputKind.GRADIENT:
@@ -179,52 +187,58 @@ class _Places:
                 continue
             floor = max(
                 (
-                    self._paths.get(node.path, 0) if node.path else 0,
+                    self._module_stages.get(node.path, 0) if node.path else 0,
                     *(found[u] for u in graph.users[node.name] if u in found),
                     *(self.forward[i] for i in node.inputs if i in self.forward),
                 )
             )
             for name in (*sorted(self.roots(node.inputs)), *targets.get(node.name, ())):
-                floor = self._nearest_holder(name, floor)
+                floor = self._next_holder(name, floor)
             found[node.name] = floor
-            # The results of one operator stay together; and what is on its way arrives here.
+            # All results of one operator are in its stage, and a collective is waited for in the
+            # stage that issues it.
             users = (graph.by_name[u] for u in graph.users[node.name])
             found.update({u.name: floor for u in users if u.is_getitem or u.waits_for == node.name})
         return found
 
-    def _found_targets(self) -> dict[int, int]:
-        """The stage that takes in each gradient, by its place among the outputs."""
+    def _find_targets(self) -> dict[int, int]:
+        """Return the stage that accumulates each gradient, by output index."""
         return {
             index: self._target(output)
             for index, output in enumerate(self._graph.outputs)
             if output.kind is OutputKind.GRADIENT
         }
 
-    def _nearest_holder(self, name: str, floor: int) -> int:
-        """The first stage from ``floor`` on that holds the input; any can where none does."""
+    def _next_holder(self, name: str, floor: int) -> int:
+        """Return the first stage from ``floor`` on that holds the input; ``floor`` if none does."""
         return min((s for s in self._holders.get(name, ()) if s >= floor), default=floor)
 
     def _target(self, output: Output) -> int:
-        """Where it was made, or the last holder before; one made forward may go on to a later."""
+        """Return the stage that accumulates a gradient: where it is computed, or an earlier holder.
+
+        A gradient that is computed in the forward pass may be sent on to a later holder.
+        """
         if output.node in self.forward:
-            return self._nearest_holder(output.target, self.forward[output.node])
-        made = self.backward.get(output.node, self.last)
-        holders = self._holders.get(output.target, [made])
-        return max((s for s in holders if s <= made), default=made)
+            return self._next_holder(output.target, self.forward[output.node])
+        computed_in = self.backward.get(output.node, self.last)
+        holders = self._holders.get(output.target, [computed_in])
+        return max((s for s in holders if s <= computed_in), default=computed_in)
 
 
-def _anywhere(graph: Graph) -> frozenset[str]:
-    """What each stage makes for itself: views of inputs, and what is made of no data that changes
-    (masks, positions), with no arithmetic to speak of."""
+def _local_values(graph: Graph) -> frozenset[str]:
+    """Return the values that every stage computes for itself, without matmuls.
+
+    These are views of inputs, and values such as masks and positions.
+    """
     updated = {o.target for o in graph.outputs if o.kind is OutputKind.UPDATE}
-    own = {o.node for o in graph.outputs if o.kind in (OutputKind.UPDATE, OutputKind.LOSS)}
+    output_nodes = {o.node for o in graph.outputs if o.kind in (OutputKind.UPDATE, OutputKind.LOSS)}
     trained = {
         n.name
         for n in graph.inputs()
         if any(graph.storages[t.storage].role is Role.PARAMETER for t in n.outputs)
     }
     found: set[str] = set()
-    looks = set(trained)
+    parameter_views = set(trained)
     for node in graph.nodes:
         if node.is_input:
             if node.name not in updated:
@@ -233,14 +247,14 @@ def _anywhere(graph: Graph) -> frozenset[str]:
         if node.is_random or node.mutates or node.flops or not found.issuperset(node.inputs):
             continue
         if node.collective is not None or node.waits_for:
-            continue  # once is enough
-        if node.name in own or any(t.storage in graph.written for t in node.outputs):
+            continue  # collectives are issued once
+        if node.name in output_nodes or any(t.storage in graph.written for t in node.outputs):
             continue
-        if looks.isdisjoint(node.inputs):
+        if parameter_views.isdisjoint(node.inputs):
             found.add(node.name)
         elif graph.is_look(node):
             found.add(node.name)
-            looks.add(node.name)
+            parameter_views.add(node.name)
     return frozenset(found)
 
 
@@ -254,7 +268,7 @@ def _refuse_what_cannot_be_cut(graph: Graph, places: _Places) -> None:
                 expected="stages that each lead up to the loss, which the last one gives",
                 remedy="end the stages at earlier modules",
             )
-    where = places.forward | places.backward
+    stage_of = places.forward | places.backward
     for node in graph.nodes:
         if node.is_random and node.phase is Phase.BACKWARD:
             raise BadInput(
@@ -263,9 +277,9 @@ def _refuse_what_cannot_be_cut(graph: Graph, places: _Places) -> None:
                 remedy="leave this model whole, or plan it without shard_pipeline",
             )
         for storage in graph.written.intersection(t.storage for t in node.outputs):
-            sharing = [n.name for n in graph.nodes if storage in graph.storages_of(n.name)]
-            reading = [u for n in sharing for u in graph.users[n]]
-            if len({where[n] for n in (*sharing, *reading) if n in where}) > 1:
+            aliases = [n.name for n in graph.nodes if storage in graph.storages_of(n.name)]
+            readers = [u for n in aliases for u in graph.users[n]]
+            if len({stage_of[n] for n in (*aliases, *readers) if n in stage_of}) > 1:
                 raise BadInput(
                     f"{node.path or 'the loss function'} writes into a value that two stages read",
                     expected="values that stay as they were sent",
@@ -273,8 +287,9 @@ def _refuse_what_cannot_be_cut(graph: Graph, places: _Places) -> None:
                 )
 
 
-# How much these draw hangs on shapes alone, so that it can be drawn again without the values.
-_BY_SHAPE = frozenset({
+# Operators whose number of random draws depends on shapes alone, so that another rank can repeat
+# the draws without the values.
+_DRAWS_BY_SHAPE = frozenset({
     "aten.bernoulli.p", "aten.native_dropout.default", "aten.normal_functional.default",
     "aten.rand.default", "aten.rand_like.default", "aten.randint.default", "aten.randint.low",
     "aten.randn.default", "aten.randn_like.default", "aten.randperm.default",
@@ -283,10 +298,13 @@ _BY_SHAPE = frozenset({
 
 
 def refuse_unknown_draws(graph: Graph) -> None:
-    """Ranks draw again what others draw before them, and must know how much that is."""
+    """Refuse random operators with a value-dependent number of draws.
+
+    A rank repeats the draws of the stages before it, so it must know how many there are.
+    """
     for node in graph.nodes:
         given = (t for i in node.inputs for t in graph.by_name[i].outputs)
-        if node.is_random and not (node.op in _BY_SHAPE and all(t.dtype for t in given)):
+        if node.is_random and not (node.op in _DRAWS_BY_SHAPE and all(t.dtype for t in given)):
             raise BadInput(
                 f"{node.op} in {node.path or 'the loss function'} draws random numbers, how many "
                 "may hang on values",
@@ -296,9 +314,9 @@ def refuse_unknown_draws(graph: Graph) -> None:
 
 
 def _refuse_update(graph: Graph, places: _Places, output: Output) -> None:
-    reading = {places.forward[u] for u in graph.users[output.target] if u in places.forward}
-    reading.add(places.forward.get(output.node, -1))
-    if len(reading) > 1 or output.target.startswith("batch:"):
+    stages = {places.forward[u] for u in graph.users[output.target] if u in places.forward}
+    stages.add(places.forward.get(output.node, -1))
+    if len(stages) > 1 or output.target.startswith("batch:"):
         raise BadInput(
             f"{output.target.replace(':', ' ', 1)} is updated in one stage and read in another",
             expected="a buffer that one stage reads and updates, before its next micro-batch",
@@ -308,48 +326,59 @@ def _refuse_update(graph: Graph, places: _Places, output: Output) -> None:
 
 def _stage(graph: Graph, places: _Places, index: int) -> PipelineStage:
     reads = _Reads(graph, places)
-    mine = [n for n, s in places.forward.items() if s == index]
-    back = [n for n in reads.backward_order if places.backward[n] == index]
-    sends, sends_back = reads.crossing(index), reads.crossing_back(index - 1)
+    forward_names = [n for n, s in places.forward.items() if s == index]
+    backward_names = [n for n in reads.backward_order if places.backward[n] == index]
+    sends, sends_back = reads.sent_forward(index), reads.sent_backward(index - 1)
     gradients = tuple(o for i, o in enumerate(graph.outputs) if places.targets.get(i, -1) == index)
-    kept = reads.kept(index)
-    first = _part_of(graph, places, mine, _carried([*sends, *kept], mine, _own(graph, mine)))
-    hurried = _ancestors(graph, [n for n in sends_back if n in back], within=set(back))
-    for name in back:
-        # One result of several by itself: all of them would stay for it.
+    saved = reads.saved(index)
+    forward = _subgraph(
+        graph,
+        places,
+        forward_names,
+        _with_carried([*sends, *saved], forward_names, _step_outputs(graph, forward_names)),
+    )
+    for_inputs = _ancestors(
+        graph, [n for n in sends_back if n in backward_names], within=set(backward_names)
+    )
+    for name in backward_names:
+        # Unpack results here: otherwise the weight part would need all results of the operator.
         node = graph.by_name[name]
-        if node.is_getitem and hurried.issuperset(node.inputs):
-            hurried.add(name)
-    later = [n for n in back if n not in hurried]
-    wanted = {i for n in later for i in graph.by_name[n].inputs} | {o.node for o in gradients}
-    given = {*hurried, *reads.crossing_back(index), *kept}
-    between = tuple(n for n in reads.order if n in wanted & given)
-    hurry = [n for n in back if n in hurried]
+        if node.is_getitem and for_inputs.issuperset(node.inputs):
+            for_inputs.add(name)
+    weight_part = [n for n in backward_names if n not in for_inputs]
+    needed = {i for n in weight_part for i in graph.by_name[n].inputs} | {o.node for o in gradients}
+    available = {*for_inputs, *reads.sent_backward(index), *saved}
+    saved_between = tuple(n for n in reads.order if n in needed & available)
+    input_part = [n for n in backward_names if n in for_inputs]
     return PipelineStage(
         index=index,
-        forward=first,
-        backward=_part_of(graph, places, back, _carried(sends_back, back, gradients)),
-        back_to_inputs=_part_of(graph, places, hurry, _carried([*sends_back, *between], hurry, ())),
-        back_to_weights=_part_of(graph, places, later, gradients),
-        receives=reads.crossing(index - 1),
+        forward=forward,
+        backward=_subgraph(
+            graph, places, backward_names, _with_carried(sends_back, backward_names, gradients)
+        ),
+        back_to_inputs=_subgraph(
+            graph, places, input_part, _with_carried([*sends_back, *saved_between], input_part, ())
+        ),
+        back_to_weights=_subgraph(graph, places, weight_part, gradients),
+        receives=reads.sent_forward(index - 1),
         sends=sends,
-        receives_back=reads.crossing_back(index),
+        receives_back=reads.sent_backward(index),
         sends_back=sends_back,
-        kept=kept,
-        kept_between=between,
+        kept=saved,
+        kept_between=saved_between,
     )
 
 
 class _Reads:
-    """Which values cross which boundary between stages."""
+    """The values that cross each boundary between stages, and those saved for the backward pass."""
 
     def __init__(self, graph: Graph, places: _Places) -> None:
         self.order = [n.name for n in graph.nodes]
         self.backward_order = [n for n in self.order if n in places.backward]
         self._places = places
-        self._furthest = dict(places.forward)
-        self._earliest = dict(places.backward)
-        self._kept: dict[int, set[str]] = {}
+        self._last_read_stage = dict(places.forward)
+        self._first_read_stage = dict(places.backward)
+        self._saved: dict[int, set[str]] = {}
         for name, stage in (places.forward | places.backward).items():
             for i in graph.by_name[name].inputs:
                 self._read(i, stage, is_late=name in places.backward)
@@ -357,35 +386,35 @@ class _Reads:
             self._read(graph.outputs[index].node, stage, is_late=True)
 
     def _read(self, name: str, stage: int, *, is_late: bool) -> None:
-        if name in self._furthest:
-            self._furthest[name] = max(self._furthest[name], stage)
+        if name in self._last_read_stage:
+            self._last_read_stage[name] = max(self._last_read_stage[name], stage)
             if is_late:
-                self._kept.setdefault(stage, set()).add(name)
-        elif name in self._earliest:
-            self._earliest[name] = min(self._earliest[name], stage)
+                self._saved.setdefault(stage, set()).add(name)
+        elif name in self._first_read_stage:
+            self._first_read_stage[name] = min(self._first_read_stage[name], stage)
 
-    def kept(self, stage: int) -> tuple[str, ...]:
-        """Of the forward pass, for this stage's backward."""
-        return tuple(n for n in self.order if n in self._kept.get(stage, ()))
+    def saved(self, stage: int) -> tuple[str, ...]:
+        """Return the forward values that the backward pass of ``stage`` reads."""
+        return tuple(n for n in self.order if n in self._saved.get(stage, ()))
 
-    def crossing(self, stage: int) -> tuple[str, ...]:
-        """From ``stage`` to the next."""
-        made, read = self._places.forward, self._furthest
+    def sent_forward(self, stage: int) -> tuple[str, ...]:
+        """Return the forward values sent from ``stage`` to the next."""
+        made, read = self._places.forward, self._last_read_stage
         return tuple(n for n in self.order if n in made and made[n] <= stage < read[n])
 
-    def crossing_back(self, stage: int) -> tuple[str, ...]:
-        """To ``stage`` from the next."""
-        made, read = self._places.backward, self._earliest
+    def sent_backward(self, stage: int) -> tuple[str, ...]:
+        """Return the gradients that ``stage`` receives from the next stage."""
+        made, read = self._places.backward, self._first_read_stage
         return tuple(n for n in self.order if n in made and read[n] <= stage < made[n])
 
 
-def _own(graph: Graph, made: Sequence[str]) -> tuple[Output, ...]:
-    """The outputs of the step that a stage's forward pass gives."""
+def _step_outputs(graph: Graph, made: Sequence[str]) -> tuple[Output, ...]:
+    """Return the step outputs (loss, buffer updates) that are among these forward nodes."""
     kinds, names = (OutputKind.LOSS, OutputKind.UPDATE), set(made)
     return tuple(o for o in graph.outputs if o.kind in kinds and o.node in names)
 
 
-def _carried(
+def _with_carried(
     wanted: Iterable[str], made: Iterable[str], others: tuple[Output, ...]
 ) -> tuple[Output, ...]:
     own = set(made)
@@ -403,27 +432,27 @@ def _ancestors(graph: Graph, names: Iterable[str], *, within: set[str]) -> set[s
     return found
 
 
-def _part_of(
+def _subgraph(
     graph: Graph, places: _Places, names: Iterable[str], outputs: tuple[Output, ...]
 ) -> Graph:
-    """These nodes, with what they can make for themselves; all else that they read is an input."""
-    wanted = set(names)
-    pending = [*wanted, *(o.node for o in outputs)]
+    """Return the subgraph of these nodes and of values derived locally; the rest becomes inputs."""
+    included = set(names)
+    pending = [*included, *(o.node for o in outputs)]
     seen: set[str] = set()
     while pending:
         name = pending.pop()
         if name in seen:
             continue
         seen.add(name)
-        if name in wanted or name in places.anywhere:
-            wanted.add(name)
+        if name in included or name in places.local_values:
+            included.add(name)
             pending += graph.by_name[name].inputs
-    # A buffer's old place is an input where its new value leaves.
+    # A subgraph that outputs a buffer's update has the buffer as an input.
     seen |= {o.target for o in outputs if o.kind is OutputKind.UPDATE}
-    nodes = [n if n.name in wanted else _given(n) for n in graph.nodes if n.name in seen]
+    nodes = [n if n.name in included else _as_input(n) for n in graph.nodes if n.name in seen]
     ordered = sorted(nodes, key=lambda n: not n.is_input)
     return replace(graph, nodes=tuple(ordered), outputs=outputs, runs=(), counts=())
 
 
-def _given(node: Node) -> Node:
+def _as_input(node: Node) -> Node:
     return node if node.is_input else Node(name=node.name, op="input", outputs=node.outputs)

@@ -1,7 +1,7 @@
-"""One user's step, captured when and as often as somebody asks: at this batch, at a part of it.
+"""The user's training step, captured lazily for the whole batch or for equal parts of it.
 
-What api.py hands to search (as core.trade.Source) and to run. Not for tracing: see
-capture/tracing/joint_graph.py.
+``CapturedStep`` implements ``StepSource`` (ir/step_source.py) for the search, and gives run/ the
+graph with its live tensors. Not for tracing: see capture/tracing/joint_graph.py.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ from steelyard.capture.checks.module_hooks import refuse_hooks
 from steelyard.capture.checks.python_state_guards import StateGuards
 from steelyard.capture.checks.wrapped_models import refuse_wrapped
 from steelyard.capture.deep.equal_blocks import equal_runs
-from steelyard.capture.deep.truncate import multiplied
-from steelyard.capture.deep.truncated_model import TruncatedModel, shortened
-from steelyard.capture.eager_baseline import EagerBaseline, eager_twin
+from steelyard.capture.deep.truncate import expand_runs
+from steelyard.capture.deep.truncated_model import TruncatedModel, truncated_model
+from steelyard.capture.eager_baseline import EagerBaseline, run_eager_baseline
 from steelyard.capture.pipeline_stages import cut_into_stages, end_of, refuse_unknown_draws
 from steelyard.capture.spmd.partition import partition
 from steelyard.capture.spmd.shardable_regions import regions
 from steelyard.capture.tracing.decompositions import table
-from steelyard.capture.tracing.fake_execution import on_cpu, put_back_on_failure
+from steelyard.capture.tracing.fake_execution import on_cpu, restoring_attributes_on_failure
 from steelyard.capture.tracing.joint_graph import Loss, trace
 from steelyard.capture.tracing.optimizer import (
     OptimizerFactory,
@@ -48,15 +48,16 @@ from steelyard.ir.sharding_choice import Region, ShardingChoice
 from steelyard.passes.data_parallel.sync_batchnorm import normalising
 from steelyard.plans.plan import BatchEntry
 
-# Which parameters lie in shares, along which dim and among how many ranks.
-Sharing = tuple[tuple[str, tuple[tuple[Shard, int], ...]], ...]
+# The shards of each parameter, as (shard, number of ranks) per mesh axis.
+ParameterShards = tuple[tuple[str, tuple[tuple[Shard, int], ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """A step at one batch shape: the graph, and the live tensors it names as constants.
 
-    ``is_grown``: planned from three blocks of a deep model; to run it, trace it whole.
+    ``is_grown`` means that the graph was expanded from three blocks of a deep model: it is for
+    planning, and running the step needs a full trace.
     """
 
     graph: Graph
@@ -67,10 +68,10 @@ class Captured:
 
 @dataclass(kw_only=True, eq=False)
 class CapturedStep:
-    """Captures lazily and keeps what it captured.
+    """A training step that is captured lazily and cached, per part of the batch.
 
-    ``for_planning`` allows a deep model to be captured from three of its blocks; what is to be
-    run is traced whole.
+    ``for_planning`` allows a deep model to be captured from three of its blocks. A step to be run
+    needs a full trace.
     """
 
     model: nn.Module
@@ -80,31 +81,33 @@ class CapturedStep:
     for_planning: bool = False
     optimizer: OptimizerFactory | None = None
     _captured: dict[tuple[int, int], Captured] = field(default_factory=dict, init=False)
-    _parted: dict[tuple[str, ShardingChoice, int], Graph] = field(default_factory=dict, init=False)
-    _splitting: Splitting | None = field(default=None, init=False)
-    _sharing: Splitting | None = field(default=None, init=False)
-    _twin: EagerBaseline | None = field(default=None, init=False)
-    _updates: dict[tuple[frozenset[str], tuple[ShardingChoice, ...]], Program] = field(
+    _partitioned: dict[tuple[str, ShardingChoice, int], Graph] = field(
         default_factory=dict, init=False
     )
-    _updates_in_parts: dict[Sharing, Program] = field(default_factory=dict, init=False)
+    _splitting: Splitting | None = field(default=None, init=False)
+    _sharing: Splitting | None = field(default=None, init=False)
+    _baseline: EagerBaseline | None = field(default=None, init=False)
+    _stage_updates: dict[tuple[frozenset[str], tuple[ShardingChoice, ...]], Program] = field(
+        default_factory=dict, init=False
+    )
+    _sharded_updates: dict[ParameterShards, Program] = field(default_factory=dict, init=False)
 
     @property
     def transport(self) -> Transport:
-        """Gloo, but of GPUs; where ranks share one, to try things, it is said to be NCCL, too."""
-        return GLOO if self._home == CPU else NCCL
+        """NCCL on GPUs (even if ranks share one GPU for testing), else Gloo."""
+        return GLOO if self._device == CPU else NCCL
 
     @cached_property
-    def _home(self) -> torch.device:
-        """What is only imagined is captured as if it lay on the processor."""
+    def _device(self) -> torch.device:
+        """The device of the model; the CPU for a model on the meta device."""
         return torch_device_of(self.model)
 
     def captured(self, *, micro_batches: int = 1, share: int = 1) -> Captured:
-        """Of one of as many equal parts of the batch, or of so many of them."""
-        cut = micro_batches // gcd(micro_batches, share), share // gcd(micro_batches, share)
-        known = self._captured.get(cut)
+        """Return the capture of ``share`` of ``micro_batches`` equal parts of the batch."""
+        fraction = micro_batches // gcd(micro_batches, share), share // gcd(micro_batches, share)
+        known = self._captured.get(fraction)
         if known is None:
-            known = self._captured[cut] = self._capture(*cut)
+            known = self._captured[fraction] = self._capture(*fraction)
         return known
 
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
@@ -126,7 +129,7 @@ class CapturedStep:
 
     def sharers(self) -> tuple[int, ...]:
         size = batch_size(self.batch) or 1
-        # Of one sample there may be no variance.
+        # BatchNorm needs two samples per rank: a single one may have no variance.
         least = 2 if normalising(self.graph(micro_batches=1)) else 1
         return tuple(k for k in self.divisors() if k == 1 or size // k >= least)
 
@@ -137,7 +140,7 @@ class CapturedStep:
         return () if self.optimizer is None else leaner_settings(self.model, self.optimizer)
 
     def reduction(self) -> Reduction:
-        """Of parts, one after another or at one time."""
+        """Return the reduction of the losses of parts, as micro-batches or on ranks."""
         return (self.sharing() if self.splitting().reason else self.splitting()).reduction
 
     def splitting(self) -> Splitting:
@@ -147,7 +150,7 @@ class CapturedStep:
         return self._splitting
 
     def sharing(self) -> Splitting:
-        """Of the parts of ranks."""
+        """Return the verdict on sharing the batch among ranks, which run at the same time."""
         graph = self.graph(micro_batches=1)
         is_updating = any(output.kind is OutputKind.UPDATE for output in graph.outputs)
         if not is_updating and not normalising(graph):
@@ -157,27 +160,29 @@ class CapturedStep:
         return self._sharing
 
     def twin(self) -> EagerBaseline:
-        """What eager PyTorch would do with the whole batch; of a deep model, extrapolated."""
-        if self._twin is None:
-            short = self._short
-            self._twin = (short.twin if short else None) or self._twin_of(self.model)
-        return self._twin
+        """Return the eager baseline for the whole batch; extrapolated for a deep model."""
+        if self._baseline is None:
+            truncated = self._truncated
+            self._baseline = (
+                truncated.baseline if truncated else None
+            ) or self._run_eager_baseline(self.model)
+        return self._baseline
 
-    def _twin_of(self, model: nn.Module) -> EagerBaseline:
-        return eager_twin(model, self.loss, self.batch)
+    def _run_eager_baseline(self, model: nn.Module) -> EagerBaseline:
+        return run_eager_baseline(model, self.loss, self.batch)
 
     def update(self) -> Program | None:
         return None if self.optimizer is None else self._update(self.optimizer, {})
 
     def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
-        """As ``update``, which is the whole one, is known otherwise."""
+        """Return ``update``, which is unsharded, with the graph of one rank's shards instead."""
         assert self.optimizer is not None, "there is an update, so somebody makes it"
-        shares = _shares(partings)
-        sharing = tuple((name, tuple(own)) for name, own in sorted(shares.items()))
-        if sharing not in self._updates_in_parts:
-            self._updates_in_parts[sharing] = self._update(self.optimizer, shares)
-        partition = self._updates_in_parts[sharing]
-        return replace(update, graph=partition.graph, instructions=partition.instructions)
+        shares = _shards_by_parameter(partings)
+        key = tuple((name, tuple(shards)) for name, shards in sorted(shares.items()))
+        if key not in self._sharded_updates:
+            self._sharded_updates[key] = self._update(self.optimizer, shares)
+        sharded = self._sharded_updates[key]
+        return replace(update, graph=sharded.graph, instructions=sharded.instructions)
 
     def _update(self, make: OptimizerFactory, shares: Shares) -> Program:
         unused = frozenset(self.graph(micro_batches=1).unused)
@@ -188,86 +193,88 @@ class CapturedStep:
 
     def in_parts(self, graph: Graph, choice: ShardingChoice, *, rank: int) -> Graph:
         key = graph.fingerprint, choice, rank
-        if key not in self._parted:
-            self._parted[key] = partition(
-                graph, choice, rank=rank, transport=self.transport, device=self._home
+        if key not in self._partitioned:
+            self._partitioned[key] = partition(
+                graph, choice, rank=rank, transport=self.transport, device=self._device
             )
-        return self._parted[key]
+        return self._partitioned[key]
 
     def in_stages(
         self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
     ) -> Pipeline:
         graph = program.as_graph()
         refuse_unknown_draws(graph)
-        behind = {end_of(graph, module): module for module in ends}
-        stages = cut_into_stages(graph, sorted(behind, key=graph.position.__getitem__))
+        module_by_end = {end_of(graph, module): module for module in ends}
+        stages = cut_into_stages(graph, sorted(module_by_end, key=graph.position.__getitem__))
         order = order_under(
             schedule,
             num_ranks=num_ranks,
             num_stages=len(stages.stages),
             micro_batches=program.repeats,
         )
-        found = Pipeline(
-            schedule=schedule, stages=stages, order=order, is_by_host=self._home != CPU
+        pipeline = Pipeline(
+            schedule=schedule, stages=stages, order=order, is_by_host=self._device != CPU
         )
         if program.update is None:
-            return found
+            return pipeline
         updates = (
-            self._update_of(program.update, found.held(rank), program.partings)
+            self._update_of_stage(program.update, pipeline.held(rank), program.partings)
             for rank in range(num_ranks)
         )
-        return replace(found, updates=tuple(updates))
+        return replace(pipeline, updates=tuple(updates))
 
-    def _update_of(
-        self, update: Program, held: frozenset[str], partings: tuple[ShardingChoice, ...]
+    def _update_of_stage(
+        self, update: Program, parameters: frozenset[str], partings: tuple[ShardingChoice, ...]
     ) -> Program:
-        """As it is where only these parameters have gradients."""
-        own_lines = update_of(update, {name.removeprefix(WEIGHT) for name in held})
-        if own_lines is not None:
-            return own_lines
-        if (held, partings) not in self._updates:
+        """Return the update of a pipeline stage: only these parameters have gradients."""
+        restricted = update_of(update, {name.removeprefix(WEIGHT) for name in parameters})
+        if restricted is not None:
+            return restricted
+        if (parameters, partings) not in self._stage_updates:
             assert self.optimizer is not None, "there is an update, so somebody makes it"
             named = (name for name, _ in self.model.named_parameters())
-            without = {name for name in named if f"parameter:{name}" not in held}
-            without |= set(self.graph(micro_batches=1).unused)
-            self._updates[held, partings] = capture_update(
+            without_gradient = {name for name in named if f"parameter:{name}" not in parameters}
+            without_gradient |= set(self.graph(micro_batches=1).unused)
+            self._stage_updates[parameters, partings] = capture_update(
                 self.model,
                 self.optimizer,
-                without_gradient=frozenset(without),
-                shares=_shares(partings),
+                without_gradient=frozenset(without_gradient),
+                shares=_shards_by_parameter(partings),
             )
-        own = self._updates[held, partings]
-        return replace(update, graph=own.graph, instructions=own.instructions)
+        captured = self._stage_updates[parameters, partings]
+        return replace(update, graph=captured.graph, instructions=captured.instructions)
 
     def entries(self) -> tuple[BatchEntry, ...]:
         return entries(self.batch)
 
     @property
     def is_imagined(self) -> bool:
-        """Whether some tensor has a shape but no values (meta device): it can only be planned."""
+        """True if some tensor is on the meta device: the step can be planned, but not run."""
         tensors = [*self.model.parameters(), *_tensors(self.batch)]
         return any(t.device.type == "meta" for t in tensors)
 
     def at(self, batch: Any, *, with_values: bool = True) -> "CapturedStep":
-        """The same step on another batch. Without values, what was found out about cutting the
-        batch, by trying, holds for this one."""
-        other = self._like(batch=batch)
+        """Return the same step on another batch.
+
+        If that has no values, the verdicts on splitting the current batch are reused.
+        """
+        other = self._copy_with(batch=batch)
         if not with_values:
             other._splitting, other._sharing = self._splitting, self._sharing
         return other
 
     def on(self, model: nn.Module) -> "CapturedStep":
-        """The same step on another model object."""
-        return self._like(model=model)
+        """Return the same step on another model object."""
+        return self._copy_with(model=model)
 
     def whole(self) -> "CapturedStep":
-        """As it can be run: nothing of the model left out of the trace."""
-        return self._like(for_planning=False) if self.captured().is_grown else self
+        """Return the step for running: traced in full, without truncated blocks."""
+        return self._copy_with(for_planning=False) if self.captured().is_grown else self
 
-    def _like(self, **changed: Any) -> "CapturedStep":
-        """``dataclasses.replace`` would carry over what was captured."""
-        kept = ("model", "loss", "batch", "decomposition", "for_planning", "optimizer")
-        return CapturedStep(**{**{name: getattr(self, name) for name in kept}, **changed})
+    def _copy_with(self, **changed: Any) -> "CapturedStep":
+        """Copy the step without its caches, which ``dataclasses.replace`` would carry over."""
+        fields = ("model", "loss", "batch", "decomposition", "for_planning", "optimizer")
+        return CapturedStep(**{**{name: getattr(self, name) for name in fields}, **changed})
 
     def _capture(self, micro_batches: int, share: int) -> Captured:
         refuse_wrapped(self.model)
@@ -275,28 +282,28 @@ class CapturedStep:
         _refuse_opaque(self.batch)
         _refuse_layouts(self.batch)
         _refuse_gradient_inputs(self.batch)
-        with put_back_on_failure(self.model):
-            return self._captured_anew(micro_batches, share)
+        with restoring_attributes_on_failure(self.model):
+            return self._capture_uncached(micro_batches, share)
 
-    def _captured_anew(self, micro_batches: int, share: int) -> Captured:
-        self.twin()  # first, so that the model has done what it does only once
+    def _capture_uncached(self, micro_batches: int, share: int) -> Captured:
+        self.twin()  # first, so that the model's one-time initialization is done before tracing
         batch = self.batch
         if micro_batches > 1:
             size = batch_size(batch)
             assert size is not None
             assert size % micro_batches == 0
             batch = part(batch, start=0, size=size // micro_batches * share)
-        short = self._short
-        if short is not None:
-            captured = self._traced(short.cut.model, batch)
-            grown = multiplied(captured.graph, short.cut.stretches)
-            if grown is not None:
-                return replace(captured, graph=grown, is_grown=True)
+        truncated = self._truncated
+        if truncated is not None:
+            captured = self._traced(truncated.truncation.model, batch)
+            expanded = expand_runs(captured.graph, truncated.truncation.runs)
+            if expanded is not None:
+                return replace(captured, graph=expanded, is_grown=True)
         return self._traced(self.model, batch)
 
     @cached_property
-    def _short(self) -> TruncatedModel | None:
-        return shortened(self.model, self.loss, self.batch) if self.for_planning else None
+    def _truncated(self) -> TruncatedModel | None:
+        return truncated_model(self.model, self.loss, self.batch) if self.for_planning else None
 
     def _traced(self, model: nn.Module, batch: Any) -> Captured:
         with on_cpu(model, batch) as batch:
@@ -308,8 +315,8 @@ class CapturedStep:
         return Captured(graph=graph, constants=traced.constants, reads=traced.reads)
 
     def _check_unused(self, model: nn.Module, graph: Graph) -> None:
-        """A gradient that eager PyTorch has and the graph has not would never be trained."""
-        lost = set(graph.unused) - self._twin_of(model).without_gradient
+        """Refuse a graph without a gradient that eager PyTorch has: it would not be trained."""
+        lost = set(graph.unused) - self._run_eager_baseline(model).without_gradient
         if lost:
             raise CaptureRefused(
                 f"the captured step lost the gradient of {', '.join(sorted(lost)[:3])}"
@@ -319,18 +326,18 @@ class CapturedStep:
             )
 
 
-def _shares(partings: tuple[ShardingChoice, ...]) -> Shares:
-    """By the names of parameters."""
+def _shards_by_parameter(partings: tuple[ShardingChoice, ...]) -> Shares:
+    """Return the shards of each parameter by its name."""
     found: dict[str, list[tuple[Shard, int]]] = {}
-    for parting in partings:
-        for name, lies in parting.inputs:
-            if isinstance(lies, Shard):
-                found.setdefault(name.partition(":")[2], []).append((lies, parting.num_ranks))
+    for choice in partings:
+        for name, placement in choice.inputs:
+            if isinstance(placement, Shard):
+                found.setdefault(name.partition(":")[2], []).append((placement, choice.num_ranks))
     return found
 
 
 def _refuse_opaque(batch: Any) -> None:
-    """Leaves that are neither tensors nor plain values could change from batch to batch unseen."""
+    """Refuse leaves other than tensors and plain values: they could change unnoticed."""
     for path, leaf in _torch.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, _LEAVES):
             raise CaptureRefused(
@@ -352,7 +359,7 @@ _LEAVES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torc
 
 
 def _refuse_layouts(batch: Any) -> None:
-    """A nested tensor may have no shape to ask for, and a sparse one no strides."""
+    """Refuse nested tensors, which may have no shape, and sparse ones, which have no strides."""
     for path, leaf in _torch.tree_flatten_with_path(batch)[0]:
         if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
             kind = "a nested tensor" if leaf.is_nested else f"of layout {leaf.layout}"

@@ -1,6 +1,6 @@
-"""The command line. Imports next to nothing until ``main`` runs, so that Ctrl-C meets no traceback.
+"""The command line. Imports almost nothing until ``main`` runs, so that Ctrl-C causes no traceback.
 
-Not for what the verbs do: see commands.py.
+Not for the commands themselves: see commands.py.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ _INTERRUPTED = 130
 
 
 def command() -> Never:
-    """The command as a process of its own: ``main``, and then the end of the process."""
+    """Run ``main`` in a process of its own, and end the process."""
     leave(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of one command; nothing else ever leaves it."""
+    """Return the exit code of one command; no exception leaves this function."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     with InterruptHandler():
         try:
@@ -30,26 +30,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = app(given, exit_on_error=False, print_error=False)
             sys.stdout.flush()
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the last line
-            # An import that Ctrl-C cut short ends in errors of any kind.
+            # An import that is interrupted by Ctrl-C raises errors of any kind.
             if isinstance(error, KeyboardInterrupt) or was_pressed():
                 return _interrupted(error, in_json="--json" in given)
-            from steelyard.cli.exit_codes import ended
+            from steelyard.cli.exit_codes import report_failure
 
-            return ended(error, given)
+            return report_failure(error, given)
     return code if isinstance(code, int) else 0
 
 
 def _interrupted(error: BaseException, *, in_json: bool) -> int:
-    """Says so by itself: what says everything else may be half imported."""
+    """Report the interruption without the usual modules, which may be half imported."""
     where = str(error.args[0]) if isinstance(error, KeyboardInterrupt) and error.args else ""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"steelyard: interrupted{where}\n")
         sys.stderr.flush()
     try:
         if in_json:
-            said = {"schema": "steelyard.error/1", "kind": "Interrupted", "exit_code": _INTERRUPTED}
-            said |= {"happened": f"interrupted{where}", "expected": "", "next": "start it again"}
-            sys.stdout.write(json.dumps(said) + "\n")
+            error_document = {
+                "schema": "steelyard.error/1",
+                "kind": "Interrupted",
+                "exit_code": _INTERRUPTED,
+            }
+            error_document |= {
+                "happened": f"interrupted{where}",
+                "expected": "",
+                "next": "start it again",
+            }
+            sys.stdout.write(json.dumps(error_document) + "\n")
             sys.stdout.flush()
     except OSError:
         sys.stdout = None

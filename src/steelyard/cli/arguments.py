@@ -1,6 +1,6 @@
-"""What was typed, as what is meant: where plan files lie, what a question asks.
+"""Parsing and checking of command-line arguments.
 
-Not for acting on it: see commands.py.
+Not for acting on them: see commands.py.
 """
 
 import difflib
@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING
 from steelyard.cli.training_script import script_path
 from steelyard.errors import BadInput, PlanFileError
 from steelyard.hardware.cluster import Cluster, OffloadMemory
+from steelyard.plan_files.plan_file import read_decisions
 from steelyard.plans.budget import Maximize, Minimize
-from steelyard.plans.plan_file import TRADES, read_decisions
 from steelyard.report.progress import TrainingProgress
 from steelyard.safe_text import printable
+from steelyard.trades import BY_NAME
 from steelyard.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
     from cyclopts import Token
 
-    from steelyard.plans.prediction_file import Asked
+    from steelyard.plans.plan_on_file import Asked
 
 
 def plan_path(train: str) -> Path:
-    """Beside the script; each workload of a script has its own."""
+    """Return the default plan path next to the script; each workload of a script has its own."""
     script = script_path(train)
     if not script.name:
         raise BadInput(
@@ -43,15 +44,15 @@ def title(train: str) -> str:
     return plan_path(train).name.removesuffix(".plan.toml")
 
 
-def wish(what_if: str | None) -> dict[str, str]:
+def parse_what_if(what_if: str | None) -> dict[str, str]:
     if what_if is None:
         return {}
     name, equals, value = (part.strip() for part in what_if.partition("="))
     if name != "memory" or not equals or not value:
-        near = difflib.get_close_matches(name, ["memory"])
+        close = difflib.get_close_matches(name, ["memory"])
         raise BadInput(
             f"--what-if {what_if!r} is no question that can be asked"
-            + (f"; did you mean {near[0]}?" if near and name != "memory" else ""),
+            + (f"; did you mean {close[0]}?" if close and name != "memory" else ""),
             expected="another memory budget",
             remedy="write it as --what-if memory=4GiB",
         )
@@ -62,7 +63,7 @@ def wish(what_if: str | None) -> dict[str, str]:
 def offload_memory_of(
     folder: Path | None, rate: str | None, size: str | None
 ) -> OffloadMemory | None:
-    """All three or none: what is not said would be guessed."""
+    """Return the offload memory, if all three options are given; none of them has a default."""
     given = {"--offload-dir": folder, "--offload-rate": rate, "--offload-size": size}
     missing = [name for name, value in given.items() if value is None]
     if folder is None and len(missing) == len(given):
@@ -84,7 +85,7 @@ def cluster_of(
     hosts: int = 1,
     speeds: str | None = None,
 ) -> Cluster:
-    """This machine, or the one in a file, or one of those that are known by name."""
+    """Return this machine, the cluster in a file, or a cluster known by name."""
     if cluster is None:
         if speeds is not None:
             _refuse_other_number(speeds_of(speeds), ranks)
@@ -110,8 +111,11 @@ def cluster_of(
 def planned_for(
     named: str, plan: Path | None, cluster: str | None, *, verb: str = "simulate"
 ) -> tuple[str, Path, Cluster | None]:
-    """The script, the plan file and the declared cluster of a plan; ``named`` is either of the
-    first two. What is not said here is what the plan was asked for with."""
+    """Return the script, the plan file and the declared cluster of a plan.
+
+    ``named`` is the script or the plan file. Missing values are read from the JSON file next to the
+    plan, which stores the arguments of ``steelyard plan``.
+    """
     is_plan = named.endswith(".toml")
     if is_plan and plan is not None:
         raise BadInput(
@@ -120,29 +124,32 @@ def planned_for(
             remedy="leave out --plan, or name the script first",
         )
     path = Path(named) if is_plan else plan or plan_path(named)
-    asked = _asked_for(path, needs_script=is_plan)
-    script = _found(asked.script, path) if is_plan else named
+    stored = _stored_arguments(path, needs_script=is_plan)
+    script = _script_next_to(stored.script, path) if is_plan else named
     if not script:
         raise BadInput(
             f"beside {printable(str(path))} stands no name of its script",
             expected=f"the {path.with_suffix('.json').name} that steelyard plan writes",
             remedy=f"name the script: steelyard {verb} train.py --plan {path.name}",
         )
-    declared = cluster or asked.cluster
+    declared = cluster or stored.cluster
     return script, path, cluster_of(declared, 1, None) if declared else None
 
 
-def _found(script: str, plan: Path) -> str:
-    """The script as it was typed; from another folder, where it stands beside its plan."""
+def _script_next_to(script: str, plan: Path) -> str:
+    """Return the script as it was typed, or, if that does not exist, next to its plan file."""
     path = script_path(script)
-    beside = plan.with_name(path.name) if path.name else path
-    if not script or path.exists() or not beside.exists():
+    next_to_plan = plan.with_name(path.name) if path.name else path
+    if not script or path.exists() or not next_to_plan.exists():
         return script
-    return str(beside) + script[len(str(path)) :]
+    return str(next_to_plan) + script[len(str(path)) :]
 
 
 def refuse_elsewhere(declared: Cluster | None, plan: Path) -> None:
-    """A plan for a declared cluster is named with its script, by whoever has that cluster here."""
+    """Raise BadInput if the plan is for a declared cluster.
+
+    Who has that cluster here can run the plan by naming its script.
+    """
     if declared is not None:
         name = printable(str(plan))
         raise BadInput(
@@ -160,40 +167,44 @@ def refuse_contradictions(
     ranks: int,
     cluster: str | None,
 ) -> None:
-    """Options that cannot stand together, before anything is imported for them."""
+    """Raise BadInput for options that contradict each other, before anything is imported."""
     several = "--ranks" if ranks > 1 else "--cluster"
-    both = ""
+    contradiction = ""
     if maximize is not None and minimize is not None:
-        both = "--maximize and --minimize ask for opposite things"
+        contradiction = "--maximize and --minimize ask for opposite things"
     elif maximize is not None and (ranks > 1 or cluster is not None):
-        both = f"--maximize asks of one device, and {several} gives several"
+        contradiction = f"--maximize asks of one device, and {several} gives several"
     elif minimize is not None and cluster is None:
-        both = "--minimize devices asks of a declared cluster, and no --cluster is given"
+        contradiction = "--minimize devices asks of a declared cluster, and no --cluster is given"
     elif runner == "inductor" and cluster is not None:
-        both = "--runner inductor measures what it compiles, and --cluster is not here"
-    if both:
+        contradiction = "--runner inductor measures what it compiles, and --cluster is not here"
+    if contradiction:
         raise BadInput(
-            both,
+            contradiction,
             expected="options that can stand together",
             remedy="see steelyard plan --help, and leave out one of them",
         )
 
 
 def refuse_no_trade(name: str) -> None:
-    """Before minutes of planning; needs no torch."""
-    if name not in TRADES:
-        near = difflib.get_close_matches(name, TRADES, n=1)
+    """Raise BadInput for an unknown trade, before minutes of planning; needs no torch."""
+    if name not in BY_NAME:
+        close = difflib.get_close_matches(name, BY_NAME, n=1)
         raise BadInput(
             f"there is no trade {printable(repr(name), most=60)}"
-            + (f"; did you mean {near[0]}?" if near else ""),
-            expected=f"one of {', '.join(sorted(TRADES))}",
+            + (f"; did you mean {close[0]}?" if close else ""),
+            expected=f"one of {', '.join(sorted(BY_NAME))}",
             remedy="see docs/trades for what each pays and buys",
         )
 
 
-def _asked_for(path: Path, *, needs_script: bool) -> "Asked":
-    """Damaged predictions are in nobody's way who names the script: they are to be made anew."""
-    from steelyard.plans.prediction_file import Asked, read_plan
+def _stored_arguments(path: Path, *, needs_script: bool) -> "Asked":
+    """Return the stored arguments of ``steelyard plan``.
+
+    Damaged predictions are ignored if the user names the script, because they will be replaced.
+    """
+    from steelyard.plan_files.prediction_file import read_plan
+    from steelyard.plans.plan_on_file import Asked
 
     try:
         return read_plan(path).asked
@@ -204,11 +215,11 @@ def _asked_for(path: Path, *, needs_script: bool) -> "Asked":
     return Asked()
 
 
-def between(devices: str) -> tuple[int, int]:
-    """``16..1472``, or one number."""
+def device_range(devices: str) -> tuple[int, int]:
+    """Parse ``16..1472``, or one number."""
     fewest, dots, most = devices.partition("..")
     ends = [fewest, most] if dots else [fewest, fewest]
-    # Nine digits: Python refuses to read thousands of them.
+    # At most nine digits: Python refuses to parse thousands of them.
     if not all(end.isascii() and end.isdecimal() and len(end) <= 9 for end in ends):
         raise BadInput(
             f"--devices {printable(devices[:40])} is no range",
@@ -226,9 +237,9 @@ def between(devices: str) -> tuple[int, int]:
 
 
 def training_length(tokens: str | None, samples: str | None) -> dict[str, int]:
-    """What there is of both, as it was said."""
-    said = {"tokens": tokens, "samples": samples}
-    given = {name: amount for name, amount in said.items() if amount is not None}
+    """Return the given one of both amounts, parsed."""
+    amounts = {"tokens": tokens, "samples": samples}
+    given = {name: amount for name, amount in amounts.items() if amount is not None}
     if len(given) > 1:
         raise BadInput(
             "--tokens and --samples both say how long the training is",
@@ -239,7 +250,7 @@ def training_length(tokens: str | None, samples: str | None) -> dict[str, int]:
 
 
 def speeds_of(text: str | None) -> tuple[float, ...]:
-    """One for each rank; what is no number is refused with those of another length."""
+    """Parse one speed for each rank."""
     if text is None:
         return ()
     try:
@@ -260,18 +271,18 @@ def _refuse_other_number(speeds: tuple[float, ...], ranks: int) -> None:
         else:
             remedy = f"write --ranks {len(speeds)} as well, or leave out --speeds"
         raise BadInput(
-            f"--speeds has {len(speeds)} numbers, and there {_are(ranks)}",
+            f"--speeds has {len(speeds)} numbers, and there {_ranks_text(ranks)}",
             expected="one for each rank: how fast it computes beside the others",
             remedy=remedy,
         )
 
 
-def _are(ranks: int) -> str:
+def _ranks_text(ranks: int) -> str:
     return f"are {ranks} ranks" if ranks != 1 else "is 1 rank"
 
 
 def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | bool, Path | None]:
-    """The checkpoint to go on from (True: the newest), and the folder that new ones go to."""
+    """Return the checkpoint to resume from (True: the newest), and the folder for new ones."""
     if resume is None:
         return False, folder
     if not resume:
@@ -295,11 +306,11 @@ def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | 
 
 
 def refuse_unwritable(path: Path | None, remedy: str) -> None:
-    """What is written after the work is looked at before it."""
+    """Check before the work that its output can be written."""
     if path is None:
         return
     name, folder = printable(str(path)), path.parent
-    # A file is replaced as a whole, in its folder; a device is written into.
+    # A file is replaced as a whole in its folder, but a device is written to.
     written = path if path.exists() and not path.is_file() else folder
     if path.is_dir():
         problem = "is a directory"
@@ -317,7 +328,7 @@ def refuse_unwritable(path: Path | None, remedy: str) -> None:
 
 
 def whole_number(_: type, tokens: "Sequence[Token]") -> int:
-    """Digits alone: cyclopts rounds 2.5 and reads 0x10."""
+    """Parse decimal digits only: cyclopts rounds 2.5 and accepts 0x10."""
     (token,) = tokens
     if not re.fullmatch(r"[+-]?[0-9][0-9_]{0,99}", token.value):
         given = printable(token.value, most=40)
@@ -325,8 +336,10 @@ def whole_number(_: type, tokens: "Sequence[Token]") -> int:
     return int(token.value)
 
 
-def within(name: str, value: int, *, least: int = 1, most: int = 2**62, write: int = 100) -> None:
-    """Refuse a whole number that is none of these; ``write`` is one that is."""
+def check_range(
+    name: str, value: int, *, least: int = 1, most: int = 2**62, write: int = 100
+) -> None:
+    """Raise BadInput for a number out of range; ``write`` is a valid example for the message."""
     if not least <= value <= most:
         raise BadInput(
             f"{name} {_digits(value)} is not possible",
@@ -336,14 +349,14 @@ def within(name: str, value: int, *, least: int = 1, most: int = 2**62, write: i
 
 
 def _digits(value: int) -> str:
-    """Python refuses to spell out thousands of digits."""
+    """Format the number for a message: Python refuses to format thousands of digits."""
     return str(value) if abs(value) < 10**30 else "of more than 30 digits"
 
 
 def waits_seconds(rank_timeout: str) -> float:
-    """How long one rank may wait for another."""
+    """Parse the time that one rank may wait for another."""
     seconds = parse_seconds(rank_timeout, what="--rank-timeout")
-    if not _LEAST_WAIT <= seconds <= _MOST_WAIT:
+    if not _MIN_WAIT <= seconds <= _MAX_WAIT:
         raise BadInput(
             f"--rank-timeout {printable(rank_timeout, most=40)} is not possible",
             expected="from 1 ms to 30 days",
@@ -352,14 +365,14 @@ def waits_seconds(rank_timeout: str) -> float:
     return seconds
 
 
-_LEAST_WAIT, _MOST_WAIT = 1e-3, 30 * 86400.0
+_MIN_WAIT, _MAX_WAIT = 1e-3, 30 * 86400.0
 
 
-def how_often(every: int | None, folder: Path | None) -> int:
-    """Steps between two checkpoints."""
+def checkpoint_interval(every: int | None, folder: Path | None) -> int:
+    """Return the number of steps between two checkpoints."""
     if every is None:
         return 100
-    within("--checkpoint-every", every)
+    check_range("--checkpoint-every", every)
     if folder is None:
         raise BadInput(
             f"--checkpoint-every {every} says how often, and nothing says where to",
@@ -379,7 +392,7 @@ def refuse_no_folder(option: str, folder: Path | None) -> None:
 
 
 def refuse_same_file(option: str, path: Path | None, *others: Path) -> None:
-    """What is written for people must not take the place of what is read."""
+    """Raise BadInput if an output file would overwrite an input file."""
     if path is None:
         return
     for other in others:
@@ -392,14 +405,14 @@ def refuse_same_file(option: str, path: Path | None, *others: Path) -> None:
 
 
 def explanation_of(plan: Path) -> Path:
-    """The JSON beside a plan file, under whatever name that was given; see explanation.py."""
+    """Return the JSON file next to a plan file, whatever its name; see plans/plan_on_file.py."""
     return plan.with_suffix(".json") if plan.name else plan
 
 
 def _is_same_place(one: Path, other: Path) -> bool:
     try:
         return one.resolve() == other.resolve()
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a name with a zero byte
+    except (OSError, RuntimeError, ValueError):  # a cycle of links, a null byte in a name
         return False
 
 

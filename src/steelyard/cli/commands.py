@@ -1,6 +1,6 @@
-"""The eight verbs: each reads its arguments, calls the api and shows what came of it.
+"""The eight commands: each reads its arguments, calls the api and prints the result.
 
-Not for deciding or wiring anything. What only reads a plan never imports torch.
+Not for deciding or connecting anything. A command that only reads a plan never imports torch.
 """
 
 import shlex
@@ -13,11 +13,13 @@ from cyclopts import App, Parameter
 
 from steelyard import __version__
 from steelyard.cli.arguments import (
-    between,
+    check_range,
+    checkpoint_interval,
     cluster_of,
+    device_range,
     explanation_of,
-    how_often,
     offload_memory_of,
+    parse_what_if,
     plan_path,
     planned_for,
     refuse_contradictions,
@@ -31,24 +33,23 @@ from steelyard.cli.arguments import (
     training_length,
     waits_seconds,
     whole_number,
-    wish,
-    within,
 )
 from steelyard.cli.exit_codes import (
     BAD_INPUT,
     OK,
     RUN_FAILED,
-    foreseen,
+    user_code,
 )
-from steelyard.cli.output_options import OutputOptions, hint, loaded, planning
+from steelyard.cli.output_options import OutputOptions, hint, load_script, planning
 from steelyard.cli.plan_command import PlanOptions, plan_by
 from steelyard.cli.run_command import RunOptions, run_by
 from steelyard.cli.signals import handle_interrupts
 from steelyard.cli.training_script import refuse_no_script, script_path
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import OffloadMemory
+from steelyard.plan_files.plan_file import read_decisions
 from steelyard.plans.budget import Budget, Maximize, Minimize
-from steelyard.plans.plan_file import MOST_RANKS, read_decisions
+from steelyard.plans.rule_table import MOST_RANKS
 from steelyard.report.styled_text import Zoom
 
 _EXIT_CODES = """Exit codes: 0 ok, 2 bad input, 3 no plan fits the budget, 4 the run failed,
@@ -89,7 +90,7 @@ class OffloadOptions:
         return offload_memory_of(self.offload_dir, self.offload_rate, self.offload_size)
 
 
-_PLAINLY, _NO_OFFLOAD = OutputOptions(), OffloadOptions()
+_DEFAULT_OUTPUT, _NO_OFFLOAD = OutputOptions(), OffloadOptions()
 _Train = Annotated[
     str, Parameter(help="Script with a workload() function; of several, train.py:name.")
 ]
@@ -155,18 +156,18 @@ def plan(
     why_not: Annotated[str | None, Parameter(help="Say why this trade was not applied.")] = None,
     zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
     html: _Page = None,
-    shown: OutputOptions = _PLAINLY,
+    shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Make the step fit; say what that costs and why; write a plan file."""
     refuse_no_script(train, "plan")
-    within("--ranks", ranks, most=MOST_RANKS, write=2)
+    check_range("--ranks", ranks, most=MOST_RANKS, write=2)
     path = check or output or plan_path(train)
     refuse_same_file("--html", html, path, explanation_of(path), script_path(train))
     if output or path.parent.is_dir():
         refuse_unwritable(path, _COPY if check else "give another place with -o")
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
-    question, offload_memory = wish(what_if), offload.memory()
+    question, offload_memory = parse_what_if(what_if), offload.memory()
     if check is not None:
         if any(
             (budget != Budget(), maximize, minimize, output, offload_memory, ranks > 1, speeds)
@@ -233,15 +234,15 @@ def run(
         str, Parameter(help="How long one rank may wait for another, such as 5min.")
     ] = "5min",
     html: _Page = None,
-    shown: OutputOptions = _PLAINLY,
+    shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Train by a plan, and set what was measured beside what was predicted."""
     from steelyard.run.checkpoint.position import refuse_impossible
 
     start, folder = resume_from(resume, checkpoint)
-    within("--steps", steps)
-    within("--seed", seed, least=0, most=2**63 - 1, write=0)
-    every = how_often(checkpoint_every, folder)
+    check_range("--steps", steps)
+    check_range("--seed", seed, least=0, most=2**63 - 1, write=0)
+    every = checkpoint_interval(checkpoint_every, folder)
     waits_seconds(rank_timeout)
     refuse_no_folder("--checkpoint", folder)
     if train.endswith(".toml"):
@@ -273,7 +274,7 @@ def frontier(
     runner: _Runner = "python",
     offload: OffloadOptions = _NO_OFFLOAD,
     html: _Page = None,
-    shown: OutputOptions = _PLAINLY,
+    shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Show the whole memory-time curve, not one point of it."""
     from steelyard.report.document import tree_of
@@ -284,7 +285,7 @@ def frontier(
     refuse_unwritable(html, _OTHER_PAGE)
     offload_memory = offload.memory()
     with planning(shown) as tell:
-        workload = loaded(train, tell)
+        workload = load_script(train, tell)
         from steelyard import api
 
         planned = api.plan_workload(
@@ -310,7 +311,7 @@ def simulate(
         str | None, Parameter(help="The declared cluster of the plan, where it lies elsewhere now.")
     ] = None,
     trace: Annotated[Path, Parameter(help="Where the schedule goes, as JSON for Perfetto.")],
-    shown: OutputOptions = _PLAINLY,
+    shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Draw the predicted step of a plan out: what each rank does when; nothing is run."""
     from steelyard.report.output import show_json, show_text
@@ -324,7 +325,7 @@ def simulate(
     refuse_no_script(script, "simulate")
     refuse_same_file("--trace", trace, path, explanation_of(path), script_path(script))
     with planning(shown) as tell:
-        workload = loaded(script, tell)
+        workload = load_script(script, tell)
         from steelyard import api
 
         planned = api.load_planned(
@@ -358,24 +359,24 @@ def scale(
         str | None, Parameter(help="Of the whole training, such as 300B: hours and price are said.")
     ] = None,
     samples: Annotated[str | None, Parameter(help="The same, in samples.")] = None,
-    shown: OutputOptions = _PLAINLY,
+    shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Set ever more devices beside the laws of Amdahl and Gustafson; say hours and price."""
     from steelyard.plans.scaling_laws import check_devices
     from steelyard.report.output import show_scaling
 
     refuse_no_script(train, "scale")
-    fewest, most = between(devices)
-    whole = training_length(tokens, samples)
+    fewest, most = device_range(devices)
+    length = training_length(tokens, samples)
     declared, budget = cluster_of(cluster, 1, None), Budget(memory)
     check_devices(declared, fewest, most)
     with planning(shown) as tell:
-        workload = loaded(train, tell)
+        workload = load_script(train, tell)
         from steelyard import api
 
         found = api.scale_workload(
             workload, cluster=declared, budget=budget,
-            fewest=fewest, most=most, title=title(train), on_progress=tell, **whole,
+            fewest=fewest, most=most, title=title(train), on_progress=tell, **length,
         )  # fmt: skip
     show_scaling(found, in_json=shown.json)
     return OK
@@ -388,10 +389,10 @@ def explain(
     *,
     zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
     html: _Page = None,
-    shown: OutputOptions = _PLAINLY,
+    shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Show a plan with its predictions and, once it ran, what was measured; needs no torch."""
-    from steelyard.plans.prediction_file import read_plan
+    from steelyard.plan_files.prediction_file import read_plan
     from steelyard.plans.receipt import Receipt
     from steelyard.report.document import tree_of
     from steelyard.report.output import show, show_decisions, write_page
@@ -415,13 +416,13 @@ def doctor(
     forget: Annotated[
         bool, Parameter(negative="", help="Forget what was measured: the next plan measures anew.")
     ] = False,
-    shown: OutputOptions = _PLAINLY,
+    shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Say what this machine is and can do; exit code 2 if something is in the way."""
     from steelyard.hardware.diagnosis import Verdict
     from steelyard.report.output import show_diagnosis
 
-    with foreseen("the examination", RUN_FAILED, in_json=shown.json):
+    with user_code("the examination", RUN_FAILED, in_json=shown.json):
         from steelyard import api
 
         handle_interrupts()
@@ -431,13 +432,13 @@ def doctor(
 
 
 @app.command
-def demo(*, shown: OutputOptions = _PLAINLY) -> int:
+def demo(*, shown: OutputOptions = _DEFAULT_OUTPUT) -> int:
     """Plain PyTorch dies under a memory limit; a plan finishes under the same one."""
     from steelyard.report.document import tree_of
     from steelyard.report.output import show, show_text
 
     out = sys.stderr if shown.json else sys.stdout
-    with foreseen("the demonstration", RUN_FAILED, in_json=shown.json):
+    with user_code("the demonstration", RUN_FAILED, in_json=shown.json):
         from steelyard import api
 
         handle_interrupts()

@@ -1,6 +1,6 @@
-"""How a command ends: its exit code, and at most twelve lines about what went wrong.
+"""The exit codes of commands, and the printing of errors in at most twelve lines.
 
-Not for the words of an error: see errors.py and report/errors.py.
+Not for the wording of errors: see errors.py and report/errors.py.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from steelyard.report.terminal import quieten, width_of, write
 from steelyard.safe_text import printable
 
 OK, BAD_INPUT, INFEASIBLE, RUN_FAILED, MISSED = 0, 2, 3, 4, 5
-# What a shell says of a process that SIGTERM ended, as it ends every verb but run.
+# The code that a shell reports for a process ended by SIGTERM, which ends every command but run.
 TERMINATED = 143
 INTERRUPTED = 130
 VERBS = ("plan", "run", "frontier", "explain", "doctor", "demo")
 
 
 class UnexpectedError(Exception):
-    """Something that is no error of ours was raised while doing this."""
+    """Wraps an exception that is not a SteelyardError, with the activity that raised it."""
 
     def __init__(self, doing: str, exit_code: int) -> None:
         super().__init__(doing)
@@ -36,8 +36,8 @@ class UnexpectedError(Exception):
 
 
 @contextlib.contextmanager
-def foreseen(doing: str, exit_code: int, *, in_json: bool) -> Iterator[None]:
-    """Run what may run a user's code: its errors are named as such, its prints kept out of JSON."""
+def user_code(doing: str, exit_code: int, *, in_json: bool) -> Iterator[None]:
+    """Run user code: name its exceptions as such, and keep its prints out of JSON output."""
     out = contextlib.redirect_stdout(sys.stderr) if in_json else contextlib.nullcontext()
     try:
         with out:
@@ -49,39 +49,39 @@ def foreseen(doing: str, exit_code: int, *, in_json: bool) -> Iterator[None]:
         raise UnexpectedError(doing, exit_code) from error
 
 
-def is_watched() -> bool:
-    """Whether this is a rank that our launcher started, which will say what went wrong."""
+def is_launched_rank() -> bool:
+    """True if this process is a rank that our launcher started and whose errors it reports."""
     return "STEELYARD_RANK_FOLDER" in os.environ
 
 
-def ended(error: BaseException, given: Sequence[str]) -> int:
-    """Say what happened, and return the exit code that says it too."""
+def report_failure(error: BaseException, given: Sequence[str]) -> int:
+    """Print what went wrong, and return the exit code for it."""
     if isinstance(error, BrokenPipeError):
-        # Whoever read the output has seen enough.
+        # The reader of the output has closed it.
         quieten(sys.stdout)
         return OK
     failure = _failure_of(error, given)
-    if is_watched():
-        return failure.exit_code  # it is told by whoever started the ranks, once
+    if is_launched_rank():
+        return failure.exit_code  # the launcher of the ranks reports it once
     steps = afterwards(error.__cause__ or error)
     failure = replace(failure, remedy="; ".join((failure.remedy, *steps)))
-    # A reader of the one who left, a terminal that was closed or a disk that is full is no reason
-    # to keep it from the other.
-    with _quietened(sys.stderr):
+    # One stream may be unusable, because its reader left, its terminal was closed or its disk is
+    # full. The error must still go to the other one.
+    with _silenced_on_error(sys.stderr):
         if "--debug" in given:
             traceback.print_exception(error.__cause__ or error, file=sys.stderr)
         write(failure_lines(failure, width=width_of(sys.stderr)), sys.stderr)
     if "--json" in given:
         from steelyard.report.output import show_json
 
-        with _quietened(sys.stdout):
+        with _silenced_on_error(sys.stdout):
             show_json(failure.to_json())
     return failure.exit_code
 
 
 @contextlib.contextmanager
-def _quietened(stream: TextIO) -> Iterator[None]:
-    """A stream that cannot be written to is given up."""
+def _silenced_on_error(stream: TextIO) -> Iterator[None]:
+    """Silence the stream for good if it cannot be written to."""
     try:
         yield
     except OSError:
@@ -112,7 +112,7 @@ def _failure_of(error: BaseException, given: Sequence[str]) -> Failure:
                 exit_code=BAD_INPUT,
             )
         case OSError():
-            # A stream, which Python would flush once more at its end.
+            # Python would flush the stream once more at exit.
             quieten(sys.stdout)
             return Failure(
                 kind="OutputError",

@@ -1,6 +1,6 @@
-"""What several verbs share: how much is shown, planning a user's script, a hint at the end.
+"""Helpers of several commands: output options, loading a user's script, a final hint.
 
-Not for what any one verb does: see commands.py.
+Not for any single command: see commands.py.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from steelyard.cli.exit_codes import BAD_INPUT, foreseen
+from steelyard.cli.exit_codes import BAD_INPUT, user_code
 from steelyard.cli.signals import handle_interrupts
 from steelyard.report.progress import Status
 from steelyard.report.styled_text import Tone
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """How much is shown, and in which form."""
+    """The amount and the format of the output."""
 
     json: Annotated[bool, Parameter(negative="", help="One JSON document, errors too.")] = False
     quiet: Annotated[bool, Parameter(negative="", help="No progress and no hints.")] = False
@@ -34,13 +34,13 @@ class OutputOptions:
 @contextmanager
 def planning(shown: OutputOptions) -> Iterator[Status]:
     with (
-        foreseen("planning", BAD_INPUT, in_json=shown.json),
+        user_code("planning", BAD_INPUT, in_json=shown.json),
         Status(sys.stderr, quiet=shown.quiet) as tell,
     ):
         yield tell
 
 
-def loaded(train: str, tell: Status) -> "Workload":
+def load_script(train: str, tell: Status) -> "Workload":
     tell("importing torch")
     from steelyard import api
 

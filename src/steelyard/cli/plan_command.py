@@ -1,4 +1,4 @@
-"""``steelyard plan``: a plan made or checked, shown and written; on several hosts by the first.
+"""``steelyard plan``: make or check a plan, print and write it; multi-host planning included.
 
 Not for reading arguments: see commands.py.
 """
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from steelyard import __version__
 from steelyard.cli.arguments import cluster_of, planned_for, speeds_of, title
 from steelyard.cli.exit_codes import INFEASIBLE, OK
-from steelyard.cli.output_options import OutputOptions, hint, loaded, planning
+from steelyard.cli.output_options import OutputOptions, hint, load_script, planning
 from steelyard.cli.rank_launcher import LaunchSpec, num_started
 from steelyard.errors import BadInput, SteelyardError
 from steelyard.hardware.cluster import Cluster, OffloadMemory
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What was asked of ``steelyard plan``."""
+    """The arguments of ``steelyard plan``."""
 
     train: str
     path: Path
@@ -50,46 +50,51 @@ class PlanOptions:
     shown: OutputOptions
 
 
-def plan_by(wanted: PlanOptions) -> int:
+def plan_by(options: PlanOptions) -> int:
     if num_started() > 1:
-        return _on_hosts(wanted)
-    return _here(wanted)
+        return _on_hosts(options)
+    return _here(options)
 
 
-def _on_hosts(wanted: PlanOptions) -> int:
-    """As many processes on each, all asked the same: the first plans, and all have it."""
-    if wanted.is_check or wanted.cluster is not None or wanted.ranks > 1:
+def _on_hosts(options: PlanOptions) -> int:
+    """Multi-host planning: one host plans and broadcasts the plan.
+
+    All processes are started with the same arguments, equally many on each host.
+    """
+    if options.is_check or options.cluster is not None or options.ranks > 1:
         raise BadInput(
             "this process is one of several that were started together to make a plan",
             expected="no --check, --cluster or --ranks: they are the ranks of this plan",
             remedy="leave it out, or ask one process alone",
         )
-    from steelyard.plans.prediction_file import refuse_to_lose
+    from steelyard.plan_files.prediction_file import refuse_to_lose
 
-    # Each host has a file of its own, which may have been edited.
-    refuse_to_lose(wanted.path)
-    with planning(wanted.shown) as tell:
+    # Each host has its own plan file, which may have been edited.
+    refuse_to_lose(options.path)
+    with planning(options.shown) as tell:
         tell("meeting the other hosts")
         from steelyard import api
 
-        speeds = speeds_of(wanted.speeds)
-        with api.meeting(_in_words(wanted), speeds=speeds) as met:
-            if not met.is_planner:
-                tell(f"waiting for the plan of rank {met.planner}")
-                return _taken_over(met, wanted)
+        speeds = speeds_of(options.speeds)
+        with api.meeting(_agreed_values(options), speeds=speeds) as rendezvous:
+            if not rendezvous.is_planner:
+                tell(f"waiting for the plan of rank {rendezvous.planner}")
+                return _receive_plan(rendezvous, options)
     try:
-        with met.in_company():
-            code = _here(wanted, met)
+        with rendezvous.with_background_load():
+            code = _here(options, rendezvous)
     except BaseException as error:
-        met.tell(json.dumps({"failed": _said(error)}))
+        rendezvous.broadcast(json.dumps({"failed": _error_text(error)}))
         raise
-    written = (wanted.path, wanted.path.with_suffix(".json"))
-    met.tell(json.dumps({"code": code, "files": [path.read_text("utf-8") for path in written]}))
+    written = (options.path, options.path.with_suffix(".json"))
+    rendezvous.broadcast(
+        json.dumps({"code": code, "files": [path.read_text("utf-8") for path in written]})
+    )
     return code
 
 
 class _BroadcastPlan(BaseModel):
-    """What the first host tells the others: two files and an exit code, or what went wrong."""
+    """The message of the planning host: two files and an exit code, or an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -98,132 +103,137 @@ class _BroadcastPlan(BaseModel):
     files: Annotated[list[str], Field(max_length=2)] = []
 
 
-def _told(text: str) -> _BroadcastPlan:
+def _parse_message(text: str) -> _BroadcastPlan:
     try:
-        told = _BroadcastPlan.model_validate_json(text)
+        message = _BroadcastPlan.model_validate_json(text)
     except ValidationError:
-        told = _BroadcastPlan()
-    if told.failed is None and len(told.files) != 2:
+        message = _BroadcastPlan()
+    if message.failed is None and len(message.files) != 2:
         raise BadInput(
             "what the first host told is no plan",
             expected="a plan file, and what is predicted of it",
             remedy="install one version on all hosts; who may come there: docs/security.md",
         )
-    return told
+    return message
 
 
-def _in_words(wanted: PlanOptions) -> dict[str, str]:
-    """What has to be the same on all hosts, by name."""
-    script = Path(wanted.train.partition(":")[0])
+def _agreed_values(options: PlanOptions) -> dict[str, str]:
+    """Return the properties that must be equal on all hosts, by name."""
+    script = Path(options.train.partition(":")[0])
     return {
         "version of steelyard": __version__,
-        "script": wanted.train,
+        "script": options.train,
         "text of the script": script.read_text(errors="replace") if script.is_file() else "",
-        "budget": str(wanted.budget),
-        "speeds": str(wanted.speeds),
-        "runner": wanted.runner,
-        "plan file": str(wanted.path),
+        "budget": str(options.budget),
+        "speeds": str(options.speeds),
+        "runner": options.runner,
+        "plan file": str(options.path),
     }
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     cause = error.__cause__ or error
     if isinstance(error, SteelyardError):
         return error.happened
     return printable(f"{type(cause).__name__}: {cause}")
 
 
-def _taken_over(met: "HostRendezvous", wanted: PlanOptions) -> int:
+def _receive_plan(rendezvous: "HostRendezvous", options: PlanOptions) -> int:
     from steelyard.safe_files import write_where_other
 
-    told = _told(met.hear())
-    if told.failed is not None:
+    message = _parse_message(rendezvous.receive())
+    if message.failed is not None:
         raise BadInput(
-            f"the first host made no plan: {printable(told.failed, most=400)}",
+            f"the first host made no plan: {printable(message.failed, most=400)}",
             expected="what it says there",
             remedy="do what it says there, and start all again",
         )
-    for path, text in zip((wanted.path, wanted.path.with_suffix(".json")), told.files, strict=True):
+    for path, text in zip(
+        (options.path, options.path.with_suffix(".json")), message.files, strict=True
+    ):
         write_where_other(path, text)
-    hint(f"written: {wanted.path}, as the first host planned it", wanted.shown)
-    return told.code
+    hint(f"written: {options.path}, as the first host planned it", options.shown)
+    return message.code
 
 
-def _here(wanted: PlanOptions, met: "HostRendezvous | None" = None) -> int:
-    from steelyard.plans.prediction_file import (
-        Asked,
+def _here(options: PlanOptions, rendezvous: "HostRendezvous | None" = None) -> int:
+    from steelyard.plan_files.prediction_file import (
         refuse_to_lose,
         with_reasons,
         write_explanation,
         write_plan,
     )
+    from steelyard.plans.plan_on_file import Asked
     from steelyard.report.document import tree_of
     from steelyard.report.output import show, write_page
 
-    path, shown = wanted.path, wanted.shown
-    if not wanted.is_check:
+    path, shown = options.path, options.shown
+    if not options.is_check:
         refuse_to_lose(path)
-    # What is wrong in a cluster file or a plan file is said before seconds of importing torch.
-    cluster = _cluster(wanted, met)
+    # An invalid cluster file or plan file is reported before the seconds of importing torch.
+    cluster = _cluster(options, rendezvous)
     with planning(shown) as tell:
-        planned = _planned(wanted, cluster, tell)
-        if wanted.is_check:
+        planned = _planned(options, cluster, tell)
+        if options.is_check:
             planned.plan = with_reasons(planned.plan, path)
-        other = tree_of(planned.what_if(**wanted.what_if).plan) if wanted.what_if else None
-        reason = planned.why_not(wanted.why_not) if wanted.why_not else ""
+        what_if_tree = tree_of(planned.what_if(**options.what_if).plan) if options.what_if else None
+        why_not_text = planned.why_not(options.why_not) if options.why_not else ""
     plan = planned.plan
     tree = tree_of(plan)
-    show(tree, zoom=wanted.zoom, in_json=shown.json, what_if=other, why_not=reason)
-    beside = path.with_suffix(".json").name
-    if wanted.is_check:
+    show(tree, zoom=options.zoom, in_json=shown.json, what_if=what_if_tree, why_not=why_not_text)
+    json_name = path.with_suffix(".json").name
+    if options.is_check:
         write_explanation(path, plan)
     else:
-        write_plan(path, plan, asked=Asked(script=wanted.train, cluster=wanted.cluster or ""))
-    write_page(tree, wanted.html)
-    written = f"{path}, and beside it {beside}"
-    hint(f"written: {beside if wanted.is_check else written}", shown)
-    if wanted.cluster is None:
-        laid = LaunchSpec.of(path)
-        if met is not None and laid.hosts == 1 < laid.ranks:
-            # Its ranks would each find that nobody has measured them, all at one time.
+        write_plan(path, plan, asked=Asked(script=options.train, cluster=options.cluster or ""))
+    write_page(tree, options.html)
+    written = f"{path}, and beside it {json_name}"
+    hint(f"written: {json_name if options.is_check else written}", shown)
+    if options.cluster is None:
+        spec = LaunchSpec.of(path)
+        if rendezvous is not None and spec.hosts == 1 < spec.ranks:
+            # Otherwise each rank would find its links unmeasured, and all would measure at the same
+            # time.
             from steelyard import api
 
-            api.probe_local_ranks(laid.ranks, planned.session.source.model)
-        hint(f"next: {_next(wanted, laid)}", shown)
+            api.probe_local_ranks(spec.ranks, planned.session.source.model)
+        hint(f"next: {_next_command(options, spec)}", shown)
     return OK if tree.fits else INFEASIBLE
 
 
-def _planned(wanted: PlanOptions, cluster: Cluster | None, tell: Any) -> "Planned":
-    workload = loaded(wanted.train, tell)
+def _planned(options: PlanOptions, cluster: Cluster | None, tell: Any) -> "Planned":
+    workload = load_script(options.train, tell)
     from steelyard import api
 
-    if wanted.is_check:
+    if options.is_check:
         return api.load_planned(
-            wanted.path, workload, cluster=cluster, title=title(wanted.train), on_progress=tell,
+            options.path, workload, cluster=cluster, title=title(options.train), on_progress=tell,
             predict_anew=True,
         )  # fmt: skip
     return api.plan_workload(
-        workload, budget=wanted.budget, runner=wanted.runner, maximize=wanted.maximize,
-        minimize=wanted.minimize, cluster=cluster, title=title(wanted.train),
+        workload, budget=options.budget, runner=options.runner, maximize=options.maximize,
+        minimize=options.minimize, cluster=cluster, title=title(options.train),
         on_progress=tell,
     )  # fmt: skip
 
 
-def _cluster(wanted: PlanOptions, met: "HostRendezvous | None") -> Cluster | None:
-    """What is planned for; of a plan file that is checked, None where that is this machine."""
-    if wanted.is_check:
-        return planned_for(wanted.train, wanted.path, wanted.cluster)[2]
-    ranks, hosts = (wanted.ranks, 1) if met is None else (met.num_ranks, met.hosts)
+def _cluster(options: PlanOptions, rendezvous: "HostRendezvous | None") -> Cluster | None:
+    """Return the cluster to plan for; None if a checked plan file is for this machine."""
+    if options.is_check:
+        return planned_for(options.train, options.path, options.cluster)[2]
+    ranks, hosts = (
+        (options.ranks, 1) if rendezvous is None else (rendezvous.num_ranks, rendezvous.hosts)
+    )
     return cluster_of(
-        wanted.cluster, ranks, wanted.offload_memory, hosts=hosts, speeds=wanted.speeds
+        options.cluster, ranks, options.offload_memory, hosts=hosts, speeds=options.speeds
     )
 
 
-def _next(wanted: PlanOptions, laid: LaunchSpec) -> str:
-    run_it = ["run", wanted.train, "--plan", str(wanted.path), "--steps", "100"]
-    said = shlex.join([*run_it, "--checkpoint", "saved"])
-    if laid.hosts == 1:
-        alone = f"on {named(laid.used_hosts)}, " if laid.among_hosts > 1 else ""
-        return f"{alone}steelyard {said}"
-    where = "each host" if laid.hosts == laid.among_hosts else named(laid.used_hosts)
-    return f"on {where}, {laid.torchrun} ... -m steelyard {said}"
+def _next_command(options: PlanOptions, spec: LaunchSpec) -> str:
+    run_it = ["run", options.train, "--plan", str(options.path), "--steps", "100"]
+    run_arguments = shlex.join([*run_it, "--checkpoint", "saved"])
+    if spec.hosts == 1:
+        host_text = f"on {named(spec.used_hosts)}, " if spec.planned_hosts > 1 else ""
+        return f"{host_text}steelyard {run_arguments}"
+    where = "each host" if spec.hosts == spec.planned_hosts else named(spec.used_hosts)
+    return f"on {where}, {spec.torchrun} ... -m steelyard {run_arguments}"

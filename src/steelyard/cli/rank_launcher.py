@@ -1,6 +1,6 @@
-"""``steelyard run`` of a plan for several ranks: started from here as often as there are ranks.
+"""Starts ``steelyard run`` of a plan for several ranks as one process for each rank.
 
-Not for what a rank then does: that is the same verb, in a process that knows its rank.
+Not for the work of a rank: that is the same command, in a process that knows its rank.
 """
 
 import contextlib
@@ -12,34 +12,34 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard.cli.exit_codes import INTERRUPTED, OK, TERMINATED, is_watched
+from steelyard.cli.exit_codes import INTERRUPTED, OK, TERMINATED, is_launched_rank
 from steelyard.cli.output_options import OutputOptions, hint
 from steelyard.errors import BadInput
 from steelyard.hardware.host_os import this_device
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.plans.plan_file import read_decisions
+from steelyard.plan_files.plan_file import read_decisions
 from steelyard.predict.rank_subsets import PARTS_OF_CORES, STORE_IS_HELD, named
 
-# Where a rank leaves an exit code that is no failure: to the launcher any but 0 is one.
+# Environment variable with the path of the file to which a rank writes a nonzero exit code that is
+# no failure. The launcher takes any nonzero exit code of a process for a failure.
 _CODE = "STEELYARD_EXIT_CODE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """On how many ranks a plan lies, and on how many hosts these are; ``among`` how many ranks it
-    was made for."""
+    """The ranks and hosts that a plan uses; ``planned_ranks`` is how many it was made for."""
 
     ranks: int = 1
     hosts: int = 1
-    among: int = 1
-    # How many hosts it was made for, and the numbers of the ranks and hosts that it lies on.
-    among_hosts: int = 1
-    used: Sequence[int] = range(1)
+    planned_ranks: int = 1
+    # The number of hosts that it was made for, and the numbers of the ranks and hosts that it uses.
+    planned_hosts: int = 1
+    used_ranks: Sequence[int] = range(1)
     used_hosts: Sequence[int] = range(1)
 
     @classmethod
     def of(cls, plan: Path) -> "LaunchSpec":
-        """Needs no torch; a plan that is not there is missed later, in other words."""
+        """Read the plan file, without torch; a missing file is reported later."""
         if not plan.is_file():
             return cls()
         decisions = read_decisions(plan)
@@ -47,66 +47,74 @@ class LaunchSpec:
         return cls(
             ranks=ranks,
             hosts=target.hosts_of(ranks),
-            among=target.ranks,
-            among_hosts=target.hosts,
-            used=decisions.ranks_used(ranks),
+            planned_ranks=target.ranks,
+            planned_hosts=target.hosts,
+            used_ranks=decisions.ranks_used(ranks),
             used_hosts=decisions.hosts_used(ranks),
         )
 
     @property
     def torchrun(self) -> str:
-        """How the ranks of several hosts are started."""
+        """The torchrun command that starts the ranks of several hosts."""
         each = -(-self.ranks // self.hosts)
         return f"torchrun --nnodes {self.hosts} --nproc-per-node {each}"
 
 
 def num_started() -> int:
-    """How many ranks were started with this process, as the starter says; needs no torch."""
-    said = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
-    return int(said) if said.isdecimal() else 1
+    """Return the number of ranks started together, as the launcher declares it; needs no torch."""
+    text = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
+    return int(text) if text.isdecimal() else 1
 
 
-def is_to_start(laid: LaunchSpec) -> bool:
-    """Whether this process is none of the ranks yet."""
-    if laid.ranks == 1 or any(name in os.environ for name in ("RANK", "SLURM_STEP_NUM_TASKS")):
+def should_start_ranks(spec: LaunchSpec) -> bool:
+    """True if this process is not a rank yet, and has to start the ranks."""
+    if spec.ranks == 1 or any(name in os.environ for name in ("RANK", "SLURM_STEP_NUM_TASKS")):
         return False
-    if laid.hosts > 1:
+    if spec.hosts > 1:
         raise BadInput(
-            f"the plan is for {laid.hosts} hosts, and this process was started alone",
+            f"the plan is for {spec.hosts} hosts, and this process was started alone",
             expected="a process for each rank on each of them",
-            remedy=f"on each: {laid.torchrun} ... -m steelyard run",
+            remedy=f"on each: {spec.torchrun} ... -m steelyard run",
         )
     return True
 
 
-def take_place(laid: LaunchSpec) -> bool:
-    """Where all that met were started, and the plan lies on some of them: whether this process is
-    one of those, which then counts as the first, the second and so on of these alone."""
-    if laid.among_hosts == 1 or num_started() != laid.among or laid.ranks == laid.among:
+def renumber_rank(spec: LaunchSpec) -> bool:
+    """Renumber the ranks if the plan uses only some of those started; True if this is one of them.
+
+    The ranks in use are then numbered from 0 without gaps.
+    """
+    if (
+        spec.planned_hosts == 1
+        or num_started() != spec.planned_ranks
+        or spec.ranks == spec.planned_ranks
+    ):
         return True
-    rank = int(_said(os.environ, _RANKS))
-    if rank not in laid.used:
+    rank = int(_first_number(os.environ, _RANKS))
+    if rank not in spec.used_ranks:
         return False
-    if laid.ranks > 1:
-        place, each = laid.used.index(rank), laid.ranks // laid.hosts
-        values = (place, laid.ranks, laid.hosts, place // each)
+    if spec.ranks > 1:
+        place, each = spec.used_ranks.index(rank), spec.ranks // spec.hosts
+        values = (place, spec.ranks, spec.hosts, place // each)
         for names, value in zip((_RANKS, _SIZES, _HOSTS, ("GROUP_RANK",)), values, strict=True):
             os.environ.update({name: str(value) for name in names if name in os.environ})
-        if 0 not in laid.used:
+        if 0 not in spec.used_ranks:
             os.environ[STORE_IS_HELD] = "1"
     return True
 
 
-def leave_out(laid: LaunchSpec, shown: OutputOptions) -> int:
-    """The plan does not lie on this process's rank: it says so and ends. The first of all ranks
-    stays until the others end, as they meet at a store that it, or its torchrun, holds."""
-    each, rank = laid.among // laid.among_hosts, int(_said(os.environ, _RANKS))
-    used = f"the plan lies on {named(laid.used_hosts)} of {laid.among_hosts}"
-    holds = rank == 0 and laid.ranks > 1
-    does = "only holds the place where those meet" if holds else "has nothing to do"
+def skip_rank(spec: LaunchSpec, shown: OutputOptions) -> int:
+    """End a rank that the plan does not use, with a message.
+
+    Rank 0 stays until the others end, because it, or its torchrun, holds the rendezvous store.
+    """
+    each, rank = spec.planned_ranks // spec.planned_hosts, int(_first_number(os.environ, _RANKS))
+    used_text = f"the plan lies on {named(spec.used_hosts)} of {spec.planned_hosts}"
+    holds_store = rank == 0 and spec.ranks > 1
+    role = "only holds the place where those meet" if holds_store else "has nothing to do"
     if rank % each == 0:
-        hint(f"{used}: host {rank // each} {does}", shown)
-    if holds:
+        hint(f"{used_text}: host {rank // each} {role}", shown)
+    if holds_store:
         from steelyard import api
 
         api.hold_meeting_place()
@@ -118,26 +126,26 @@ _SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _HOSTS = ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES")
 
 
-def _said(environ: Mapping[str, str], names: Sequence[str]) -> str:
+def _first_number(environ: Mapping[str, str], names: Sequence[str]) -> str:
     return next((environ[name] for name in names if environ.get(name, "").isdecimal()), "0")
 
 
 def is_quiet() -> bool:
-    """Every rank says the same; one of them says it."""
+    """True on all ranks but one, because every rank would print the same."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
 
 
 def start(
     arguments: Sequence[str],
-    laid: LaunchSpec,
+    spec: LaunchSpec,
     *,
     timeout_seconds: float,
     note: Callable[[str], None],
     keeps_logs: bool = False,
 ) -> int:
-    """Run ``steelyard`` with these arguments on every rank; the exit code of the first.
+    """Run ``steelyard`` with these arguments on every rank; return the exit code of the first.
 
-    What the ranks wrote stays behind a run that failed if ``keeps_logs``, and is named then.
+    With ``keeps_logs``, the output of the ranks is kept after a failed run, and the error names it.
     """
     from steelyard import api
 
@@ -145,31 +153,34 @@ def start(
         code = logs / "exit-code"
         ended = api.launch(
             [sys.executable, "-m", "steelyard", *arguments],
-            num_ranks=laid.ranks,
+            num_ranks=spec.ranks,
             logs=logs,
             logs_stay=keeps_logs,
             timeout_seconds=timeout_seconds,
-            environ={_CODE: str(code), **_cores_of(laid)},
+            environ={_CODE: str(code), **_cores_of(spec)},
             on_restart=lambda failure: note(f"{failure.happened}; started again"),
         )
         said = int(code.read_text()) if code.exists() else OK
-    # As one process would end; the first rank has said where it stopped.
+    # End as a single process would; the first rank has reported where it stopped.
     return {"SIGTERM": TERMINATED, "SIGINT": INTERRUPTED}.get(ended.stopped_by, said)
 
 
-def _cores_of(laid: LaunchSpec) -> dict[str, str]:
-    """Each rank has an even part of the cores; where it is not one of the first ranks of those to
-    choose from, the part that it was measured on."""
-    if laid.used == range(laid.ranks):
-        return {"OMP_NUM_THREADS": str(this_device(ranks=laid.ranks).threads)}
-    threads = str(this_device(ranks=laid.among).threads)
-    parts = f"{','.join(map(str, laid.used))}/{laid.among}"
+def _cores_of(spec: LaunchSpec) -> dict[str, str]:
+    """Return the environment that gives each rank its part of the cores.
+
+    The parts are even. If the plan uses other ranks than the first ones, each rank gets the part
+    that it was measured on.
+    """
+    if spec.used_ranks == range(spec.ranks):
+        return {"OMP_NUM_THREADS": str(this_device(ranks=spec.ranks).threads)}
+    threads = str(this_device(ranks=spec.planned_ranks).threads)
+    parts = f"{','.join(map(str, spec.used_ranks))}/{spec.planned_ranks}"
     return {"OMP_NUM_THREADS": threads, PARTS_OF_CORES: parts}
 
 
 @contextlib.contextmanager
 def _folder(*, keeps_logs: bool) -> Iterator[Path]:
-    """For what ranks write; it goes with the run, but of one that failed where it was asked for."""
+    """Create a folder for the output of ranks; kept only after a failure, if ``keeps_logs``."""
     path = Path(tempfile.mkdtemp(prefix="steelyard-"))
     stays = False
     try:
@@ -183,23 +194,23 @@ def _folder(*, keeps_logs: bool) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def in_rank(laid: LaunchSpec) -> Iterator[None]:
-    """Around what may fail in one: it is told to whoever started the ranks, as it was raised."""
-    if laid.ranks == 1:
+def in_rank(spec: LaunchSpec) -> Iterator[None]:
+    """Report an error within the context to the launcher of the ranks, as it was raised."""
+    if spec.ranks == 1:
         yield
         return
     from steelyard import api
 
-    with api.as_a_rank(laid.ranks, hosts=laid.hosts):
+    with api.as_a_rank(spec.ranks, hosts=spec.hosts):
         yield
 
 
-def left_with(code: int) -> int:
-    """What a rank exits with."""
+def rank_exit_code(code: int) -> int:
+    """Return the exit code of a rank's process; a nonzero ``code`` goes to the launcher by file."""
     path = os.environ.get(_CODE)
-    if path is None or not is_watched():
+    if path is None or not is_launched_rank():
         return code
     if not is_quiet():
-        with contextlib.suppress(OSError):  # the code counts less than the run that it is of
+        with contextlib.suppress(OSError):  # a lost code must not fail the run
             Path(path).write_text(str(code))
     return OK

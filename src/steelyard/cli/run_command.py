@@ -1,4 +1,4 @@
-"""``steelyard run``: training by a plan, here or on several ranks, and the receipt.
+"""``steelyard run``: training by a plan, on this process or on several ranks, and the receipt.
 
 Not for reading arguments: see commands.py.
 """
@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steelyard.cli.arguments import stopped_at, title, waits_seconds
-from steelyard.cli.exit_codes import MISSED, OK, RUN_FAILED, TERMINATED, foreseen
-from steelyard.cli.output_options import OutputOptions, hint, loaded, planning
+from steelyard.cli.exit_codes import MISSED, OK, RUN_FAILED, TERMINATED, user_code
+from steelyard.cli.output_options import OutputOptions, hint, load_script, planning
 from steelyard.cli.rank_launcher import (
     LaunchSpec,
     in_rank,
     is_quiet,
-    is_to_start,
-    leave_out,
-    left_with,
+    rank_exit_code,
+    renumber_rank,
+    should_start_ranks,
+    skip_rank,
     start,
-    take_place,
 )
 from steelyard.errors import BadInput
+from steelyard.plan_files.plan_file import read_decisions
 from steelyard.plans.plan_check import check_startable
-from steelyard.plans.plan_file import read_decisions
 from steelyard.report.progress import TrainingProgress
 from steelyard.report.styled_text import Tone
 from steelyard.report.terminal import write
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What was asked of ``steelyard run``."""
+    """The arguments of ``steelyard run``."""
 
     train: str
     path: Path
@@ -56,7 +56,7 @@ class RunOptions:
         return waits_seconds(self.rank_timeout)
 
     def arguments(self) -> list[str]:
-        """What makes another process do the same."""
+        """Return the command-line arguments that make another process do the same."""
         given = ["run", self.train, "--plan", str(self.path), "--steps", str(self.steps)]
         given += ["--seed", str(self.seed), "--rank-timeout", self.rank_timeout]
         if self.folder is not None:
@@ -69,106 +69,109 @@ class RunOptions:
         return [*given, *(flag for flag, is_set in flags.items() if is_set)]
 
 
-def run_by(asked: RunOptions) -> int:
-    laid = LaunchSpec.of(asked.path)
-    if asked.path.is_file():
-        check_startable(asked.path, read_decisions(asked.path))
-    if asked.adapt and laid.among == 1 and asked.path.is_file():
+def run_by(options: RunOptions) -> int:
+    spec = LaunchSpec.of(options.path)
+    if options.path.is_file():
+        check_startable(options.path, read_decisions(options.path))
+    if options.adapt and spec.planned_ranks == 1 and options.path.is_file():
         raise BadInput(
             "--adapt has nothing to adapt: the plan is for one rank, which sends no gradients",
             expected="a plan for several ranks",
             remedy="leave out --adapt, or plan with --ranks",
         )
-    if is_to_start(laid):
-        with TrainingProgress(sys.stderr, quiet=asked.shown.quiet) as progress:
+    if should_start_ranks(spec):
+        with TrainingProgress(sys.stderr, quiet=options.shown.quiet) as progress:
             return start(
-                asked.arguments(),
-                laid,
-                timeout_seconds=asked.waits_seconds,
+                options.arguments(),
+                spec,
+                timeout_seconds=options.waits_seconds,
                 note=progress.note,
-                keeps_logs=asked.shown.debug,
+                keeps_logs=options.shown.debug,
             )
-    if not take_place(laid):
-        return leave_out(laid, asked.shown)
-    if is_quiet() and laid.ranks == 1 < laid.among:
-        hint("the plan lies on one rank: this one has nothing to do", asked.shown)
+    if not renumber_rank(spec):
+        return skip_rank(spec, options.shown)
+    if is_quiet() and spec.ranks == 1 < spec.planned_ranks:
+        hint("the plan lies on one rank: this one has nothing to do", options.shown)
         return OK
     if is_quiet():
-        asked = replace(asked, shown=replace(asked.shown, quiet=True))
-    return left_with(_trained(asked, laid))
+        options = replace(options, shown=replace(options.shown, quiet=True))
+    return rank_exit_code(_train(options, spec))
 
 
-def _trained(asked: RunOptions, laid: LaunchSpec) -> int:
-    progress = TrainingProgress(sys.stderr, quiet=asked.shown.quiet)
+def _train(options: RunOptions, spec: LaunchSpec) -> int:
+    progress = TrainingProgress(sys.stderr, quiet=options.shown.quiet)
     with ExitStack() as group:
-        with planning(asked.shown) as tell, in_rank(laid):
+        with planning(options.shown) as tell, in_rank(spec):
             from steelyard import api
 
-            if laid.ranks > 1:
-                api.seed_everything(asked.seed)
+            if spec.ranks > 1:
+                api.seed_everything(options.seed)
                 api.keep_to_own_gpu()
-            workload = loaded(asked.train, tell)
-            resume = asked.resume
-            if laid.ranks > 1:
+            workload = load_script(options.train, tell)
+            resume = options.resume
+            if spec.ranks > 1:
                 tell("meeting the other ranks")
                 group.enter_context(
                     api.joined_ranks(
-                        workload, plan=asked.path.read_text(), timeout_seconds=asked.waits_seconds
+                        workload,
+                        plan=options.path.read_text(),
+                        timeout_seconds=options.waits_seconds,
                     )
                 )
-                resume = resume or _has_saved(asked.folder)
-            name = title(asked.train)
-            planned = api.load_planned(asked.path, workload, title=name, on_progress=tell)
-        # The bar ends before what stands round it: each puts back the stdout that it found.
-        with foreseen("training", RUN_FAILED, in_json=asked.shown.json), in_rank(laid), progress:
+                resume = resume or _has_saved(options.folder)
+            name = title(options.train)
+            planned = api.load_planned(options.path, workload, title=name, on_progress=tell)
+        # The progress bar ends before the outer contexts, because each restores the stdout that it
+        # found.
+        with user_code("training", RUN_FAILED, in_json=options.shown.json), in_rank(spec), progress:
             try:
                 receipt = api.run_workload(
-                    planned, workload, steps=asked.steps, seed=asked.seed,
-                    checkpoint=asked.folder, checkpoint_every=asked.every, resume=resume,
-                    adapt=asked.path if asked.adapt else None, losses=asked.path,
+                    planned, workload, steps=options.steps, seed=options.seed,
+                    checkpoint=options.folder, checkpoint_every=options.every, resume=resume,
+                    adapt=options.path if options.adapt else None, losses=options.path,
                     on_step=progress, on_note=progress.note,
                 )  # fmt: skip
             except KeyboardInterrupt as stop:
-                stop.args = (stopped_at(progress, asked.folder),)
+                stop.args = (stopped_at(progress, options.folder),)
                 raise
-    return OK if is_quiet() else _told(asked, receipt, progress)
+    return OK if is_quiet() else _report(options, receipt, progress)
 
 
 def _has_saved(folder: Path | None) -> bool:
-    """Whether ranks that were started again have something to go on from."""
+    """True if restarted ranks have a checkpoint to resume from."""
     from steelyard import api
 
     return api.restarts() > 0 and folder is not None and any(folder.glob("step-*"))
 
 
-def _told(asked: RunOptions, receipt: "Receipt", progress: TrainingProgress) -> int:
-    from steelyard.plans.prediction_file import with_reasons, write_explanation
+def _report(options: RunOptions, receipt: "Receipt", progress: TrainingProgress) -> int:
+    from steelyard.plan_files.prediction_file import with_reasons, write_explanation
     from steelyard.report.document import tree_of
     from steelyard.report.output import show, write_page
 
-    path, shown = receipt.written or asked.path, asked.shown
+    path, shown = receipt.written or options.path, options.shown
     receipt = replace(receipt, plan=with_reasons(receipt.plan, path))
     tree = tree_of(receipt)
     show(tree, in_json=shown.json)
     write_explanation(path, receipt.plan, receipt.measured)
-    write_page(tree, asked.html)
+    write_page(tree, options.html)
     explain_it = shlex.join(("steelyard", "explain", str(path)))
     hint(f"written: {path.with_suffix('.json')}, for {explain_it}", shown)
-    _tell_losses(asked)
-    if asked.folder is None:
+    _hint_at_losses(options)
+    if options.folder is None:
         hint("weights were not kept: --checkpoint DIR saves them", shown)
-    if receipt.measured.steps < asked.steps:
-        # Only SIGTERM ends a run early and in good order; the receipt is of what was run.
-        said = f"steelyard: interrupted{stopped_at(progress, asked.folder)}"
-        write([((said, Tone.PLAIN),)], sys.stderr)
+    if receipt.measured.steps < options.steps:
+        # Only SIGTERM ends a run early without an error; the receipt covers the steps that ran.
+        message = f"steelyard: interrupted{stopped_at(progress, options.folder)}"
+        write([((message, Tone.PLAIN),)], sys.stderr)
         return TERMINATED
-    return MISSED if asked.strict and any(row.is_outside for row in tree.rows) else OK
+    return MISSED if options.strict and any(row.is_outside for row in tree.rows) else OK
 
 
-def _tell_losses(asked: RunOptions) -> None:
+def _hint_at_losses(options: RunOptions) -> None:
     from steelyard.run.loss_log import losses_path, tensorboard_path
 
-    losses, board = losses_path(asked.path), tensorboard_path(asked.path)
+    losses, board = losses_path(options.path), tensorboard_path(options.path)
     if losses.is_file():
         also = f"; tensorboard --logdir {shlex.quote(str(board))}" if board.is_dir() else ""
-        hint(f"losses of all steps: {losses}{also}", asked.shown)
+        hint(f"losses of all steps: {losses}{also}", options.shown)

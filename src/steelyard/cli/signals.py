@@ -1,6 +1,6 @@
-"""Ctrl-C, also where somebody swallows it: importing torch does in places.
+"""Ctrl-C handling, also if a library swallows the KeyboardInterrupt, as importing torch does.
 
-Not for what is said about it: see exit_codes.py.
+Not for printing it: see exit_codes.py.
 """
 
 import signal
@@ -15,13 +15,13 @@ def was_pressed() -> bool:
 
 
 def handle_interrupts() -> None:
-    """Stop here if Ctrl-C was pressed and nothing came of it."""
+    """Raise KeyboardInterrupt if Ctrl-C was pressed and something swallowed the exception."""
     if _seen:
         raise KeyboardInterrupt
 
 
 class InterruptHandler:
-    """While this stands, every Ctrl-C is remembered; what handled it before does so afterwards."""
+    """Records every Ctrl-C within the context, and restores the previous handler afterwards."""
 
     def __enter__(self) -> None:
         global _seen

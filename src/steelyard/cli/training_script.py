@@ -1,4 +1,4 @@
-"""The training script that a verb is given: there, and Python, before anything is imported for it.
+"""Checks that the given training script exists and is Python, before anything is imported.
 
 Not for loading it: see api/workload.py.
 """
@@ -12,7 +12,7 @@ from typing import Never
 from steelyard.errors import BadInput
 from steelyard.safe_text import printable
 
-# The longest scripts that people write have a hundredth of it.
+# The longest hand-written scripts have a hundredth of this size.
 _MOST_BYTES = 16 * 2**20
 
 
@@ -23,7 +23,7 @@ def script_path(train: str) -> Path:
 
 
 def refuse_no_script(train: str, verb: str) -> None:
-    """A plan file, a folder, a program: what is no Python script is refused with what it is."""
+    """Raise BadInput with what ``train`` is, if it is not a Python script."""
     path = script_path(train)
     if path.suffix == ".toml":
         check = ("steelyard", "plan", "train.py", "--check", train)
@@ -52,7 +52,7 @@ def _refuse_no_python(path: Path) -> None:
     if len(text) > _MOST_BYTES:
         _refuse(path, f"is larger than {_MOST_BYTES // 2**20} MiB")
     try:
-        # Python says what it has against a script when that is run.
+        # Python prints its warnings when the script runs.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ast.parse(text, filename=str(path))

@@ -1,4 +1,4 @@
-"""Communication among live ranks: process groups, transports and what is known of their faults.
+"""Communication among live ranks: process groups, transports and known backend bugs.
 
-Not for which collectives a plan needs: see passes/.
+Not for the choice of collectives: see passes/.
 """

@@ -1,6 +1,6 @@
-"""What must not run: orders of exchanges in which a backend is known to fail.
+"""Refuses programs whose order of collectives triggers a known backend bug.
 
-Reads the program that is carried out line by line. Not for repairing it.
+Reads the program line by line. Not for repairing it.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from steelyard.ir.program import Program
 
 # On gloo these run as AsyncAllgatherCoalescedWork: two in flight corrupt the heap ("malloc():
 # unaligned tcache chunk"; torch 2.13, the faulty line is not known). The out variant takes another
-# path, and on a CPU ours go by messages. Can go when the plain operator, six in flight, survives.
+# code path, and steelyard.all_gather on a CPU uses point-to-point messages. Remove this when the
+# plain operator survives six in flight.
 _COALESCED = frozenset(
     f"_c10d_functional.all_gather_into_tensor{suffix}.default" for suffix in ("", "_coalesced")
 )
@@ -23,29 +24,30 @@ _WAIT = "_c10d_functional.wait_tensor.default"
 
 
 def refuse_hazards(program: Program, *, backends: Mapping[str, str]) -> None:
-    """``backends`` names the one of each mesh axis; groups that are not in it might be gloo's."""
+    """Raise Mismatch if the program overlaps gathers that gloo cannot overlap. ``backends`` maps
+    each mesh axis to its backend; an axis that is not in it is assumed to be on gloo."""
     nodes = program.graph.by_name
     in_flight: dict[str, Node] = {}
-    taken_apart: dict[str, str] = {}
+    source_of_item: dict[str, str] = {}
     for instruction in program.instructions:
         node = nodes[instruction.node]
         if instruction.sink is not None:
             continue
         if node.is_getitem and instruction.inputs[0] in in_flight:
-            taken_apart[instruction.value] = instruction.inputs[0]
+            source_of_item[instruction.value] = instruction.inputs[0]
         if node.op == _WAIT:
             value = instruction.inputs[0]
-            in_flight.pop(taken_apart.get(value, value), None)
+            in_flight.pop(source_of_item.get(value, value), None)
         if node.op in _GATHERS and _backend(node, backends) == "gloo":
             _check(node, in_flight)
             in_flight[instruction.value] = node
 
 
 def _check(node: Node, in_flight: Mapping[str, Node]) -> None:
-    others = [other for other in in_flight.values() if {node.op, other.op} & _COALESCED]
-    if others:
+    clashing = [other for other in in_flight.values() if {node.op, other.op} & _COALESCED]
+    if clashing:
         raise Mismatch(
-            f"the step gathers {node.name} while {others[0].name} is on its way, on gloo, where "
+            f"the step gathers {node.name} while {clashing[0].name} is on its way, on gloo, where "
             "that corrupts memory",
             expected="each all_gather_into_tensor waited for before the next gather, or "
             "all_gather_into_tensor_out in its place",

@@ -1,6 +1,6 @@
-"""Which of torch's backends carries what ranks exchange.
+"""The torch.distributed backend for the tensors of a rank.
 
-Not for meeting: see run/launch/rendezvous.py.
+Not for rendezvous: see run/launch/rendezvous.py.
 """
 
 import torch
@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 
 def backend_for(home: torch.device, *, ranks: int) -> str:
-    """Gloo, also on a GPU that several of so many ranks share: NCCL refuses these."""
+    """Return gloo for CPU tensors, and for a GPU that several of ``ranks`` ranks share, which
+    NCCL refuses; otherwise NCCL."""
     if home.type == "cpu" or ranks > torch.cuda.device_count() or not dist.is_nccl_available():
         return "gloo"
     return "cpu:gloo,cuda:nccl"

@@ -1,6 +1,6 @@
-"""The live process group behind a mesh axis, as operators and checks name it.
+"""The live process group behind a mesh axis, with its timers, for operators and checks.
 
-Not for bringing ranks up.
+Not for launching ranks.
 """
 
 import time
@@ -18,15 +18,15 @@ from steelyard.errors import Mismatch
 from steelyard.ir.program import Program
 from steelyard.operators import operator_named
 
-# How long a backend may take to let go of what it sent; it does in microseconds where a core is
-# free.
+# How long to wait for a backend to release the tensors that it sent. If a core is free, that takes
+# microseconds.
 _PATIENCE_SECONDS = 0.1
 _PAUSE_SECONDS = 2e-5
 
 
 class Waiting(Stopwatch):
-    """Waits for what was sent, and says how long that took in all; ``moved_bytes`` went to other
-    ranks over no connection."""
+    """Waits for collectives and accumulates the time this takes. ``moved_bytes`` are bytes that
+    went to other ranks without a network connection, such as through shared memory."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__(device)
@@ -36,16 +36,16 @@ class Waiting(Stopwatch):
     def __call__(self, sent: torch.Tensor) -> torch.Tensor:
         with self.running():
             arrived: torch.Tensor = self._wait(sent)
-            # gloo's thread says that it is done and only then lets go of the tensors and of its own
-            # copies: on a busy machine the step would go on beside memory that its plan has freed.
-            until = time.perf_counter() + _PATIENCE_SECONDS
-            while arrived._use_count() > 1 and time.perf_counter() < until:  # type: ignore[attr-defined]
+            # gloo's thread signals completion before it releases the tensors and its own copies: on
+            # a busy machine the step would go on while memory that its plan freed is still in use.
+            deadline = time.perf_counter() + _PATIENCE_SECONDS
+            while arrived._use_count() > 1 and time.perf_counter() < deadline:  # type: ignore[attr-defined]
                 time.sleep(_PAUSE_SECONDS)
         return arrived
 
 
 class CodecTimer(Stopwatch):
-    """Says how long what writes gradients down and reads them back took in all."""
+    """Accumulates the time spent on encoding and decoding gradients."""
 
     def timed(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(*args: Any) -> torch.Tensor:
@@ -57,9 +57,12 @@ class CodecTimer(Stopwatch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """``group`` is the name under which torch's collectives find the process group; ``calls`` stand
-    in place of them where there is none. What this rank sends lies on its ``device``, from which
-    ``backend`` carries it."""
+    """A process group, as the operators of one mesh axis use it.
+
+    ``group`` is the name under which torch's collectives find the process group. ``calls``
+    replace those collectives, also if there is no process group. The tensors this rank sends are
+    on its ``device``, and ``backend`` transports them.
+    """
 
     group: str
     backend: str
@@ -87,7 +90,8 @@ class Channel:
 
 
 def check_channels(program: Program, channels: Mapping[str, Channel]) -> None:
-    """That the live groups are those the program was made for, and can carry it out."""
+    """Raise Mismatch if the live groups differ from those the program was made for, or cannot run
+    it."""
     nodes = program.graph.by_name
     for exchange in program.exchanges:
         collective = nodes[program.instructions[exchange.issue].node].collective
@@ -95,11 +99,11 @@ def check_channels(program: Program, channels: Mapping[str, Channel]) -> None:
         if collective.is_far:
             continue
         channel = channels.get(collective.axis)
-        ranks = channel.num_ranks if channel is not None else "no"
-        if ranks != collective.num_ranks:
+        num_ranks_of_channel = channel.num_ranks if channel is not None else "no"
+        if num_ranks_of_channel != collective.num_ranks:
             raise Mismatch(
                 f"the step exchanges data among {collective.num_ranks} ranks over the axis "
-                f"{collective.axis!r}, where there are {ranks}",
+                f"{collective.axis!r}, where there are {num_ranks_of_channel}",
                 expected="a process group for each axis, of the size that was planned for",
                 remedy="start as many ranks as the plan was made for, or plan again",
             )

@@ -1,4 +1,4 @@
-"""Where a rank's tensors lie, and from what torch draws random numbers there."""
+"""The device of a model's tensors, and the default random generator of a device."""
 
 import torch
 from torch import nn
@@ -11,14 +11,15 @@ CPU = torch.device("cpu")
 def generator_of(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
-    torch.cuda.init()  # or there is none yet
+    torch.cuda.init()  # creates the default generators
     return torch.cuda.default_generators[device.index]
 
 
 def torch_device_of(model: nn.Module) -> torch.device:
-    """Of all its tensors, other than those that have no values."""
-    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    devices = sorted(map(str, found - {torch.device("meta")})) or ["cpu"]
+    """Return the one device of all tensors of the model, meta tensors excepted; raise BadInput if
+    there are several."""
+    all_devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices = sorted(map(str, all_devices - {torch.device("meta")})) or ["cpu"]
     if len(devices) > 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
         raise BadInput(
             f"the model is on {' and '.join(devices)}",

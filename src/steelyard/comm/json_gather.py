@@ -1,8 +1,8 @@
-"""Small values that ranks tell each other, as JSON text in tensors.
+"""Gathers small values from all ranks, as JSON text in tensors.
 
-In place of torch's ``all_gather_object``, which unpickles what arrives and so runs whatever code
-another process sends. What arrives here is bounded in length, parsed as JSON and validated against
-a type before anything reads it. Not for tensors of a step: those are nodes of its graph.
+Replaces torch's ``all_gather_object``, which unpickles its input and so runs any code that
+another process sends. Input is bounded in length, parsed as JSON and validated against a type
+before it is used. Not for tensors of a step: those are nodes of its graph.
 """
 
 import json
@@ -16,20 +16,21 @@ from steelyard.comm.devices import CPU
 from steelyard.errors import RankFailed
 from steelyard.safe_text import printable
 
-# The largest message of a rank: files and edges of a plan with thousands of messages take a tenth.
+# The largest message of a rank. A plan with thousands of pipeline messages needs a tenth of it.
 MOST_BYTES = 1 << 20
 
 T = TypeVar("T")
 
 
-def gathered(said: T, kind: Any, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank of the group says, in the order of ranks; all of them call this together.
+def gathered(value: T, kind: Any, *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of each rank of the group, in rank order. A collective: every rank must
+    call it.
 
-    ``kind`` is the type of the values, which pydantic checks strictly. All ranks see the same
-    bytes, so all of them refuse a message alike, with ``RankFailed``.
+    ``kind`` is the type of the values, which pydantic validates strictly. All ranks see the same
+    bytes, so all of them refuse a message in the same way, with ``RankFailed``.
     """
     adapter: TypeAdapter[T] = TypeAdapter(kind)
-    own = adapter.dump_json(said)
+    own = adapter.dump_json(value)
     assert len(own) <= MOST_BYTES, f"a message of {len(own)} bytes"
     lengths = _lengths(len(own), group)
     return [
@@ -39,31 +40,33 @@ def gathered(said: T, kind: Any, *, group: dist.ProcessGroup | None = None) -> l
 
 
 def _lengths(own: int, group: dist.ProcessGroup | None) -> list[int]:
-    """The length of each rank's message; nothing is allocated by one that is out of bounds."""
+    """Return the length of each rank's message. An invalid length is refused before allocating."""
     length = torch.tensor([own], dtype=torch.int64, device=CPU)
-    everyones = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, length, group=group)
-    lengths = [int(each) for each in everyones]
-    for rank, each in enumerate(lengths):
-        if not 0 < each <= MOST_BYTES:
-            who = _global(rank, group)
-            raise _refusal(who, f"rank {who} announces a message of {each} bytes")
+    gathered_tensors = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered_tensors, length, group=group)
+    lengths = [int(length_of_rank) for length_of_rank in gathered_tensors]
+    for rank, length_of_rank in enumerate(lengths):
+        if not 0 < length_of_rank <= MOST_BYTES:
+            global_rank = _global(rank, group)
+            raise _refusal(
+                global_rank, f"rank {global_rank} announces a message of {length_of_rank} bytes"
+            )
     return lengths
 
 
 def _messages(own: bytes, lengths: list[int], group: dist.ProcessGroup | None) -> list[bytes]:
-    """The bytes of each rank; all send as many as the longest has, as gloo wants."""
-    room = torch.zeros(max(lengths), dtype=torch.uint8, device=CPU)
-    room[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    everyones = [torch.zeros_like(room) for _ in lengths]
-    dist.all_gather(everyones, room, group=group)
-    pairs = zip(everyones, lengths, strict=True)
-    return [each[:length].numpy().tobytes() for each, length in pairs]
+    """Return the bytes of each rank. All send as many as the longest message, as gloo requires."""
+    buffer = torch.zeros(max(lengths), dtype=torch.uint8, device=CPU)
+    buffer[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    gathered_tensors = [torch.zeros_like(buffer) for _ in lengths]
+    dist.all_gather(gathered_tensors, buffer, group=group)
+    pairs = zip(gathered_tensors, lengths, strict=True)
+    return [padded[:length].numpy().tobytes() for padded, length in pairs]
 
 
 def _read(message: bytes, adapter: TypeAdapter[T], rank: int) -> T:
     try:
-        json.loads(message, parse_constant=_no_constant)  # pydantic takes NaN for a number
+        json.loads(message, parse_constant=_refuse_constant)  # pydantic accepts NaN as a number
         return adapter.validate_json(message, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -73,7 +76,7 @@ def _read(message: bytes, adapter: TypeAdapter[T], rank: int) -> T:
     raise _refusal(rank, f"rank {rank} sent a message that is refused: {why}")
 
 
-def _no_constant(name: str) -> Never:
+def _refuse_constant(name: str) -> Never:
     raise ValueError(f"{name} is no number")
 
 

@@ -1,6 +1,6 @@
-"""Torch's pipeline schedules by name: which stages each rank holds, and the table of actions.
+"""Torch's pipeline schedules by name: the stages of each rank and the table of actions.
 
-Not for driving one: see pipeline.py.
+Not for running one: see run/pipeline/driver.py.
 """
 
 from collections.abc import Mapping
@@ -31,14 +31,20 @@ SCHEDULES: Mapping[str, Any] = {
     "DualPipeV": ScheduleDualPipeV,
 }
 ONE_EACH = ("GPipe", "1F1B")
-# The first and the last stage lie on the first rank, and so on inward.
+# V-shaped placement: the first and the last stage are on the first rank, and so on inward.
 _FOLDED = ("ZBVZeroBubble", "DualPipeV")
 
 
 def stages_of_rank(schedule: str, rank: int, *, num_ranks: int, num_stages: int) -> tuple[int, ...]:
-    """Those that ``rank`` holds under this schedule."""
-    each, rest = divmod(num_stages, num_ranks)
-    fits = each == 1 if schedule in ONE_EACH else each == 2 if schedule in _FOLDED else each > 0
+    """Return the stages of ``rank`` under this schedule."""
+    per_rank, rest = divmod(num_stages, num_ranks)
+    fits = (
+        per_rank == 1
+        if schedule in ONE_EACH
+        else per_rank == 2
+        if schedule in _FOLDED
+        else per_rank > 0
+    )
     if rest or not fits or schedule not in SCHEDULES:
         raise BadInput(
             f"{num_stages} stages on {num_ranks} ranks do not suit the schedule {schedule}",
@@ -51,13 +57,13 @@ def stages_of_rank(schedule: str, rank: int, *, num_ranks: int, num_stages: int)
     return tuple(range(rank, num_stages, num_ranks))
 
 
-def made_schedule(schedule: str, own: Any, *, micro_batches: int) -> Any:
-    """Torch's, over this rank's stages."""
+def made_schedule(schedule: str, stages: Any, *, micro_batches: int) -> Any:
+    """Return torch's schedule object over this rank's stages."""
     try:
         return SCHEDULES[schedule](
-            own[0] if schedule in ONE_EACH else own,
+            stages[0] if schedule in ONE_EACH else stages,
             n_microbatches=micro_batches,
-            # The last stage gives the loss itself; without one, torch would leave out backward.
+            # The last stage returns the loss itself; without a loss function torch skips backward.
             loss_fn=lambda loss, _: loss,
             scale_grads=False,
         )
@@ -70,8 +76,8 @@ def made_schedule(schedule: str, own: Any, *, micro_batches: int) -> Any:
 
 
 def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches: int) -> Order:
-    """The table of all ranks, with no rank there."""
-    own = [
+    """Return the action table of all ranks, without any process running."""
+    stages = [
         SimpleNamespace(
             stage_index=index,
             num_stages=num_stages,
@@ -84,18 +90,19 @@ def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches
         )
         for index in stages_of_rank(schedule, 0, num_ranks=num_ranks, num_stages=num_stages)
     ]
-    made = made_schedule(schedule, own, micro_batches=micro_batches)
+    schedule_object = made_schedule(schedule, stages, micro_batches=micro_batches)
     if schedule == "1F1B":
         return one_forward_one_backward(num_ranks, micro_batches)
-    # Besides what a rank computes there are gaps, and the summing of gradients over replicas.
-    table = made.pipeline_order
+    # Drop gaps and gradient reductions over replicas, which are no compute actions.
+    table = schedule_object.pipeline_order
     rows = [[str(a) for a in table[rank] if a and a.is_compute_op] for rank in sorted(table)]
-    # These gather works, and so tensors.
+    # These schedules collect the works of their sends, which keep the tensors alive.
     return Order(ranks=tuple(actions_of(row) for row in rows), holds_sends=True)
 
 
 def order_of(layout: ClusterLayout) -> Order:
-    """The table of a layout of a deep model, also where torch would ask for more micro-batches."""
+    """Return the action table of a cluster layout, also where torch requires more micro-batches
+    than it has."""
     if layout.virtual == 1:
         return one_forward_one_backward(layout.pipeline, layout.micro_batches)
     return order_under(
@@ -107,14 +114,15 @@ def order_of(layout: ClusterLayout) -> Order:
 
 
 def one_forward_one_backward(num_ranks: int, micro_batches: int) -> Order:
-    """Its variables hold but what was sent last."""
+    """Return the 1F1B table. The schedule keeps only the most recently sent tensors alive."""
     rows = [_one_forward_one_backward(r, num_ranks, micro_batches) for r in range(num_ranks)]
     return Order(ranks=tuple(actions_of(row) for row in rows))
 
 
 def _one_forward_one_backward(rank: int, num_ranks: int, micro_batches: int) -> list[str]:
-    """What torch's 1F1B does; what it says it does (torch 2.13) begins on the last rank with
-    micro-batch 1 and ends with one too many. A test fails the day that is mended."""
+    """Return the actions that torch's 1F1B runs on one rank. The table it reports (torch 2.13) is
+    wrong: on the last rank it begins with micro-batch 1 and ends with one too many. A test fails
+    once that is fixed."""
     ahead = min(micro_batches, num_ranks - rank)
     actions = [f"{rank}F{index}" for index in range(ahead)]
     for index in range(micro_batches):

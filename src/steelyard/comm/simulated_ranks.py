@@ -1,7 +1,8 @@
-"""Ranks as threads of one process, one of which runs at a time: what they exchange, without a link.
+"""Ranks as threads of one process, one of which runs at a time; they exchange data without a
+network.
 
-For a look at what ranks would train, where nothing but the numbers counts. Each has random numbers
-of its own, as processes would. Not for running a plan.
+For the numerics of multi-rank training, such as accuracy probes; timings mean nothing. Each rank
+has a random generator state of its own, as a process would. Not for running a plan.
 """
 
 import contextlib
@@ -19,25 +20,27 @@ _WAIT_SECONDS = 600.0
 
 
 class SimulatedRanks:
-    """So many ranks; ``run`` carries out what each does, and gives what each returned."""
+    """Simulated ranks. ``run`` runs a function on each and returns the results by rank."""
 
     def __init__(self, num_ranks: int, device: torch.device = CPU) -> None:
         self._num_ranks, self._device = num_ranks, device
-        # What is drawn on a host may be drawn on its GPU, too.
+        # A rank may draw random numbers on the CPU and on its GPU.
         self._generators = [generator_of(where) for where in dict.fromkeys((CPU, device))]
         self._turn = threading.Condition()
-        self._at_work = 0
+        self._running_rank = 0
         self._ended: set[int] = set()
-        self._numbers: dict[int, list[torch.Tensor]] = {}
-        self._given: list[torch.Tensor | None] = [None] * num_ranks
+        self._rng_states: dict[int, list[torch.Tensor]] = {}
+        self._contributions: list[torch.Tensor | None] = [None] * num_ranks
 
     def channel(self, rank: int) -> Channel:
         calls = {
-            "_c10d_functional.all_reduce.default": self._of(rank, _summed),
-            "_c10d_functional.all_reduce_.default": self._of(rank, _summed_in_place),
-            "_c10d_functional.reduce_scatter_tensor.default": self._of(rank, _scattered),
-            "_c10d_functional.all_to_all_single.default": self._of(rank, _handed_out),
-            "steelyard.all_gather": self._of(rank, _gathered),
+            "_c10d_functional.all_reduce.default": self._collective(rank, _all_reduce),
+            "_c10d_functional.all_reduce_.default": self._collective(rank, _all_reduce_in_place),
+            "_c10d_functional.reduce_scatter_tensor.default": self._collective(
+                rank, _reduce_scatter
+            ),
+            "_c10d_functional.all_to_all_single.default": self._collective(rank, _all_to_all),
+            "steelyard.all_gather": self._collective(rank, _all_gather),
         }
         return Channel(
             group="", backend="threads", num_ranks=self._num_ranks, rank=rank, waiting=_Arrived(),
@@ -45,59 +48,62 @@ class SimulatedRanks:
         )  # fmt: skip
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        self._numbers = dict.fromkeys(range(self._num_ranks), self._drawn())
+        self._rng_states = dict.fromkeys(range(self._num_ranks), self._rng_state())
         ranks = range(self._num_ranks)
         with ThreadPoolExecutor(self._num_ranks) as pool:
-            futures = [pool.submit(self._one, work, rank) for rank in ranks]
+            futures = [pool.submit(self._run_rank, work, rank) for rank in ranks]
         failed = [error for f in futures if (error := f.exception()) is not None]
         for error in sorted(failed, key=lambda error: isinstance(error, _LeftAlone)):
             raise error
-        self._draw_from(self._numbers[0])
+        self._set_rng_state(self._rng_states[0])
         return [future.result() for future in futures]
 
-    def _one(self, work: Callable[[int], Any], rank: int) -> Any:
+    def _run_rank(self, work: Callable[[int], Any], rank: int) -> Any:
         self._take_turn(rank)
         is_gpu = self._device.type == "cuda"
         try:
-            # Each thread has a current GPU of its own.
+            # The current GPU is a setting of each thread.
             with torch.cuda.device(self._device) if is_gpu else contextlib.nullcontext():
                 return work(rank)
         finally:
             self._ended.add(rank)
-            self._hand_over(rank)
+            self._yield_turn(rank)
 
     def _take_turn(self, rank: int) -> None:
         with self._turn:
-            came = self._turn.wait_for(lambda: self._at_work == rank, timeout=_WAIT_SECONDS)
-        assert came, f"rank {rank} waits for one that never comes"
-        self._draw_from(self._numbers[rank])
+            has_turn = self._turn.wait_for(
+                lambda: self._running_rank == rank, timeout=_WAIT_SECONDS
+            )
+        assert has_turn, f"rank {rank} waits for one that never comes"
+        self._set_rng_state(self._rng_states[rank])
 
-    def _hand_over(self, rank: int) -> None:
-        self._numbers[rank] = self._drawn()
+    def _yield_turn(self, rank: int) -> None:
+        self._rng_states[rank] = self._rng_state()
         others = ((rank + step) % self._num_ranks for step in range(1, self._num_ranks + 1))
         with self._turn:
-            self._at_work = next((other for other in others if other not in self._ended), rank)
+            self._running_rank = next((other for other in others if other not in self._ended), rank)
             self._turn.notify_all()
 
-    def _drawn(self) -> list[torch.Tensor]:
+    def _rng_state(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]
 
-    def _draw_from(self, states: Sequence[torch.Tensor]) -> None:
+    def _set_rng_state(self, states: Sequence[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
-    def _of(self, rank: int, made: "_Made") -> Callable[..., torch.Tensor]:
-        """Everyone gives, in turn; then each takes, in turn."""
+    def _collective(self, rank: int, reduce: "_Made") -> Callable[..., torch.Tensor]:
+        """Return the collective ``reduce`` for one rank: all ranks contribute in turn, then all
+        take the result in turn."""
 
         def call(x: torch.Tensor, *_: object) -> torch.Tensor:
-            self._given[rank] = x.clone()
-            self._hand_over(rank)
+            self._contributions[rank] = x.clone()
+            self._yield_turn(rank)
             self._take_turn(rank)
-            given = [value for value in self._given if value is not None]
-            if len(given) < self._num_ranks or self._ended:
+            contributions = [value for value in self._contributions if value is not None]
+            if len(contributions) < self._num_ranks or self._ended:
                 raise _LeftAlone("another rank has ended, and exchanges nothing more")
-            result = made(x, given, rank)
-            self._hand_over(rank)
+            result = reduce(x, contributions, rank)
+            self._yield_turn(rank)
             self._take_turn(rank)
             return result
 
@@ -105,37 +111,41 @@ class SimulatedRanks:
 
 
 class _LeftAlone(RuntimeError):
-    """Another rank's failure is the cause."""
+    """A rank failed because another rank ended; the other rank's failure is the cause."""
 
 
 _Made = Callable[[torch.Tensor, Sequence[torch.Tensor], int], torch.Tensor]
 
 
 class _Arrived(Waiting):
-    """Nothing is ever on its way."""
+    """Waits for nothing: every result is complete when it is returned."""
 
     def __call__(self, sent: torch.Tensor) -> torch.Tensor:
         return sent
 
 
-def _summed(x: torch.Tensor, given: Sequence[torch.Tensor], rank: int) -> torch.Tensor:  # noqa: ARG001
-    total = given[0].clone()
-    for value in given[1:]:
+def _all_reduce(x: torch.Tensor, contributions: Sequence[torch.Tensor], rank: int) -> torch.Tensor:  # noqa: ARG001
+    total = contributions[0].clone()
+    for value in contributions[1:]:
         total += value
     return total
 
 
-def _summed_in_place(x: torch.Tensor, given: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-    return x.copy_(_summed(x, given, rank))
+def _all_reduce_in_place(
+    x: torch.Tensor, contributions: Sequence[torch.Tensor], rank: int
+) -> torch.Tensor:
+    return x.copy_(_all_reduce(x, contributions, rank))
 
 
-def _scattered(x: torch.Tensor, given: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-    return _summed(x, given, rank).chunk(len(given))[rank].clone()
+def _reduce_scatter(
+    x: torch.Tensor, contributions: Sequence[torch.Tensor], rank: int
+) -> torch.Tensor:
+    return _all_reduce(x, contributions, rank).chunk(len(contributions))[rank].clone()
 
 
-def _gathered(x: torch.Tensor, given: Sequence[torch.Tensor], rank: int) -> torch.Tensor:  # noqa: ARG001
-    return torch.cat(list(given))
+def _all_gather(x: torch.Tensor, contributions: Sequence[torch.Tensor], rank: int) -> torch.Tensor:  # noqa: ARG001
+    return torch.cat(list(contributions))
 
 
-def _handed_out(x: torch.Tensor, given: Sequence[torch.Tensor], rank: int) -> torch.Tensor:  # noqa: ARG001
-    return torch.cat([value.chunk(len(given))[rank] for value in given])
+def _all_to_all(x: torch.Tensor, contributions: Sequence[torch.Tensor], rank: int) -> torch.Tensor:  # noqa: ARG001
+    return torch.cat([value.chunk(len(contributions))[rank] for value in contributions])

@@ -1,7 +1,7 @@
-"""How long something took in all that a step does over and over: of a CPU by the clock, of a GPU by
-events, which nobody waits for.
+"""Accumulates the time of an operation that a step repeats: by the clock on a CPU, by events that
+nobody waits for on a GPU.
 
-Not for timing one call, nor a step: see measure/operators/timer.py.
+Not for timing one call or a step: see measure/operators/timer.py.
 """
 
 import contextlib
@@ -16,15 +16,16 @@ from steelyard.comm.devices import CPU
 
 
 class Stopwatch:
-    """On a GPU what is counted is the time from when all that it was told before is done until what
-    it is told within is; ``seconds`` are of what is over by now."""
+    """A stopwatch for one device. A GPU interval runs from the completion of all work launched
+    before it to the completion of the work launched within. ``seconds`` counts intervals that are
+    complete by now."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._device = device
-        self._counted = 0.0
-        self._under_way: deque[tuple[_Span, list[_Span]]] = deque()
-        # Of what runs now, what is not to be counted.
-        self._apart: list[_Span] | None = None
+        self._total = 0.0
+        self._pending: deque[tuple[_Span, list[_Span]]] = deque()
+        # The excluded parts of the interval that runs now.
+        self._excluded: list[_Span] | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -36,39 +37,40 @@ class Stopwatch:
             with self._clocked(+1):
                 yield
             return
-        self._count()
-        span, apart = self._begun(), list[_Span]()
-        self._apart = apart
+        self._collect()
+        span, excluded = self._begin(), list[_Span]()
+        self._excluded = excluded
         try:
             yield
         finally:
-            self._apart = None
+            self._excluded = None
         self._end(span)
-        self._under_way.append((span, apart))
+        self._pending.append((span, excluded))
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Within ``running`` what is not counted."""
+        """Exclude a part of ``running`` from the time."""
         if not self.on_gpu:
             with self._clocked(-1):
                 yield
             return
-        assert self._apart is not None, "it does not run"
-        span = self._begun()
+        assert self._excluded is not None, "it does not run"
+        span = self._begin()
         yield
         self._end(span)
-        self._apart.append(span)
+        self._excluded.append(span)
 
     @contextlib.contextmanager
     def _clocked(self, sign: int) -> Iterator[None]:
-        """Whatever ends it, so that what is taken away was counted."""
+        """Add the elapsed time also if an error ends the block, so that ``stopped`` never
+        subtracts time that was not added."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self._counted += sign * (time.perf_counter() - begin)
+            self._total += sign * (time.perf_counter() - begin)
 
-    def _begun(self) -> "_Span":
+    def _begin(self) -> "_Span":
         span = _Span(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))
         span.first.record(torch.cuda.current_stream(self._device))
         return span
@@ -78,14 +80,14 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        self._count()
-        return self._counted
+        self._collect()
+        return self._total
 
-    def _count(self) -> None:
-        """What is over; the rest waits to be."""
-        while self._under_way and self._under_way[0][0].last.query():
-            span, apart = self._under_way.popleft()
-            self._counted += span.seconds - sum(each.seconds for each in apart)
+    def _collect(self) -> None:
+        """Add the intervals that are complete; later ones stay pending."""
+        while self._pending and self._pending[0][0].last.query():
+            span, excluded = self._pending.popleft()
+            self._total += span.seconds - sum(part.seconds for part in excluded)
 
 
 class _Span(NamedTuple):

@@ -1,7 +1,7 @@
-"""Connections over TCP that this process has with others: who they are, and what the kernel says.
+"""The open TCP connections of this process: their peers and the kernel's counters.
 
-They are others' (gloo's): they are only looked at, and nothing here keeps one open. Not for
-speaking over them.
+The connections belong to others, such as gloo. They are only inspected, and nothing here keeps
+one open. Not for communicating over them.
 """
 
 import contextlib
@@ -13,26 +13,27 @@ import weakref
 from pathlib import Path
 
 _OPEN = Path("/proc/self/fd")
-# Where struct tcp_info says what was sent and what of that again, in eight bytes each.
+# The bytes sent and the bytes retransmitted in struct tcp_info, eight bytes each.
 _SENT = struct.Struct("=200xQQ")
 
 
 def connections() -> list[socket.socket]:
-    """Those there are now, to be given back (``give_back``); none where the kernel is another."""
-    opened = _OPEN.iterdir() if _OPEN.exists() else ()
-    lent = [_connection(int(one.name)) for one in opened]
-    return [one for one in lent if one is not None]
+    """Return the current connections, which must be returned to their owner with ``give_back``;
+    empty if the kernel is not Linux."""
+    descriptors = _OPEN.iterdir() if _OPEN.exists() else ()
+    borrowed = [_connection(int(entry.name)) for entry in descriptors]
+    return [connection for connection in borrowed if connection is not None]
 
 
-def give_back(lent: list[socket.socket]) -> None:
-    """Or they would be closed with what stands for them here."""
-    for connection in lent:
+def give_back(borrowed: list[socket.socket]) -> None:
+    """Detach the sockets; otherwise Python would close the connections with these objects."""
+    for connection in borrowed:
         connection.detach()
 
 
 class SentBytesCounter:
-    """What went to others over the connections that there are when it looks: each byte that was
-    handed to one of them, once. ``is_counted`` where the kernel tells so much."""
+    """Counts bytes sent over the connections that were open at the last ``look``, without
+    retransmissions. ``is_counted`` is False if the kernel is too old to tell."""
 
     def __init__(self) -> None:
         self.is_counted = True
@@ -40,7 +41,7 @@ class SentBytesCounter:
         weakref.finalize(self, give_back, self._connections)
 
     def look(self) -> None:
-        """Which connections there are by now."""
+        """Find the connections that are open now."""
         give_back(self._connections)
         self._connections[:] = connections()
 
@@ -49,35 +50,35 @@ class SentBytesCounter:
         total = 0
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it may have been closed
-                said = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
-                if len(said) < _SENT.size:  # it is an older one
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
+                if len(info) < _SENT.size:  # an older kernel
                     self.is_counted = False
                     continue
-                sent, again = _SENT.unpack(said)
-                total += sent - again
+                sent, retransmitted = _SENT.unpack(info)
+                total += sent - retransmitted
         return total
 
 
 def _connection(number: int) -> socket.socket | None:
-    """None of what only listens, and of what is none."""
+    """Return the connected TCP socket with this number; None for anything else."""
     try:
         if not stat.S_ISSOCK(os.fstat(number).st_mode):
             return None
-        lent = socket.socket(fileno=number)
-    except OSError:  # closed meanwhile: the folder's own, for one
+        borrowed = socket.socket(fileno=number)
+    except OSError:  # closed meanwhile, such as the descriptor of the folder itself
         return None
-    if _is_connected(lent):
-        return lent
-    lent.detach()
+    if _is_connected(borrowed):
+        return borrowed
+    borrowed.detach()
     return None
 
 
-def _is_connected(lent: socket.socket) -> bool:
-    is_inet = lent.family in (socket.AF_INET, socket.AF_INET6)
-    if not is_inet or lent.type != socket.SOCK_STREAM:
+def _is_connected(borrowed: socket.socket) -> bool:
+    is_inet = borrowed.family in (socket.AF_INET, socket.AF_INET6)
+    if not is_inet or borrowed.type != socket.SOCK_STREAM:
         return False
     try:
-        lent.getpeername()
+        borrowed.getpeername()
     except OSError:
-        return False  # nobody is at the other end
+        return False  # no peer: it only listens
     return True

@@ -1,9 +1,9 @@
-"""Receipts over TCP at once, for messages that go one way between two ranks.
+"""Immediate TCP acknowledgements, for messages in one direction between two ranks.
 
-A host puts the receipt of what has come off for up to 40 ms, in the hope of something to send with
-it. A sender that may not have more on its way (a connection starts with little, and does so again
-where the kernel took a packet for lost) then waits as long with the rest of a message. Not for
-all-reduces: what goes round goes both ways.
+A host delays the acknowledgement of data for up to 40 ms, hoping to send it with data of its own.
+A sender whose congestion window is full (it is small when a connection starts, and again after
+the kernel takes a packet for lost) then waits that long with the rest of a message. Not for
+all-reduces: in a ring, data goes both ways.
 """
 
 import contextlib
@@ -12,19 +12,21 @@ import weakref
 
 from steelyard.comm.tcp_counters import connections, give_back
 
-# Where the kernel is another, all is as it was.
-_CAN_BE_ASKED = hasattr(socket, "TCP_QUICKACK")
+# On other kernels than Linux nothing changes.
+_IS_SUPPORTED = hasattr(socket, "TCP_QUICKACK")
 
 
 class QuickAcks:
-    """Of the connections that this process has when it is made: what they are asked is a hint."""
+    """Immediate acknowledgements on the connections that are open when this is made. They are a
+    hint to the kernel."""
 
     def __init__(self) -> None:
-        self._connections = connections() if _CAN_BE_ASKED else []
+        self._connections = connections() if _IS_SUPPORTED else []
         weakref.finalize(self, give_back, self._connections)
 
     def at_once(self) -> None:
-        """Until the kernel thinks otherwise, which it does as soon as both sides have sent."""
+        """Acknowledge at once until the kernel reverts to delays, which it does as soon as both
+        sides have sent."""
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it may have been closed
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)

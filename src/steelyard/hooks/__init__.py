@@ -1,12 +1,12 @@
-"""Gradients in few bits under DistributedDataParallel and FSDP2, for who wants that and no more.
+"""Gradient compression as communication hooks for DistributedDataParallel and FSDP2.
 
     from steelyard.hooks import compress
 
     compress(ddp, "ternary")
 
-Nothing is captured, planned or predicted here: a plan says whether codes pay, this only sends them.
-Not for what codes are (ir/gradient_codec.py), nor for Steelyard's own step
-(passes/compression/compressed_all_reduce.py).
+Nothing is captured, planned or predicted here: a plan says if compression pays, these hooks only
+apply it. Not for the codecs themselves (ir/gradient_codec.py), nor for Steelyard's own training
+step (passes/compression/compressed_all_reduce.py).
 """
 
 from steelyard.hooks.registration import Lost, compress

@@ -1,6 +1,6 @@
-"""Work that a backward pass hands over and goes on: to a thread, or to a stream of its device.
+"""Background work of a backward pass: on a thread for CPU tensors, on a stream for CUDA tensors.
 
-Not for what is done there: see ddp.py.
+Not for the work itself: see ddp.py.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,18 @@ Came = torch.futures.Future[torch.Tensor]
 
 class BackgroundWork(Protocol):
     def do(self, work: Callable[[], None], buffer: torch.Tensor) -> Came:
-        """One after another, in the order of calls; ``buffer`` comes when its work is done."""
+        """Run ``work`` after all earlier work; the future of ``buffer`` completes when it is
+        done."""
         ...
 
 
 class OnThread:
-    """For gradients of a CPU."""
+    """Runs work for CPU gradients on one thread."""
 
     def __init__(self) -> None:
-        self._given: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # Not one that the process would wait for at its end: a rank that is gone sends nothing.
-        Thread(target=_at_work, args=(self._given,), name="steelyard-hooks", daemon=True).start()
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        # A daemon, or a process would not exit while a transfer to a dead rank hangs.
+        Thread(target=_run_all, args=(self._queue,), name="steelyard-hooks", daemon=True).start()
 
     def do(self, work: Callable[[], None], buffer: torch.Tensor) -> Came:
         done: torch.futures.Future[Any] = torch.futures.Future()
@@ -40,20 +41,20 @@ class OnThread:
             except Exception as error:  # noqa: BLE001 - raised where the backward pass waits for it
                 done.set_result(error)
 
-        def given(done: torch.futures.Future[Any]) -> torch.Tensor:
+        def result(done: torch.futures.Future[Any]) -> torch.Tensor:
             if (error := done.value()) is not None:
                 raise _failed(error)
             return buffer
 
-        # Not set_exception: torch would say that it is no tensor.
-        came = done.then(given)
-        self._given.put(run)
-        return came
+        # Not set_exception: torch would complain that its result is not a tensor.
+        future = done.then(result)
+        self._queue.put(run)
+        return future
 
 
 class OnStream:
-    """For gradients of a GPU, whose host only says what is to be done: the stream waits for what
-    the backward pass has done so far, and whoever waits for the buffer waits for the stream."""
+    """Runs work for CUDA gradients on a stream of its own. The stream first waits for what the
+    backward pass has launched; a consumer of the buffer waits for the stream."""
 
     def do(self, work: Callable[[], None], buffer: torch.Tensor) -> Came:
         stream = _stream_of(buffer.device)
@@ -73,14 +74,14 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _at_work(given: SimpleQueue[Callable[[], None]]) -> None:
+def _run_all(queue: SimpleQueue[Callable[[], None]]) -> None:
     while True:
-        given.get()()
+        queue.get()()
 
 
 def _failed(error: Exception) -> SteelyardError:
     if isinstance(error, SteelyardError):
-        return error  # it says itself what to do
+        return error  # already has a remedy
     return RunFailed(
         f"gradients did not come from all ranks: {str(error)[:200]}",
         expected="every rank there until the backward pass is over",

@@ -1,7 +1,8 @@
-"""Gradients of several ranks added up in a code, by calls and not as nodes of a graph.
+"""Compressed reductions of gradients over ranks, as function calls instead of graph nodes.
 
-What is linear is all-reduced, as are thin factors; of all else, two ranks send each other their
-codes, and of more each adds up a part. Not for who calls: see compress.py.
+Linear codecs and low-rank factors are all-reduced. With any other codec two ranks exchange their
+codes directly; of more ranks each one reduces a part. Not for the hooks that call this: see
+ddp.py and fsdp.py.
 """
 
 from collections.abc import Sequence
@@ -21,36 +22,38 @@ from steelyard.operators.gradient_codecs import (
 
 
 class CompressedReduce:
-    """Over the ranks of ``group``, who call in the same order."""
+    """Compressed reductions over ``group``, whose ranks must call in the same order."""
 
     def __init__(self, codec: Codec, group: dist.ProcessGroup) -> None:
         self._codec, self._group = codec, group
         self._ranks, self._rank = group.size(), group.rank()
 
     def room(self, numel: int) -> int:
-        """Elements that so many take, the last block and the last part filled up."""
+        """Return the number of elements that ``numel`` elements take once the last block and the
+        last part are padded."""
         if self._codec.rank:
             return numel
         return blocks_of(numel, parts=self._parts) * BLOCK
 
     def of(self, tensors: Sequence[torch.Tensor], lost: torch.Tensor | None) -> torch.Tensor:
-        """One behind the other, flat, the same bits on all ranks; ``lost`` is added, and what this
-        rank's codes lose is left there."""
+        """Return the sum of the tensors over the ranks, concatenated and flat, with the same bits
+        on all ranks. The residuals in ``lost`` are added before compression, and this rank's
+        compression error is left there."""
         name = self._codec.name
         if self._codec.is_linear:
-            narrow = encode_gradients(tensors, None, name, 1)
-            dist.all_reduce(narrow, group=self._group)
-            return decode_gradients(narrow, name)
+            encoded = encode_gradients(tensors, None, name, 1)
+            dist.all_reduce(encoded, group=self._group)
+            return decode_gradients(encoded, name)
         coded = encode_gradients(tensors, lost, name, self._parts)
         if self._parts == 1:
-            return decode_sum(self._gathered(coded), name)
+            return decode_sum(self._all_gather(coded), name)
         received = torch.empty_like(coded)
         hand_round(received, coded, self._group)
-        added = encode_sum(received, own := self._own_part(lost), name)
-        if lost is not None and own is not None:
-            # What the sum loses here is this rank's to make up for.
-            lost.chunk(self._parts)[self._rank].add_(own)
-        return decode_gradients(self._gathered(added), name)
+        reduced = encode_sum(received, own_error := self._empty_part(lost), name)
+        if lost is not None and own_error is not None:
+            # Error feedback: this rank also compensates the error of compressing the sum.
+            lost.chunk(self._parts)[self._rank].add_(own_error)
+        return decode_gradients(self._all_gather(reduced), name)
 
     def put_products(
         self,
@@ -60,28 +63,30 @@ class CompressedReduce:
         *,
         share: float,
     ) -> None:
-        """In place of matrices their sums times ``share``, as products of factors; ``start`` are
-        the right ones of the step before, and this step's are left there."""
+        """Replace matrices by their sums times ``share``, as products of low-rank factors.
+        ``start`` holds the right factors of the previous step and receives this step's."""
         shapes, rank = [(len(x), x.numel() // len(x)) for x in tensors], self._codec.rank
         lefts = low_rank.left_factors(tensors, lost, start, shapes, rank)
         dist.all_reduce(lefts, group=self._group)
         rights = low_rank.right_factors(lefts, lost, shapes, rank)
         dist.all_reduce(rights, group=self._group)
-        # Where it lies otherwise than in rows, as a convolution's may, there is no view of it.
-        wholes = [
+        # A tensor that is not contiguous, such as a channels-last convolution weight, has no view
+        # of this shape.
+        matrices = [
             x.view(shape) if x.is_contiguous() else x.new_empty(shape)
             for x, shape in zip(tensors, shapes, strict=True)
         ]
-        low_rank.put_products(wholes, lefts, rights, start, shapes, rank, share=share)
-        for x, whole in zip(tensors, wholes, strict=True):
+        low_rank.put_products(matrices, lefts, rights, start, shapes, rank, share=share)
+        for x, matrix in zip(tensors, matrices, strict=True):
             if not x.is_contiguous():
-                x.copy_(whole.view(x.shape))
+                x.copy_(matrix.view(x.shape))
 
     def scattered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of as many rows as there are ranks, the sum of this rank's, filled up to whole blocks."""
+        """Return the sum over the ranks of this rank's row, padded to whole blocks. ``rows`` has
+        one row for each rank."""
         numel = rows.shape[1]
-        rest = rows.new_zeros(-numel % BLOCK)
-        tensors = [piece for row in rows for piece in (row, rest)]
+        padding = rows.new_zeros(-numel % BLOCK)
+        tensors = [piece for row in rows for piece in (row, padding)]
         coded = encode_gradients(tensors, None, self._codec.name, self._ranks)
         received = torch.empty_like(coded)
         hand_round(received, coded, self._group)
@@ -91,10 +96,10 @@ class CompressedReduce:
     def _parts(self) -> int:
         return 1 if self._ranks == 2 or self._codec.is_linear else self._ranks
 
-    def _own_part(self, lost: torch.Tensor | None) -> torch.Tensor | None:
+    def _empty_part(self, lost: torch.Tensor | None) -> torch.Tensor | None:
         return None if lost is None else lost.new_zeros(lost.numel() // self._parts)
 
-    def _gathered(self, row: torch.Tensor) -> torch.Tensor:
+    def _all_gather(self, row: torch.Tensor) -> torch.Tensor:
         gathered = row.new_empty((self._ranks, row.shape[1]))
         put_together(gathered, row, self._group)
         return gathered

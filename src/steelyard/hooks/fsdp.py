@@ -1,6 +1,8 @@
-"""FSDP2's reduce-scatter in a code: each rank is sent the codes of its own rows by all others.
+"""A compressed reduce-scatter for FSDP2: each rank receives the compressed rows of its shard from
+all others.
 
-Nothing is kept from step to step. Not for how they are added up: see compressed_reduce.py.
+No error feedback is kept between steps. Not for the compressed reductions: see
+compressed_reduce.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,7 @@ from steelyard.ir.gradient_codec import Codec
 
 
 class CompressedReduceScatter:
-    """For ``FSDPModule.set_custom_reduce_scatter``."""
+    """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __init__(self, codec: Codec) -> None:
         assert not codec.has_residual, "nothing is kept"

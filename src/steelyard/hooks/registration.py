@@ -1,6 +1,6 @@
-"""``compress``: what is asked of it checked on all ranks, and the module told what to send.
+"""``compress``: validate the request on all ranks and register the compression hook on a module.
 
-Not for the sums themselves: see compressed_reduce.py.
+Not for the compressed reductions: see compressed_reduce.py.
 """
 
 import hashlib
@@ -25,32 +25,34 @@ from steelyard.ir.gradient_codec import CODECS, INT8, Codec, low_rank
 
 
 class Lost(Protocol):
-    """What codes have lost so far and not made up for, for a checkpoint."""
+    """The error-feedback residuals that have not been sent yet, for a checkpoint."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Of each parameter by name, the sum over all ranks, who call this together."""
+        """Return the residual of each parameter by name, summed over all ranks. A collective:
+        every rank must call it."""
         ...
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """On any number of ranks, of which each takes an equal share."""
+        """Load residuals on any number of ranks; every rank takes an equal share."""
         ...
 
 
 class Scaler(Protocol):
-    """As torch.amp.GradScaler."""
+    """The part of torch.amp.GradScaler that is used here."""
 
     def get_scale(self) -> float: ...
 
 
 def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = None) -> Lost:
-    """Send the gradients of ``module`` in this code from its next backward pass on.
+    """Compress the gradients of ``module`` with this codec, from its next backward pass on.
 
-    ``module`` is a DistributedDataParallel, or has been given to ``fully_shard``; all ranks call
-    this. ``code`` is "int8", or under DistributedDataParallel also "bfloat16", and "ternary" (two
-    bits), "largest" (sixteen of 1,024) and "rank 4" (or another; two thin factors), which send
-    later what they lose. Of one dimension or of less than 4 KiB, and in other formats than
-    float32, gradients go as they are; so do matrices of which factors are hardly smaller.
-    ``scaler`` is the one that scales the loss, if any does.
+    ``module`` is a DistributedDataParallel, or a module that ``fully_shard`` was called on. Every
+    rank must call this function. ``code`` is "int8", or under DistributedDataParallel also
+    "bfloat16", "ternary" (two bits), "largest" (sixteen of 1,024 elements) and "rank 4" (or
+    another rank; two thin factors). The last three use error feedback: the error of one step is
+    added to a later one. Gradients of one dimension, of less than 4 KiB, or of another dtype than
+    float32 are sent uncompressed; so are matrices whose factors would be hardly smaller.
+    ``scaler`` is the gradient scaler that scales the loss, if there is one.
     """
     codec = _codec_named(code)
     if codec is None:
@@ -62,9 +64,9 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
     _refuse_sparse(module)
     device = torch_device_of(module)
     if isinstance(module, DistributedDataParallel):
-        return _in_buckets(module, codec, scaler, device)
+        return _compress_ddp(module, codec, scaler, device)
     if isinstance(module, FSDPModule):
-        return _in_shards(module, codec, device)
+        return _compress_fsdp(module, codec, device)
     raise BadInput(
         f"a {type(module).__name__} exchanges no gradients",
         expected="a DistributedDataParallel, or a module that fully_shard was called on",
@@ -83,29 +85,32 @@ def _refuse_sparse(module: nn.Module) -> None:
 
 
 def _codec_named(code: str) -> Codec | None:
-    of_rank = re.fullmatch(r"rank ([1-9][0-9]{0,3})", code)
-    return low_rank(int(of_rank[1])) if of_rank else CODECS.get(code)
+    match = re.fullmatch(r"rank ([1-9][0-9]{0,3})", code)
+    return low_rank(int(match[1])) if match else CODECS.get(code)
 
 
-def _in_buckets(
+def _compress_ddp(
     ddp: DistributedDataParallel, codec: Codec, scaler: Scaler | None, device: torch.device
 ) -> Lost:
-    beside: BackgroundWork
+    background: BackgroundWork
     if device.type == "cuda":
-        # Torch itself hands all buckets to this group in one order, from where this is called.
-        group, beside = ddp.process_group, OnStream()
+        # DDP calls the hook for all buckets in the same order on every rank, on this thread.
+        group, background = ddp.process_group, OnStream()
         _check_backend(group)
     else:
-        # In the order in which buckets are full, which others know nothing of: a group of its own.
+        # A thread sends buckets in the order in which they fill up, interleaved in any way with
+        # other collectives: a process group of its own keeps them apart.
         ranks = dist.get_process_group_ranks(ddp.process_group)
         group = dist.new_group(ranks, use_local_synchronization=True)
-        beside = OnThread()
+        background = OnThread()
         take_turns()
-    _check_alike(ddp.module, codec, group, device)
+    _check_ranks_agree(ddp.module, codec, group, device)
     parameters, sums = dict(ddp.module.named_parameters()), CompressedReduce(codec, group)
-    # Torch leaves what no rank came by without a gradient in these two.
+    # In these two modes DDP leaves parameters that no rank used without a gradient.
     may_be_unused = ddp.find_unused_parameters or ddp.static_graph
-    buckets = Buckets(parameters, codec, sums, group, scaler, beside, may_be_unused=may_be_unused)
+    buckets = Buckets(
+        parameters, codec, sums, group, scaler, background, may_be_unused=may_be_unused
+    )
     ddp.register_comm_hook(buckets, _send)
     return buckets
 
@@ -126,11 +131,11 @@ def _send(buckets: Buckets, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     )
 
 
-# Torch reads it, and allows this or nothing; mypy knows of no such name.
+# Torch checks this annotation and accepts GradBucket or none; mypy does not know the name.
 _send.__annotations__["bucket"] = dist.GradBucket  # type: ignore[attr-defined]
 
 
-def _in_shards(module: Any, codec: Codec, device: torch.device) -> Lost:
+def _compress_fsdp(module: Any, codec: Codec, device: torch.device) -> Lost:
     if codec is not INT8:
         raise BadInput(
             f"FSDP2 sends a module's gradients as one, and {codec.name} is not for all of them",
@@ -143,23 +148,27 @@ def _in_shards(module: Any, codec: Codec, device: torch.device) -> Lost:
     comm = CompressedReduceScatter(codec)
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            part.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # called, no more
+            part.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # torch only calls it
     return comm
 
 
-def _check_alike(
+def _check_ranks_agree(
     module: nn.Module, codec: Codec, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Or ranks would read each other's bytes as something else."""
-    said = [codec.name, *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in module.named_parameters())]
-    digest = hashlib.sha256("\n".join(said).encode()).digest()[:8]
+    """Raise RanksDiffer if ranks differ in codec or parameters: they would misread each other's
+    bytes."""
+    description = [
+        codec.name,
+        *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in module.named_parameters()),
+    ]
+    digest = hashlib.sha256("\n".join(description).encode()).digest()[:8]
     own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
-    every = own.new_empty(group.size())
-    dist.all_gather_single(every, own, group=group)
-    others = [rank for rank, one in enumerate(every.tolist()) if one != int(every[0])]
-    if others:
+    digests = own.new_empty(group.size())
+    dist.all_gather_single(digests, own, group=group)
+    different = [rank for rank, other in enumerate(digests.tolist()) if other != int(digests[0])]
+    if different:
         raise RanksDiffer(
-            f"rank {others[0]} asks for another code, or has other parameters, than rank 0",
+            f"rank {different[0]} asks for another code, or has other parameters, than rank 0",
             expected="the same code and model on all ranks",
             remedy="start every rank with the same program",
         )

@@ -1,4 +1,4 @@
-"""Live tensors on a slower tier: weights, gradients, optimizer state and activations.
+"""Offloaded live tensors on a slower tier: weights, gradients, optimizer state and activations.
 
-Not for the graph rewrites that put them there: see passes/offload/.
+Not for the graph rewrites that offload them: see passes/offload/.
 """

@@ -1,6 +1,8 @@
-"""Values of a pass in offload memory, by slot: each is sent once in a step, and comes back for it.
+"""Offloaded activations of a forward and backward pass, by slot: each is sent once per step and
+fetched back.
 
-Not for which, nor when: that is the program's. Not for what stays there: see parameters.py.
+Not for the choice of values and times: the program makes it. Not for weights and gradients, which
+stay offloaded between steps: see parameters.py.
 """
 
 from collections.abc import Sequence
@@ -17,8 +19,9 @@ from steelyard.offload.tier import OffloadFile
 
 @dataclass(slots=True)
 class Slots:
-    """What a program calls, by slot: send, let go, begin to fetch, hand over; or begin to fetch in
-    slices, end. ``products`` read those."""
+    """The transfer calls of a program, each with a slot number: send, wait until sent, begin a
+    fetch, wait until fetched; or begin and end a fetch in slices. ``products`` read those slices.
+    """
 
     _memory: OffloadFile
     _offsets: list[int]
@@ -31,7 +34,7 @@ class Slots:
 
     @classmethod
     def of(cls, memory: OffloadFile, sizes: Sequence[int]) -> Self:
-        """Room for one program's values."""
+        """Reserve offload memory for the values of one program."""
         return cls(memory, memory.shared(sizes))
 
     def send(self, slot: int, x: torch.Tensor) -> "Future[None]":
@@ -49,7 +52,7 @@ class Slots:
         return x
 
     def has_arrived(self, slot: int) -> bool:
-        """Whether what was last fetched from there is here."""
+        """Return True if the last fetch from this slot is complete."""
         return self._fetching[slot].done()
 
     def fetched(self, slot: int, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +60,8 @@ class Slots:
         return x
 
     def begin(self, slot: int, _: None, parts: int, rows: int, columns: int) -> torch.Tensor:
-        """Begin to fetch its rows in so many slices; the room for two of them."""
+        """Begin to fetch the rows of a value in ``parts`` slices; return the buffer, which holds
+        two of them."""
         shape, stride, dtype = self._layouts[slot]
         if not torch.empty_strided(shape, stride, device="meta").is_contiguous():
             raise RunFailed(
@@ -65,8 +69,10 @@ class Slots:
                 expected="rows that lie one behind the other, as torch described it when captured",
                 remedy="set slices of its offload rule to 0, and report this model",
             )
-        there = OffloadedMatrix(offset=self._offsets[slot], rows=rows, columns=columns, dtype=dtype)
-        return self.products.begin(slot, there, parts)
+        matrix = OffloadedMatrix(
+            offset=self._offsets[slot], rows=rows, columns=columns, dtype=dtype
+        )
+        return self.products.begin(slot, matrix, parts)
 
     def end(self, slot: int, _: torch.Tensor, __: object) -> None:
         self.products.end(slot)
@@ -76,7 +82,8 @@ _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 def _layout(x: torch.Tensor) -> _Layout:
-    """How the value lies, as its kernel made it, which may be otherwise than torch describes."""
+    """Return the layout of a value as its kernel made it, which may differ from the traced
+    layout."""
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride()))
     if x.numel() and span != x.numel():
         raise RunFailed(

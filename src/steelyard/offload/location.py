@@ -1,6 +1,6 @@
-"""Where in offload memory a weight or a gradient lies, and how a tensor lies that is not here.
+"""The location of an offloaded weight or gradient, and the layout of an offloaded tensor.
 
-Not for moving it: see parameters.py and the files for slices.
+Not for transfers: see parameters.py and the files for slices.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedLayout:
-    """How a tensor lies that is not here."""
+    """The shape, strides and dtype of an offloaded tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -34,20 +34,21 @@ class OffloadedLayout:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TensorLocation:
-    """Where in offload memory one of them lies; ``there`` is the live tensor that is that place."""
+    """The place of one weight or gradient in offload memory. ``offloaded`` is the live tensor on
+    ``pages``, the memory-mapped bytes of that place."""
 
     parameter: nn.Parameter
     offset: int
     pages: torch.Tensor
-    there: torch.Tensor
+    offloaded: torch.Tensor
 
-    def is_home(self, x: torch.Tensor | None) -> bool:
-        return x is not None and x.data_ptr() == self.there.data_ptr()
+    def is_offloaded(self, x: torch.Tensor | None) -> bool:
+        return x is not None and x.data_ptr() == self.offloaded.data_ptr()
 
-    def lay_out(self, like: torch.Tensor) -> torch.Tensor:
-        self.there = OffloadedLayout.of(like).on(self.pages)
-        return self.there
+    def set_layout(self, like: torch.Tensor) -> torch.Tensor:
+        self.offloaded = OffloadedLayout.of(like).on(self.pages)
+        return self.offloaded
 
-    def lay_out_rows(self) -> None:
-        """Row by row, whatever it was."""
-        self.there = self.pages.view(self.there.dtype).view(self.there.shape)
+    def set_row_major(self) -> None:
+        """Make the offloaded tensor row-major, whatever its layout was."""
+        self.offloaded = self.pages.view(self.offloaded.dtype).view(self.offloaded.shape)

@@ -1,6 +1,6 @@
-"""What an optimizer keeps for a parameter, where some of it lies in offload memory.
+"""The optimizer state of one parameter, part of which is in offload memory.
 
-Not for moving it: see optimizer_state.py.
+Not for transfers: see optimizer_state.py.
 """
 
 from collections.abc import Mapping
@@ -11,21 +11,25 @@ from steelyard.offload.location import OffloadedLayout
 
 
 class OffloadedState(dict[str, Any]):
-    """The state of a parameter of which some lies far; what is near can be read."""
+    """The state dict of a partly offloaded parameter. Resident entries can be read; reading an
+    offloaded one raises Mismatch."""
 
     def __init__(
-        self, near: Mapping[str, Any], keys: tuple[str, ...], layouts: Mapping[str, OffloadedLayout]
+        self,
+        resident: Mapping[str, Any],
+        keys: tuple[str, ...],
+        layouts: Mapping[str, OffloadedLayout],
     ) -> None:
-        super().__init__(near)
+        super().__init__(resident)
         self.keys_in_order = keys
         self.layouts = dict(layouts)
 
-    def with_near(self, near: Mapping[str, Any]) -> "OffloadedState":
-        return OffloadedState(near, self.keys_in_order, self.layouts)
+    def with_resident(self, resident: Mapping[str, Any]) -> "OffloadedState":
+        return OffloadedState(resident, self.keys_in_order, self.layouts)
 
     def without(self, key: str, layout: OffloadedLayout) -> "OffloadedState":
-        near = {k: v for k, v in self.items() if k != key}
-        return OffloadedState(near, self.keys_in_order, {**self.layouts, key: layout})
+        resident = {k: v for k, v in self.items() if k != key}
+        return OffloadedState(resident, self.keys_in_order, {**self.layouts, key: layout})
 
     def __missing__(self, key: str) -> Any:
         if key not in self.keys_in_order:

@@ -1,8 +1,8 @@
-"""Weights and gradients in offload memory: live tensors all the while, that lie on its file.
+"""Offloaded weights and gradients: live tensors at all times, memory-mapped on the offload file.
 
-Whoever reads or writes one between steps finds it, through the page cache, which the system may
-empty at any time. A step fetches copies and sends them back past that cache. Not for which, nor
-when: that is the program's.
+Between steps they can be read and written through the page cache, which the system may evict at
+any time. A step fetches copies and sends them back with direct I/O, past that cache. Not for the
+choice of tensors and times: the program makes it.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,62 +19,65 @@ from steelyard.offload.tier import OffloadFile
 
 
 class OffloadedTensors:
-    """``places`` has each, by its name in the program, with its parameter and its offset."""
+    """Offloaded weights and gradients. ``places`` maps a name in the program to its parameter and
+    its offset."""
 
     def __init__(
         self, places: Mapping[str, tuple[nn.Parameter, int]], *, memory: OffloadFile
     ) -> None:
         self._memory = memory
-        self._homes: dict[str, TensorLocation] = {}
+        self._locations: dict[str, TensorLocation] = {}
         for name, (parameter, offset) in places.items():
             pages = memory.mapped(offset, parameter.nbytes)
-            there = OffloadedLayout.of(parameter).on(pages)
-            self._homes[name] = TensorLocation(
-                parameter=parameter, offset=offset, pages=pages, there=there
+            offloaded = OffloadedLayout.of(parameter).on(pages)
+            self._locations[name] = TensorLocation(
+                parameter=parameter, offset=offset, pages=pages, offloaded=offloaded
             )
-        self._weights = [home for name, home in self._homes.items() if name.startswith(WEIGHT)]
+        self._weights = [
+            location for name, location in self._locations.items() if name.startswith(WEIGHT)
+        ]
         self._arriving: dict[str, tuple[Future[None], torch.Tensor]] = {}
-        # With what is sent: the last to let go of it must not be the thread that sends it, where
-        # nobody sees memory come free.
+        # Keeps each tensor with its transfer: if the sending thread dropped the last reference,
+        # the memory would be freed on that thread, where the memory measurement does not see it.
         self.leaving: dict[str, tuple[Future[None], torch.Tensor]] = {}
         self.products = SlicedMatmuls(memory)
         self.gradients = OffloadedGradients(memory)
-        self._taken: set[str] = set()
-        self._near: set[str] = set()
+        self._accepted: set[str] = set()
+        self._resident_gradients: set[str] = set()
         self.calls: Mapping[str, Callable[[str], None]] = {
             "fetch": self._fetch, "fetched": self._fetched, "send": self._send, "sent": self._sent
         }  # fmt: skip
         self.put_away()
 
     def begin(self) -> None:
-        """Before a step or an update: nothing is left under way by one that failed."""
-        for unfinished in (self._arriving, self.leaving, self._taken, self._near):
+        """Prepare a step or an update: drop transfers that a failed one has left pending."""
+        for unfinished in (self._arriving, self.leaving, self._accepted, self._resident_gradients):
             unfinished.clear()
         self.products.clear()
         self.gradients.clear()
         self.put_away()
 
     def put_away(self) -> None:
-        """Weights that were given other memory meanwhile, as at first all were."""
-        for home in self._weights:
-            if not home.is_home(home.parameter):
-                near = home.parameter.data
-                self._memory.await_sent(self._memory.send(home.offset, near))
-                home.parameter.data = home.lay_out(near)
+        """Send all weights whose data was replaced since, which at first is every weight."""
+        for location in self._weights:
+            if not location.is_offloaded(location.parameter):
+                resident = location.parameter.data
+                self._memory.await_sent(self._memory.send(location.offset, resident))
+                location.parameter.data = location.set_layout(resident)
 
-    def home(self, name: str) -> TensorLocation:
-        return self._homes[name]
+    def location(self, name: str) -> TensorLocation:
+        return self._locations[name]
 
     def holds(self, x: torch.Tensor) -> bool:
-        """Whether it lies in offload memory."""
-        return any(home.is_home(x) for home in self._homes.values())
+        """Return True if ``x`` is in offload memory."""
+        return any(location.is_offloaded(x) for location in self._locations.values())
 
-    # --- calls of a pass
+    # --- calls of a forward or backward pass
 
     def fetch_weight(self, name: str) -> torch.Tensor:
-        home = self._homes[name]
-        x = OffloadedLayout.of(home.there).empty()
-        self._arriving[name] = self._memory.fetch(home.offset, x), x
+        location = self._locations[name]
+        x = OffloadedLayout.of(location.offloaded).empty()
+        self._arriving[name] = self._memory.fetch(location.offset, x), x
         return x
 
     def fetched_weight(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -83,16 +86,17 @@ class OffloadedTensors:
         return x
 
     def sink(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], None] | None:
-        """Where its gradient goes, if that is to be sent; a hook's gradient never comes here."""
-        for name, home in self._homes.items():
-            if home.parameter is parameter and not name.startswith(WEIGHT):
-                return lambda _: self._taken.add(name)
+        """Return the sink of a parameter's gradient if that is offloaded. Gradients of
+        parameters with hooks do not pass through it."""
+        for name, location in self._locations.items():
+            if location.parameter is parameter and not name.startswith(WEIGHT):
+                return lambda _: self._accepted.add(name)
         return None
 
     def fetch_gradient(self, name: str) -> torch.Tensor | None:
-        """None where there is none yet."""
-        home = self._homes[name]
-        if not home.is_home(home.parameter.grad):
+        """Begin to fetch the gradient; None if there is no offloaded one yet."""
+        location = self._locations[name]
+        if not location.is_offloaded(location.parameter.grad):
             return None
         return self.fetch_weight(name)
 
@@ -102,83 +106,84 @@ class OffloadedTensors:
     def send_gradient(
         self, name: str, value: torch.Tensor, before: torch.Tensor | None = None
     ) -> None:
-        """Taken as autograd takes it at a leaf: later ones are added to what is there."""
-        if name not in self._taken:
+        """Store a gradient like autograd does at a leaf: the first is assigned, later ones are
+        added to it."""
+        if name not in self._accepted:
             return
-        self._taken.remove(name)
-        home = self._homes[name]
-        held = home.parameter.grad
-        if held is not None and not home.is_home(held):
-            held.add_(value)
+        self._accepted.remove(name)
+        location = self._locations[name]
+        current = location.parameter.grad
+        if current is not None and not location.is_offloaded(current):
+            current.add_(value)
             return
-        if held is not None:
+        if current is not None:
             if before is None:
                 before = self.fetched_weight(name, self.fetch_weight(name))
             value = before.add_(value)
-        self.leaving[name] = self._memory.send(home.offset, value), value
-        home.parameter.grad = home.lay_out(value)
+        self.leaving[name] = self._memory.send(location.offset, value), value
+        location.parameter.grad = location.set_layout(value)
 
     def sent_gradient(self, name: str, _: None, value: object) -> None:  # noqa: ARG002
         if name in self.leaving:
             self._sent(name)
 
-    # --- of a weight that is read slice by slice
+    # --- a weight that is read in slices
 
     def begin_weight(self, name: str, parts: int) -> torch.Tensor:
-        home = self._homes[name]
-        rows, columns = home.there.shape
-        there = OffloadedMatrix(
-            offset=home.offset, rows=rows, columns=columns, dtype=home.there.dtype
+        location = self._locations[name]
+        rows, columns = location.offloaded.shape
+        offloaded = OffloadedMatrix(
+            offset=location.offset, rows=rows, columns=columns, dtype=location.offloaded.dtype
         )
-        return self.products.begin(name, there, parts)
+        return self.products.begin(name, offloaded, parts)
 
     def end_weight(self, name: str, _: torch.Tensor) -> None:
         self.products.end(name)
 
-    # --- of a gradient that is made slice by slice
+    # --- a gradient that is computed in slices
 
     def begin_gradient(self, name: str, parts: int) -> torch.Tensor:
-        return self.gradients.begin(name, self._homes[name], parts)
+        return self.gradients.begin(name, self._locations[name], parts)
 
     def leave_gradient(self, name: str) -> None:
-        """Sent as its slices are made."""
+        """Do nothing: the slices are sent as they are computed."""
 
     def arrived_gradient(self, name: str, room: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """Fetched as it was added to."""
+        """Return the buffer: the slices were fetched when they were added to."""
         return room
 
     def end_gradient(self, name: str, *_: object) -> None:
         self.gradients.end(name)
 
-    # --- calls of an update: a parameter and its gradient are near for it
+    # --- calls of an update, for which a parameter and its gradient are resident
 
     def _fetch(self, name: str) -> None:
-        home = self._homes[name]
-        if name.startswith(WEIGHT) or home.is_home(home.parameter.grad):
+        location = self._locations[name]
+        if name.startswith(WEIGHT) or location.is_offloaded(location.parameter.grad):
             self.fetch_weight(name)
 
     def _fetched(self, name: str) -> None:
         if name not in self._arriving:
             return
-        parameter, (_, x) = self._homes[name].parameter, self._arriving[name]
+        parameter, (_, x) = self._locations[name].parameter, self._arriving[name]
         self.fetched_weight(name, x)
         if name.startswith(WEIGHT):
             parameter.data = x
         else:
             parameter.grad = x
-            self._near.add(name)
+            self._resident_gradients.add(name)
 
     def updated(self, parameter: str) -> None:
-        """Its gradient is where it was before; it was only read."""
+        """Restore the offloaded gradient after an update, which only read its copy."""
         name = GRADIENT + parameter
-        if name in self._near:
-            self._near.remove(name)
-            self._homes[name].parameter.grad = self._homes[name].there
+        if name in self._resident_gradients:
+            self._resident_gradients.remove(name)
+            self._locations[name].parameter.grad = self._locations[name].offloaded
 
     def _send(self, name: str) -> None:
-        home, near = self._homes[name], self._homes[name].parameter.data
-        self.leaving[name] = self._memory.send(home.offset, near), near
-        home.parameter.data = home.lay_out(near)
+        location, resident = self._locations[name], self._locations[name].parameter.data
+        self.leaving[name] = self._memory.send(location.offset, resident), resident
+        location.parameter.data = location.set_layout(resident)
 
     def _sent(self, name: str) -> None:
         self._memory.await_sent(self.leaving[name][0])

@@ -1,6 +1,6 @@
-"""Matrices in offload memory that are read slice by slice: the next one comes while one computes.
+"""Offloaded matrices that are read in slices: the next slice is fetched while one is used.
 
-Not for which, how many slices, nor what is computed with them: that is the program's.
+Not for the choice of matrices, number of slices, or computation: the program makes it.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from steelyard.passes.offload.transfer_nodes import rows_of_slice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedMatrix:
-    """A matrix in offload memory, row behind row."""
+    """A row-major matrix in offload memory."""
 
     offset: int
     rows: int
@@ -32,33 +32,34 @@ class OffloadedMatrix:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _MatrixSlices:
-    """Its rows, some at a time: the next are on their way while these are used."""
+    """Row slices of a matrix: the next one is fetched while the current one is used."""
 
-    there: OffloadedMatrix
+    matrix: OffloadedMatrix
     memory: OffloadFile
     room: torch.Tensor
     arriving: "deque[tuple[Future[None], torch.Tensor]]"
 
     @classmethod
-    def of(cls, there: OffloadedMatrix, memory: OffloadFile, parts: int) -> "_MatrixSlices":
-        rows = rows_of_slice(there.rows, there.row_bytes, parts)
-        near = min(2, -(-there.rows // rows))
-        room = torch.empty((near, rows, there.columns), dtype=there.dtype, device="cpu")
-        slices = cls(there=there, memory=memory, room=room, arriving=deque())
-        for number in range(near):
+    def of(cls, matrix: OffloadedMatrix, memory: OffloadFile, parts: int) -> "_MatrixSlices":
+        rows = rows_of_slice(matrix.rows, matrix.row_bytes, parts)
+        num_resident = min(2, -(-matrix.rows // rows))
+        room = torch.empty((num_resident, rows, matrix.columns), dtype=matrix.dtype, device="cpu")
+        slices = cls(matrix=matrix, memory=memory, room=room, arriving=deque())
+        for number in range(num_resident):
             slices._fetch(number)
         return slices
 
     def _fetch(self, number: int) -> None:
-        each = self.room.shape[1]
-        start, end = number * each, min((number + 1) * each, self.there.rows)
+        slice_rows = self.room.shape[1]
+        start, end = number * slice_rows, min((number + 1) * slice_rows, self.matrix.rows)
         if start < end:
             rows = self.room[number % 2, : end - start]
-            offset = self.there.offset + start * self.there.row_bytes
+            offset = self.matrix.offset + start * self.matrix.row_bytes
             self.arriving.append((self.memory.fetch(offset, rows), rows))
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        """The next rows, in the place of those before the last, which nobody needs any more."""
+        """Return the next rows, and begin to fetch those after them over the slice before, which
+        is no longer needed."""
         number = start // self.room.shape[1]
         if number:
             self._fetch(number + 1)
@@ -69,8 +70,8 @@ class _MatrixSlices:
 
 
 class SlicedMatmuls:
-    """Each matrix that is being read, by its name or number in the program; the same one may be
-    twice."""
+    """The matrices that are being read, by name or slot in the program. One matrix may be read
+    twice at a time."""
 
     def __init__(self, memory: OffloadFile) -> None:
         self._memory = memory
@@ -80,23 +81,24 @@ class SlicedMatmuls:
         self._slicing.clear()
 
     def forget(self, name: str | int) -> None:
-        """What a step that failed left of it."""
+        """Drop the reads that a failed step has left."""
         self._slicing.pop(name, None)
 
-    def begin(self, name: str | int, there: OffloadedMatrix, parts: int) -> torch.Tensor:
-        """Begin to fetch the first two slices; the room for them."""
-        slices = _MatrixSlices.of(there, self._memory, parts)
+    def begin(self, name: str | int, matrix: OffloadedMatrix, parts: int) -> torch.Tensor:
+        """Begin to fetch the first two slices; return their buffer."""
+        slices = _MatrixSlices.of(matrix, self._memory, parts)
         self._slicing.setdefault(name, deque()).append(slices)
         return slices.room
 
     def carrying_out(self, body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """What takes the names of these, and then all else that ``body`` takes."""
+        """Return a function that takes the names of the matrices and then the other inputs of
+        ``body``."""
         run = sliced(body)
 
-        def carry_out(names: Sequence[str | int], *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return run(*(self._slicing[name][0] for name in names), *taken)
+        def run_body(names: Sequence[str | int], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return run(*(self._slicing[name][0] for name in names), *inputs)
 
-        return carry_out
+        return run_body
 
     def end(self, name: str | int) -> None:
         self._slicing[name].popleft()

@@ -1,8 +1,9 @@
-"""The optimizer's own step on some rows of a parameter at a time: the next ones are on their way
-while it changes these, and the last ones go back.
+"""The optimizer's own step on a few rows of a parameter at a time: the next slice is fetched
+while one is updated, and the last one is sent back.
 
-It finds a smaller parameter, with a gradient and state of its size; what it keeps in numbers moves
-on once for all rows. Not for which parameters, nor how many slices: that is the program's.
+The optimizer sees a smaller parameter, with a gradient and state of its size; scalar state, such
+as the step count, advances once for all rows. Not for the choice of parameters and number of
+slices: the program makes it.
 """
 
 import copy
@@ -20,64 +21,82 @@ from steelyard.offload.optimizer_state_entry import OffloadedState
 from steelyard.offload.tier import OffloadFile
 from steelyard.passes.offload.transfer_nodes import rows_of_slice
 
-# What is sent, and the transfers of one slice.
+# Transfers of one slice to offload memory, each with the tensor that is sent.
 _Leaving = list[tuple["Future[None]", torch.Tensor]]
 _PLAN_AGAIN = "plan again with the optimizer as it is now"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedUpdate:
-    """Of one parameter; ``kept`` are the offsets of what the optimizer keeps for it, by key."""
+    """The sliced update of one parameter. ``state_offsets`` are the offsets of its optimizer
+    state in offload memory, by key."""
 
     name: str
     weight: TensorLocation
     gradient: TensorLocation
-    kept: Mapping[str, int]
+    state_offsets: Mapping[str, int]
     parts: int
     memory: OffloadFile
 
     def run(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
-        """``update`` calls the optimizer for this parameter alone. All that is moved of it is far,
-        but a gradient that somebody else put there."""
-        parameter, whole = self.weight.parameter, self.weight.there
+        """Update the parameter slice by slice. ``update`` calls the optimizer for this parameter
+        alone. Its weight, gradient and state are all offloaded, except a gradient that other code
+        assigned."""
+        parameter, whole = self.weight.parameter, self.weight.offloaded
         gradient = parameter.grad
-        near = gradient if not self.gradient.is_home(gradient) else None
+        resident_gradient = gradient if not self.gradient.is_offloaded(gradient) else None
         self._check(gradient)
-        # What lies far alone leaves an empty dict.
-        found = optimizer.state.get(parameter)
-        held = found if found or isinstance(found, OffloadedState) else None
+        # The state is an empty dict also if all of it is offloaded.
+        entry = optimizer.state.get(parameter)
+        old_state = entry if entry or isinstance(entry, OffloadedState) else None
         slices = _StateSlices(
             whole=whole,
             parts=self.parts,
             memory=self.memory,
             fetched={
                 _WEIGHT: self.weight.offset,
-                **({_GRADIENT: self.gradient.offset} if gradient is not near else {}),
-                **({} if held is None else self.kept),
+                **({_GRADIENT: self.gradient.offset} if gradient is not resident_gradient else {}),
+                **({} if old_state is None else self.state_offsets),
             },
         )
-        numbers = ScalarStates(held or {})
+        numbers = ScalarStates(old_state or {})
         state: dict[str, Any] = {}
-        is_over = False
+        is_done = False
         try:
             for number, (start, end) in enumerate(slices.spans):
                 rows = slices.arrived(number)
-                own = near[start:end] if near is not None else rows.get(_GRADIENT)
-                kept = None if held is None else self._in_order(held, rows, numbers.again())
-                state = updated_rows(
-                    optimizer, parameter, update, weight=rows[_WEIGHT], gradient=own, kept=kept
+                row_gradient = (
+                    resident_gradient[start:end]
+                    if resident_gradient is not None
+                    else rows.get(_GRADIENT)
                 )
-                slices.send(number, self._going(parameter, state, rows[_WEIGHT].shape))
+                row_state = (
+                    None
+                    if old_state is None
+                    else self._in_order(old_state, rows, numbers.restored())
+                )
+                state = updated_rows(
+                    optimizer,
+                    parameter,
+                    update,
+                    weight=rows[_WEIGHT],
+                    gradient=row_gradient,
+                    state=row_state,
+                )
+                slices.send(number, self._tensors_to_send(parameter, state, rows[_WEIGHT].shape))
             slices.await_sent()
-            is_over = True
+            is_done = True
         finally:
             parameter.grad = None
             parameter.data, parameter.grad = whole, gradient
-            self._put_back(optimizer, held, state if is_over else None, numbers)
+            self._restore(optimizer, old_state, state if is_done else None, numbers)
 
     def _check(self, gradient: torch.Tensor | None) -> None:
-        far = (self.weight.there, *([gradient] if self.gradient.is_home(gradient) else ()))
-        if not all(x is not None and x.is_contiguous() for x in far):
+        offloaded_tensors = (
+            self.weight.offloaded,
+            *([gradient] if self.gradient.is_offloaded(gradient) else ()),
+        )
+        if not all(x is not None and x.is_contiguous() for x in offloaded_tensors):
             raise Mismatch(
                 f"parameter {self.name} or its gradient no longer lies row by row",
                 expected="the strides that it was planned with: it is updated in slices",
@@ -85,54 +104,61 @@ class SlicedUpdate:
             )
 
     def _in_order(
-        self, held: dict[str, Any], rows: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]
+        self,
+        old_state: dict[str, Any],
+        rows: Mapping[str, torch.Tensor],
+        numbers: Mapping[str, Any],
     ) -> dict[str, Any]:
-        keys = held.keys_in_order if isinstance(held, OffloadedState) else tuple(held)
-        return {key: rows[key] if key in self.kept else numbers[key] for key in keys}
+        keys = (
+            old_state.keys_in_order if isinstance(old_state, OffloadedState) else tuple(old_state)
+        )
+        return {key: rows[key] if key in self.state_offsets else numbers[key] for key in keys}
 
-    def _going(
+    def _tensors_to_send(
         self, parameter: nn.Parameter, state: Mapping[str, Any], shape: torch.Size
     ) -> dict[int, torch.Tensor]:
-        """What goes to which offset, as the optimizer left it."""
+        """Return the tensors to send after an update, by offset."""
         for key, value in state.items():
             is_number = not isinstance(value, torch.Tensor) or value.numel() == 1
-            is_alike = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (
+            has_same_form = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (
                 shape, parameter.dtype
             )  # fmt: skip
-            if not (is_alike if key in self.kept else is_number):
+            if not (has_same_form if key in self.state_offsets else is_number):
                 raise Mismatch(
                     f"the optimizer keeps {key} for {self.name} in another form than it did",
                     expected="the state that it was planned with: it is updated in slices",
                     remedy=_PLAN_AGAIN,
                 )
-        if state and (missed := self.kept.keys() - state.keys()):
+        if state and (missing := self.state_offsets.keys() - state.keys()):
             raise Mismatch(
-                f"the optimizer keeps no {min(missed)} for {self.name}",
+                f"the optimizer keeps no {min(missing)} for {self.name}",
                 expected="the state that it was planned with",
                 remedy=_PLAN_AGAIN,
             )
-        kept = {self.kept[key]: state[key] for key in self.kept if state}
-        return {self.weight.offset: parameter.data, **kept}
+        tensors = {self.state_offsets[key]: state[key] for key in self.state_offsets if state}
+        return {self.weight.offset: parameter.data, **tensors}
 
-    def _put_back(
+    def _restore(
         self,
         optimizer: torch.optim.Optimizer,
-        held: dict[str, Any] | None,
+        old_state: dict[str, Any] | None,
         state: dict[str, Any] | None,
         numbers: "ScalarStates",
     ) -> None:
         parameter = self.weight.parameter
-        if state is None and held is None:
+        if state is None and old_state is None:
             optimizer.state.pop(parameter, None)
         elif state is None:
-            assert held is not None
-            held.update(numbers.again())
-            optimizer.state[parameter] = held
-        elif self.kept.keys() & state.keys():
-            layout = OffloadedLayout.of(self.weight.there)
-            near = {key: value for key, value in state.items() if key not in self.kept}
-            away = OffloadedState(near, tuple(state), dict.fromkeys(self.kept, layout))
-            optimizer.state[parameter] = away
+            assert old_state is not None
+            old_state.update(numbers.restored())
+            optimizer.state[parameter] = old_state
+        elif self.state_offsets.keys() & state.keys():
+            layout = OffloadedLayout.of(self.weight.offloaded)
+            resident = {key: value for key, value in state.items() if key not in self.state_offsets}
+            entry = OffloadedState(
+                resident, tuple(state), dict.fromkeys(self.state_offsets, layout)
+            )
+            optimizer.state[parameter] = entry
 
 
 _WEIGHT, _GRADIENT = "parameter", "gradient"
@@ -145,47 +171,50 @@ def updated_rows(
     *,
     weight: torch.Tensor,
     gradient: torch.Tensor | None,
-    kept: dict[str, Any] | None,
+    state: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """What the optimizer keeps once it has changed these rows, as if they were all there is."""
-    parameter.grad = None  # a gradient has the shape of its parameter at all times
+    """Let the optimizer update these rows as if they were the whole parameter; return its state
+    afterwards."""
+    parameter.grad = None  # torch requires that a gradient has the shape of its parameter
     parameter.data, parameter.grad = weight, gradient
-    if kept is None:
+    if state is None:
         optimizer.state.pop(parameter, None)
     else:
-        optimizer.state[parameter] = kept
+        optimizer.state[parameter] = state
     update()
     return dict(optimizer.state.get(parameter) or {})
 
 
 class ScalarStates:
-    """What an optimizer keeps for a parameter in numbers, as before the step: for each slice."""
+    """The scalar state of a parameter from before the step, restored for each slice."""
 
-    def __init__(self, kept: Mapping[str, Any]) -> None:
-        self._kept = {
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._scalars = {
             key: (value, value.item() if isinstance(value, torch.Tensor) else copy.deepcopy(value))
-            for key, value in kept.items()
+            for key, value in state.items()
             if not isinstance(value, torch.Tensor) or value.numel() == 1
         }
 
-    def again(self) -> dict[str, Any]:
+    def restored(self) -> dict[str, Any]:
         return {
             key: value.fill_(number) if isinstance(value, torch.Tensor) else copy.deepcopy(number)
-            for key, (value, number) in self._kept.items()
+            for key, (value, number) in self._scalars.items()
         }
 
 
 class _StateSlices:
-    """Some rows of each of these at a time, in room for two slices of each."""
+    """Row slices of several offloaded tensors, in buffers of two slices each."""
 
     def __init__(
         self, *, whole: torch.Tensor, parts: int, memory: OffloadFile, fetched: Mapping[str, int]
     ) -> None:
         self._memory, self._offsets = memory, fetched
         self._row_bytes = whole[0].nbytes
-        each = rows_of_slice(len(whole), self._row_bytes, parts)
-        self.spans = [(s, min(s + each, len(whole))) for s in range(0, len(whole), each)]
-        self._rooms = {key: whole.new_empty((2, each, whole.shape[1])) for key in fetched}
+        slice_rows = rows_of_slice(len(whole), self._row_bytes, parts)
+        self.spans = [
+            (s, min(s + slice_rows, len(whole))) for s in range(0, len(whole), slice_rows)
+        ]
+        self._buffers = {key: whole.new_empty((2, slice_rows, whole.shape[1])) for key in fetched}
         self._leaving: _Leaving = []
         self._arriving = self._fetch(0)
 
@@ -196,9 +225,9 @@ class _StateSlices:
         self._arriving = self._fetch(number + 1)
         return self._rows(number)
 
-    def send(self, number: int, going: Mapping[int, torch.Tensor]) -> None:
+    def send(self, number: int, tensors: Mapping[int, torch.Tensor]) -> None:
         start, _ = self.spans[number]
-        for offset, x in going.items():
+        for offset, x in tensors.items():
             x = x.contiguous()
             sending = self._memory.send(offset + start * self._row_bytes, x)
             self._leaving.append((sending, x))
@@ -219,4 +248,4 @@ class _StateSlices:
 
     def _rows(self, number: int) -> dict[str, torch.Tensor]:
         start, end = self.spans[number]
-        return {key: room[number % 2, : end - start] for key, room in self._rooms.items()}
+        return {key: buffer[number % 2, : end - start] for key, buffer in self._buffers.items()}

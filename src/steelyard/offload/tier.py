@@ -1,8 +1,8 @@
-"""Offload memory: a file that values are written to and read from while the device works on.
+"""Offload memory: a file that tensors are written to and read from while the device computes.
 
-Kept to its declared rate, past the page cache, so that it cannot win by being memory after all. The
-file has no name from the moment it exists: whatever ends the process removes it. Not for what is
-sent, nor when: that is the program's.
+Transfers are throttled to the declared rate and bypass the page cache; otherwise the file would
+perform like main memory. The file has no name from the moment it exists, so it disappears however
+the process ends. Not for the choice of tensors and times: the program makes it.
 """
 
 import ctypes
@@ -24,40 +24,38 @@ from steelyard.hardware.cluster import OFFLOAD_PIECE_BYTES, OffloadMemory, offlo
 from steelyard.hardware.host_os import filesystem_of
 from steelyard.units import format_bytes, format_seconds
 
-# A piece that takes this many times as long as declared, and so long at least, never gets through.
+# A piece that takes this many times the declared time, and at least this long, counts as stalled.
 _PATIENCE, _LEAST_PATIENCE_SECONDS = 20.0, 60.0
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
 class OffloadFile:
-    """Room on one file, and a thread for each direction. ``waited_seconds`` is what the device
-    has waited in all, ``moved_bytes`` what went either way.
-    """
+    """Space in one file, and a transfer thread for each direction. ``waited_seconds`` is the
+    total time the device has waited for transfers, ``moved_bytes`` the total of both directions."""
 
     def __init__(self, offload_memory: OffloadMemory) -> None:
         self.offload_memory = offload_memory
         self.waited_seconds = 0.0
         self.moved_bytes = 0
         self._file = _open(offload_memory)
-        self._size = self._kept = 0
+        self._size = self._permanent_bytes = 0
         self._out = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="far out")
         self._in = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="far in")
-        self._close = weakref.finalize(self, _closed, self._file, self._out, self._in)
+        self._close = weakref.finalize(self, _close_all, self._file, self._out, self._in)
 
     def close(self) -> None:
         self._close()
 
     @property
     def busy_seconds(self) -> float:
-        """How long values were on their way, in all and both ways."""
+        """Total transfer time of both directions."""
         return self._out.busy_seconds + self._in.busy_seconds
 
     def shared(self, sizes: Sequence[int]) -> list[int]:
-        """Offsets of room for one program's values; another program's, which runs at another time,
-        may lie in the same place.
-        """
+        """Return offsets of space for the values of one program. Programs that run at other times
+        may get the same space."""
         rounded = [offload_room(size) for size in sizes]
-        total = self._kept + sum(rounded)
+        total = self._permanent_bytes + sum(rounded)
         if total > self.offload_memory.size_bytes:
             raise BadInput(
                 f"the plan moves {format_bytes(total)} to {self.offload_memory.folder}, which "
@@ -68,17 +66,18 @@ class OffloadFile:
             )
         if total > self._size:
             self._reserve(total)
-        return list(accumulate(rounded[:-1], initial=self._kept))
+        return list(accumulate(rounded[:-1], initial=self._permanent_bytes))
 
     def kept(self, sizes: Sequence[int]) -> list[int]:
-        """Offsets of room that nothing else is given from then on; before any program's."""
+        """Return offsets of space that is never given to anything else. Call this before
+        ``shared``."""
         offsets = self.shared(sizes) if sizes else []
-        self._kept += sum(map(offload_room, sizes))
+        self._permanent_bytes += sum(map(offload_room, sizes))
         return offsets
 
     def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
-        """What lies there, as memory that can be read and written, and that the system may take
-        out of memory again."""
+        """Return the bytes at ``offset`` as a memory-mapped tensor, whose pages the system may
+        evict."""
         pages = mmap.mmap(self._file, offload_room(nbytes), offset=offset)
         return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
 
@@ -106,18 +105,19 @@ class OffloadFile:
         self._wait(transfer, self._in)
 
     def _wait(self, transfer: "Future[None]", lane: "_Lane") -> None:
-        """However much is queued before it: what ends it is a piece that does not get through."""
+        """Wait for a transfer, however many are queued before it. Raise RunFailed if no piece of
+        any transfer completes for too long."""
         begin = time.perf_counter()
         declared = OFFLOAD_PIECE_BYTES / self.offload_memory.bytes_per_second
         patience = max(_LEAST_PATIENCE_SECONDS, _PATIENCE * declared)
         while not transfer.done():
             wait((transfer,), timeout=patience)
-            still = time.perf_counter() - lane.progressed
-            if not transfer.done() and still >= patience:
+            stalled_seconds = time.perf_counter() - lane.progressed
+            if not transfer.done() and stalled_seconds >= patience:
                 raise RunFailed(
                     f"offload memory in {self.offload_memory.folder} stalls: "
                     f"{format_bytes(OFFLOAD_PIECE_BYTES)} are not through after "
-                    f"{format_seconds(still)}",
+                    f"{format_seconds(stalled_seconds)}",
                     expected=f"~{format_seconds(declared)}, at the declared rate",
                     remedy="name another folder for offload memory, or plan without",
                 )
@@ -137,24 +137,25 @@ _Job = tuple["Future[None]", int, list[torch.Tensor], bool]
 
 
 class _Lane:
-    """One direction: a thread that moves one value after another, no faster than declared.
+    """One direction: a thread that transfers one tensor after another, no faster than the
+    declared rate.
 
-    Its file is its own, and closed by its thread: closed by another in the middle of a transfer,
-    the number might stand for some other file by the next piece. The thread is a daemon, so that a
-    disk that never answers does not keep the process from ending.
+    The thread has a file descriptor of its own and closes it itself: if another thread closed it
+    during a transfer, the same number could belong to another file by the next piece. The thread
+    is a daemon, so a disk that never answers does not keep the process from ending.
     """
 
     def __init__(self, file: int, bytes_per_second: float, *, name: str) -> None:
         self._file = file
         self._rate = bytes_per_second
-        # Aligned to pages, as a file that is opened past the cache wants it.
+        # Aligned to pages, as O_DIRECT requires.
         self._buffer = mmap.mmap(-1, OFFLOAD_PIECE_BYTES)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self.busy_seconds = 0.0
         self.progressed = time.perf_counter()
         self._process = os.getpid()
-        self._is_over = threading.Event()
+        self._is_stopped = threading.Event()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
@@ -165,56 +166,57 @@ class _Lane:
                 expected="steps in the process in which the plan was applied",
                 remedy="apply the plan here: plan.apply(model)",
             )
-        if self._is_over.is_set():
+        if self._is_stopped.is_set():
             raise RunFailed(
                 "offload memory was closed, and a step moves values to it",
                 expected="to be open while steps are taken",
                 remedy="apply the plan again: plan.apply(model)",
             )
         transfer: Future[None] = Future()
-        # Taken out of the box before the transfer is said to be over: no thread holds it then.
+        # The thread pops the tensor from this list before it completes the future, so that it no
+        # longer references the tensor then.
         self._jobs.put((transfer, offset, [x], is_write))
         return transfer
 
     def stop(self) -> None:
-        self._is_over.set()
+        self._is_stopped.set()
         self._jobs.put(None)
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
-            transfer, offset, box, is_write = job
+            transfer, offset, holder, is_write = job
             del job
             try:
-                self._move(offset, box, is_write)
-            except Exception as error:  # noqa: BLE001 - whoever waits has it
+                self._move(offset, holder, is_write)
+            except Exception as error:  # noqa: BLE001 - raised by the waiting thread
                 transfer.set_exception(error)
             else:
                 transfer.set_result(None)
         os.close(self._file)
 
-    def _move(self, offset: int, box: list[torch.Tensor], is_write: bool) -> None:
-        x = box.pop()
-        near, nbytes = x.data_ptr(), x.nbytes
+    def _move(self, offset: int, holder: list[torch.Tensor], is_write: bool) -> None:
+        x = holder.pop()
+        address, nbytes = x.data_ptr(), x.nbytes
         begin = self.progressed = time.perf_counter()
         for done in range(0, nbytes, OFFLOAD_PIECE_BYTES):
-            if self._is_over.is_set():
+            if self._is_stopped.is_set():
                 raise CancelledError
             size = min(OFFLOAD_PIECE_BYTES, nbytes - done)
             pages = self._view[: offload_room(size)]
             if is_write:
-                ctypes.memmove(self._address, near + done, size)
-                _all(os.pwrite(self._file, pages, offset + done), len(pages))
+                ctypes.memmove(self._address, address + done, size)
+                _check_complete(os.pwrite(self._file, pages, offset + done), len(pages))
             else:
-                _all(os.preadv(self._file, [pages], offset + done), len(pages))
-                ctypes.memmove(near + done, self._address, size)
-            early = begin + (done + size) / self._rate - time.perf_counter()
-            if early > 0:
-                self._is_over.wait(early)
+                _check_complete(os.preadv(self._file, [pages], offset + done), len(pages))
+                ctypes.memmove(address + done, self._address, size)
+            ahead_seconds = begin + (done + size) / self._rate - time.perf_counter()
+            if ahead_seconds > 0:
+                self._is_stopped.wait(ahead_seconds)
             self.progressed = time.perf_counter()
         self.busy_seconds += time.perf_counter() - begin
 
 
-def _all(moved: int, wanted: int) -> None:
+def _check_complete(moved: int, wanted: int) -> None:
     if moved != wanted:
         raise OSError(f"moved {moved} of {wanted} bytes")
 
@@ -235,22 +237,22 @@ def _open(offload_memory: OffloadMemory) -> int:
             remedy="name another folder",
         )
     try:
-        # Without a name: nothing is left behind, whatever ends this process.
+        # O_TMPFILE: the file has no name, so nothing is left behind however this process ends.
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
     except OSError as error:
         raise _unusable(offload_memory, "cannot be used", error) from error
 
 
-def _unusable(offload_memory: OffloadMemory, what: str, error: OSError) -> BadInput:
+def _unusable(offload_memory: OffloadMemory, problem: str, error: OSError) -> BadInput:
     return BadInput(
-        f"the offload memory in {offload_memory.folder} {what}: {error.strerror}",
+        f"the offload memory in {offload_memory.folder} {problem}: {error.strerror}",
         expected="a folder that can be written to, on a disk with room, read past its cache "
         "(O_TMPFILE and O_DIRECT)",
         remedy="name another folder, or plan without offload memory",
     )
 
 
-def _closed(file: int, *lanes: _Lane) -> None:
+def _close_all(file: int, *lanes: _Lane) -> None:
     for lane in lanes:
         lane.stop()
     os.close(file)

@@ -1,6 +1,7 @@
-"""Operators by name: what a graph calls ``aten.add.Tensor``, as something to call.
+"""Look up the callable for an operator name such as ``aten.add.Tensor``.
 
-Also the few operators of our own that capture puts into a graph. Not for deciding which.
+Also defines the ``steelyard.*`` operators that capture and passes put into a graph. Not for
+deciding where they are used.
 """
 
 import math
@@ -45,7 +46,7 @@ def operator_named(op: str) -> Operator:
 
 
 def call(node: Node, values: Mapping[str, Any]) -> Any:
-    """Carry out one node on live values; for the few that are not part of a program."""
+    """Run one node on live values; for the few nodes that are not part of a program."""
 
     args = [live(a, values) for a in node.args]
     if node.is_getitem:
@@ -54,7 +55,7 @@ def call(node: Node, values: Mapping[str, Any]) -> Any:
 
 
 def live(argument: Argument, values: Mapping[str, Any]) -> Any:
-    """The argument as torch takes it."""
+    """Convert a node argument to the value that is passed to the torch operator."""
     match argument:
         case Ref(name):
             return values[name]
@@ -66,19 +67,19 @@ def live(argument: Argument, values: Mapping[str, Any]) -> Any:
 
 
 def callable_of(node: Node) -> Operator:
-    """What carries this node out."""
+    """Return the callable that executes this node."""
     return operator_named(node.op) if node.body is None else sliced(node.body)
 
 
 def is_pointwise(op: str) -> bool:
-    """Whether each element of the result depends on the elements in its place alone."""
+    """True if each result element depends only on the input elements at the same position."""
     if op in _OWN or op.count(".") != 2:
         return False
     return torch.Tag.pointwise in getattr(operator_named(op), "tags", ())
 
 
 def torch_object(text: str) -> Any:
-    """``torch.float32``, ``torch.device('cpu')``: what a Symbol names, read and not evaluated."""
+    """Parse the text of a Symbol (``torch.float32``, ``torch.device('cpu')``) without eval."""
     name = text.removeprefix("torch.")
     if name.startswith("device("):
         return torch.device(name.removeprefix("device(").removesuffix(")").strip("'\""))
@@ -86,14 +87,14 @@ def torch_object(text: str) -> Any:
 
 
 def copy_laid_out(x: torch.Tensor, shape: list[int], stride: list[int]) -> torch.Tensor:
-    """``x`` on a storage of its own with the given strides."""
+    """Copy ``x`` to a new storage with the given strides."""
     return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def all_gather(share: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
-    """Issue a gather of every rank's share; ``_c10d_functional.wait_tensor`` gives the whole.
+    """Issue an all-gather of the ranks' shards; ``_c10d_functional.wait_tensor`` completes it.
 
-    By way of the out variant: two calls of the plain one in flight corrupt the heap on gloo
+    Uses the out variant: two calls of the functional variant in flight corrupt the heap on gloo
     (torch 2.13).
     """
     whole = share.new_empty((num_ranks * share.shape[0], *share.shape[1:]))
@@ -104,19 +105,19 @@ def all_gather(share: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
 
 
 def joined_rows(tensors: list[torch.Tensor], num_rows: int) -> torch.Tensor:
-    """Each cut into as many equal rows, and rows of the same number side by side."""
+    """Reshape each tensor to ``num_rows`` equal rows and concatenate them along dim 1."""
     return torch.cat([x.reshape(num_rows, -1) for x in tensors], dim=1)
 
 
 def whole_rows(joined: torch.Tensor, start: int, shape: list[int]) -> torch.Tensor:
-    """One of those tensors, whose part of each row begins at ``start``, on memory of its own."""
+    """Copy one tensor out of ``joined_rows``; its columns of ``joined`` begin at ``start``."""
     whole = joined.new_empty(shape)
     rows = whole.view(joined.shape[0], -1)
     rows.copy_(joined[:, start : start + rows.shape[1]])
     return whole
 
 
-# Known to torch by name, so that a compiler takes it as one opaque, functional call.
+# Registered with torch, so that a compiler treats each as one opaque, functional call.
 _LIBRARY = torch.library.Library("steelyard", "FRAGMENT")
 _LIBRARY.define(
     "bernoulli(SymInt[] size, float p, *, ScalarType dtype, Device device) -> Tensor",
@@ -127,7 +128,7 @@ _LIBRARY.define(
 def _bernoulli(
     size: Sequence[int], p: float, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """What ``aten.bernoulli.p`` draws for a tensor of this size and dtype."""
+    """Draw the numbers that ``aten.bernoulli.p`` draws for a tensor of this size and dtype."""
     return torch.empty(size, dtype=dtype, device=device).bernoulli_(p)
 
 
@@ -149,10 +150,10 @@ _LIBRARY.define(
 
 
 def masked_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """``x * mask * scale``, of a boolean mask that lies in memory as ``x`` does.
+    """Return ``x * mask * scale`` for a boolean mask with the strides of ``x``.
 
-    A product with booleans first writes them out as numbers; these can take the result, so that
-    nothing is held but what goes in and what comes out.
+    A product with booleans first converts the mask to numbers. The result is written into that
+    converted tensor, so no memory is allocated beyond inputs and result.
     """
     return mask.to(x.dtype, copy=True).mul_(scale).mul_(x)
 
@@ -162,29 +163,30 @@ torch.library.register_fake("steelyard::masked_scale", masked_scale, lib=_LIBRAR
 
 _LIBRARY.define("encode8(Tensor x, SymInt[] stride) -> Tensor")
 _LIBRARY.define("decode8(Tensor coded, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor")
-# A slice stays in a core's own cache; two buffers of that size are all that a call holds besides.
+# A slice fits into a core's private cache; the workspace of a call is two buffers of that size.
 _SLICE = 256 * BLOCK
-# The least scale whose reciprocal is finite; of smaller values nothing is lost but themselves.
+# The smallest scale with a finite reciprocal. Blocks of smaller values use this scale too; their
+# error is below it.
 _LEAST_SCALE = 2.0**-126
-# What is rounded to the code 1, and not to 0.
+# A lower bound on scaled magnitudes that rounds to the code 1 instead of 0.
 _LEAST_CODE = 0.501
 
 
 def encode8(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """``x`` in 8 bits: its strides, the scale of each block of elements in memory order, all codes.
+    """Quantize ``x`` to 8 bits: its strides, one scale per block in memory order, then all codes.
 
-    A scale is the largest magnitude in its block over 127; where something is not finite, nor is
-    the scale, and so nothing in that block comes back as a finite number. Codes are rounded to the
-    nearest, but only a zero becomes a zero: the derivative of a relu asks which values are none,
-    that of a division divides by them.
+    A scale is the largest magnitude of its block over 127. A block with a non-finite element has
+    a non-finite scale, so none of its elements decodes to a finite number. Codes are rounded to
+    nearest, except that only zeros become the code 0: the derivative of relu tests for zero and
+    the derivative of a division divides by the value.
     """
     if not is_dense(x.shape, x.stride()):
         x = copy_laid_out(x, list(x.shape), list(stride))
     flat = x.as_strided((x.numel(),), (1,))
     coded = _encode8_fake(x, stride)
-    strides, scales, codes = _parted(coded, x.dim(), x.numel())
-    # Some kernels lay their result out otherwise than torch's description of them says; what is
-    # read back lies as it did.
+    strides, scales, codes = _split_coded(coded, x.dim(), x.numel())
+    # Some kernels return other strides than their fake kernels declare. The real strides are
+    # stored, so that the decoded tensor has them too.
     strides.copy_(torch.tensor(x.stride(), device="cpu"))
     buffers = flat.new_empty(2, min(_SLICE, flat.numel()), dtype=torch.float32)
     for part, scale, code in _slices(flat, scales, codes):
@@ -204,11 +206,11 @@ def encode8(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 def decode8(
     coded: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """What ``encode8`` wrote down, rounded to 8 bits, laid out as before."""
-    strides, scales, codes = _parted(coded, len(size), math.prod(size))
+    """Dequantize the result of ``encode8`` from 8 bits, with the strides of the original."""
+    strides, scales, codes = _split_coded(coded, len(size), math.prod(size))
     real = strides.tolist()
-    laid_out = real if is_dense(size, real) else stride
-    x = torch.empty_strided(size, laid_out, dtype=dtype, device=coded.device)
+    result_stride = real if is_dense(size, real) else stride
+    x = torch.empty_strided(size, result_stride, dtype=dtype, device=coded.device)
     flat = x.as_strided((x.numel(),), (1,))
     is_narrow = dtype is not torch.float32
     buffer = flat.new_empty(min(_SLICE, x.numel()) if is_narrow else 0, dtype=torch.float32)
@@ -221,18 +223,18 @@ def decode8(
 
 
 def coding_error(x: torch.Tensor) -> torch.Tensor:
-    """What 8 bits would lose of ``x``, as a share of its norm; not finite where ``x`` is not."""
+    """Return the relative error (L2 norm) of ``x`` in 8 bits; not finite if ``x`` is not."""
     flat = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.flatten()
     lost, norm = torch.zeros(2, dtype=torch.float64, device=x.device)
     for part in flat.split(_SLICE):
-        back = decode8(encode8(part, (1,)), part.shape, (1,), part.dtype).double()
+        decoded = decode8(encode8(part, (1,)), part.shape, (1,), part.dtype).double()
         norm += part.double().square().sum()
-        lost += back.sub_(part).square().sum()
-    # Of nothing, nothing is lost; what is not finite stays so.
+        lost += decoded.sub_(part).square().sum()
+    # A zero tensor has zero error; a non-finite norm gives a non-finite result.
     return torch.where(norm == 0, lost, lost / norm).sqrt()
 
 
-def _parted(coded: torch.Tensor, dims: int, numel: int) -> tuple[torch.Tensor, ...]:
+def _split_coded(coded: torch.Tensor, dims: int, numel: int) -> tuple[torch.Tensor, ...]:
     strides, scales, codes = coded.tensor_split((8 * dims, coded.numel() - numel))
     return strides.view(torch.int64), scales.view(torch.float32), codes.view(torch.int8)
 
@@ -240,7 +242,7 @@ def _parted(coded: torch.Tensor, dims: int, numel: int) -> tuple[torch.Tensor, .
 def _slices(
     flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Blocks as rows, each with its scale and its codes; a last block that is shorter, alone."""
+    """Yield (blocks as rows, scales, codes); a shorter last block is yielded separately."""
     whole = flat.numel() // BLOCK * BLOCK
     for start in range(0, whole, _SLICE):
         end = min(start + _SLICE, whole)
@@ -273,7 +275,7 @@ def nll_loss_sum(
     reduction: int,
     ignore_index: int,
 ) -> torch.Tensor:
-    """What ``aten.nll_loss_forward`` loses in these rows together."""
+    """Return the loss of ``aten.nll_loss_forward``, a sum over these rows."""
     lost: torch.Tensor
     lost, _ = torch.ops.aten.nll_loss_forward(scores, targets, weight, reduction, ignore_index)
     return lost
@@ -287,7 +289,7 @@ def nll_loss_weight(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What ``aten.nll_loss_forward`` divides a mean by."""
+    """Return the total weight by which ``aten.nll_loss_forward`` divides a mean."""
     counts = targets != ignore_index
     if weight is None:
         return counts.sum().to(dtype)
@@ -297,24 +299,24 @@ def nll_loss_weight(
 
 
 class Parted(Protocol):
-    """A tensor that is never there whole, but for its rows handed over in their order."""
+    """A tensor that is never materialized as a whole; its slices are provided in order."""
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor: ...
 
 
 def sliced(body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Carries the calls of ``body`` out for one part of the rows after another."""
-    kept = {given.name for given in body.gives if given.along != -1}
-    calls = {count: _prepared(nodes, kept) for count, nodes in body.calls}
-    adds = {given.name for given in body.gives if given.along is None}
+    """Return a function that runs the calls of ``body`` on one slice of rows after another."""
+    live_out = {given.name for given in body.gives if given.along != -1}
+    calls = {count: _with_last_uses(nodes, live_out) for count, nodes in body.calls}
+    sums = {given.name for given in body.gives if given.along is None}
     read = {i for node in body.calls[0][1] for i in node.inputs}
-    # A product that is only added up is added to the sum by the product's own kernel.
+    # A product that is only summed over slices is accumulated by the matmul kernel (addmm).
     products = {
-        node.name for node in body.calls[0][1] if node.op in PRODUCTS and node.name in adds - read
+        node.name for node in body.calls[0][1] if node.op in PRODUCTS and node.name in sums - read
     }
 
-    def run(*taken: torch.Tensor | Parted) -> tuple[torch.Tensor, ...]:
-        flat = [_rows_of(take, x) for take, x in zip(body.takes, taken, strict=True)]
+    def run(*inputs: torch.Tensor | Parted) -> tuple[torch.Tensor, ...]:
+        flat = [_rows_of(take, x) for take, x in zip(body.takes, inputs, strict=True)]
         results = _Results(body.gives, products)
         start = 0
         for count in body.counts():
@@ -325,9 +327,9 @@ def sliced(body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
                 for take, x in zip(body.takes, flat)
             }
             results.begin(start, count)
-            for call, dying in calls[count]:
+            for call, last_used in calls[count]:
                 call(values, results)
-                for name in dying:
+                for name in last_used:
                     del values[name]
             results.take(values)
             start += count
@@ -344,33 +346,33 @@ def _rows_of(take: SlicedValue, x: torch.Tensor | Parted) -> Any:
 
 
 class _Results:
-    """What a body gives, as it grows part by part."""
+    """Collects the results of a sliced body, slice by slice."""
 
     def __init__(self, gives: tuple[SlicedValue, ...], products: set[str]) -> None:
         self._gives = gives
         self._products = products
         self._columns = {given.name: given.tensor for given in gives if given.along == -1}
-        self._grown: dict[str, torch.Tensor] = {}
+        self._partial: dict[str, torch.Tensor] = {}
         self._start = self._count = 0
 
     def begin(self, start: int, count: int) -> None:
-        """The part that is next."""
+        """Set the row range of the next slice."""
         self._start, self._count = start, count
 
     def place(self, name: str, device: torch.device) -> torch.Tensor | None:
-        """Where this part of a value in columns belongs; None of any other."""
+        """Return the output slice of a value that is sliced along its last dim, else None."""
         tensor = self._columns.get(name)
         if tensor is None:
             return None
-        whole = self._grown.get(name)
+        whole = self._partial.get(name)
         if whole is None:
             dtype = getattr(torch, tensor.dtype)
-            whole = self._grown[name] = torch.empty(tensor.shape, dtype=dtype, device=device)
+            whole = self._partial[name] = torch.empty(tensor.shape, dtype=dtype, device=device)
         return whole.narrow(-1, self._start, self._count)
 
     def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor) -> bool:
-        """Whether ``left @ right`` was added to the sum of that name."""
-        total = self._grown.get(name)
+        """Add ``left @ right`` to the named sum; False if that value has no sum to add to yet."""
+        total = self._partial.get(name)
         if name not in self._products or total is None:
             return False
         if total.dtype is left.dtype:
@@ -383,28 +385,28 @@ class _Results:
         for given in self._gives:
             value = values.pop(given.name, None)
             if value is None or given.along == -1:
-                continue  # added already, or where it belongs
-            total = self._grown.get(given.name)
+                continue  # already accumulated, or written in place
+            total = self._partial.get(given.name)
             if given.along is None:
-                self._grown[given.name] = _added(total, value)
+                self._partial[given.name] = _accumulated(total, value)
                 continue
             if total is None:
                 tensor = given.tensor
                 rows = torch.empty(tensor.shape, dtype=value.dtype, device=value.device)
-                total = self._grown[given.name] = rows.flatten(0, given.dims - 1)
+                total = self._partial[given.name] = rows.flatten(0, given.dims - 1)
             total.narrow(0, self._start * given.unit, self._count * given.unit).copy_(value)
 
     def whole(self) -> tuple[torch.Tensor, ...]:
         return tuple(
-            self._grown.pop(given.name).to(getattr(torch, given.tensor.dtype)).view(
+            self._partial.pop(given.name).to(getattr(torch, given.tensor.dtype)).view(
                 given.tensor.shape
             )
             for given in self._gives
         )  # fmt: skip
 
 
-def _added(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-    """Sums of half precision are kept in single: each slice would round them anew."""
+def _accumulated(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    """Accumulate a sum; half precision is summed in float32, else each slice would round it."""
     if total is None:
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     return total.add_(value)
@@ -413,29 +415,32 @@ def _added(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
 _SlicedCall = Callable[[dict[str, torch.Tensor], _Results], None]
 
 
-def _prepared(nodes: Sequence[Node], kept: set[str]) -> list[tuple[_SlicedCall, list[str]]]:
-    """Each call, and whose last reader it is."""
-    last = {name: place for place, node in enumerate(nodes) for name in (node.name, *node.inputs)}
-    dying: list[list[str]] = [[] for _ in nodes]
-    for name, place in last.items():
-        if name not in kept:
-            dying[place].append(name)
+def _with_last_uses(
+    nodes: Sequence[Node], live_out: set[str]
+) -> list[tuple[_SlicedCall, list[str]]]:
+    """Return a callable for each node with the names of the values that die after it."""
+    last = {name: index for index, node in enumerate(nodes) for name in (node.name, *node.inputs)}
+    last_used: list[list[str]] = [[] for _ in nodes]
+    for name, index in last.items():
+        if name not in live_out:
+            last_used[index].append(name)
     read = {name for node in nodes for name in node.inputs}
     return [
         (_sliced_call(node, is_read=node.name in read), names)
-        for node, names in zip(nodes, dying, strict=True)
+        for node, names in zip(nodes, last_used, strict=True)
     ]
 
 
 def _sliced_call(node: Node, *, is_read: bool) -> _SlicedCall:
     operator = operator_named(node.op)
-    # What is read in the same part is better off dense: kernels have other ways for what is not.
-    into = None if is_read else _INTO.get(node.op)
+    # A value that other calls of the slice read is better dense: kernels take other code paths
+    # for strided inputs.
+    into = None if is_read else _OUT_VARIANTS.get(node.op)
     is_product = node.op in PRODUCTS
 
     def call_on(values: dict[str, torch.Tensor], results: _Results) -> None:
         args = [live(a, values) for a in node.args]
-        # What is added to a product, before the sum of its terms, is so once.
+        # The input that addmm adds to its product is added once, by the first slice.
         if is_product and results.add_product(node.name, *args[-2:]):
             return
         kwargs = {key: live(a, values) for key, a in node.kwargs}
@@ -451,7 +456,10 @@ def _sliced_call(node: Node, *, is_read: bool) -> _SlicedCall:
     return call_on
 
 
-_INTO: Mapping[str, Operator] = {"aten.mm.default": torch.mm, "aten.addmm.default": torch.addmm}
+_OUT_VARIANTS: Mapping[str, Operator] = {
+    "aten.mm.default": torch.mm,
+    "aten.addmm.default": torch.addmm,
+}
 
 
 _OWN: dict[str, Operator] = {

@@ -1,8 +1,8 @@
-"""FLOPs of one operator call: a multiplication and an addition each count as one.
+"""FLOPs of one operator call; a multiplication and an addition count as one each.
 
-Torch's own registry, which users extend with ``torch.utils.flop_counter.register_flop_formula``,
-and formulas for the operators that it lacks (torch 2.13) or counts wrongly. Not for operators that
-have no formula at all: see missing_flops.py.
+Uses torch's registry, which users extend with ``torch.utils.flop_counter.register_flop_formula``,
+and adds formulas for operators that it lacks (torch 2.13) or counts wrongly. Not for operators
+without any formula: see missing_flops.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +19,17 @@ _REAL_PRODUCTS_OF_A_COMPLEX_ONE = 4
 
 
 def formula_of(target: Any) -> Callable[..., Any] | None:
-    """The formula of an operator, called as it is with its result as ``out_val``; or None."""
+    """Return the formula of an operator or None.
+
+    A formula is called with the operator's arguments and its result as ``out_val``.
+    """
     packet = target.overloadpacket
     own = _FORMULAS.get(str(packet))
     return own if own is not None else flop_registry.get(packet)
 
 
 def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Zero where no formula is known. An ``out`` argument is only where the result goes."""
+    """Return the FLOPs of a call, zero if no formula is known. ``out`` is not an operand."""
     assert isinstance(target, _torch.OpOverload)
     formula = formula_of(target)
     if formula is None:
@@ -37,12 +40,12 @@ def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
     if first is None:
         return flops
     if first.dtype is torch.float4_e2m1fn_x2:
-        flops *= 2  # two values lie in each element of a shape
+        flops *= 2  # an element of this dtype packs two values
     return flops * (_REAL_PRODUCTS_OF_A_COMPLEX_ONE if first.is_complex() else 1)
 
 
 def format_of_call(args: Any) -> str:
-    """The format that a product multiplies in, as peak rates are declared by: its operands'."""
+    """Return the name of the operand format, by which hardware peak rates are declared."""
     first = _first_tensor(args)
     if first is None:
         return ""
@@ -81,7 +84,7 @@ def _products(left: Sequence[Any], right: Sequence[Any], *_: Any, **__: Any) -> 
 
 
 def _product_with_packed(x: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """One with a packed matrix, of which only the result tells how wide it is."""
+    """A product with a packed matrix, whose width only the result shows."""
     return int(2 * x.numel() * out_val.shape[-1])
 
 
@@ -102,22 +105,22 @@ def _linear_backward(x: Any, _: Any, weight: Any, mask: Sequence[bool], **__: An
 
 
 def _grouped_product(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Groups of rows, of columns, or of what is summed over: offsets divide a dim among them, so
-    that all together do the work of one product along that dim, however they divide it.
+    """A grouped matmul; offsets partition the rows, the columns or the contracted dim.
 
-    Rows behind the last offset, which belong to no group, are counted as well.
+    All groups together cost as much as one product over the whole dim, for any offsets. Rows
+    after the last offset, which belong to no group, are counted as well.
     """
     once = a.numel() // a.shape[0] if a.dim() == 3 and b.dim() == 2 and a.shape[0] else a.numel()
     return int(2 * once * b.shape[-1])
 
 
 def _grouped_product_backward(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Both gradients."""
+    """The gradients of both operands."""
     return 2 * _grouped_product(a, b)
 
 
 def _trilinear(a: Any, b: Any, c: Any, *expanded: Sequence[int] | int, **__: Any) -> int:
-    """Each product of three is added up along the dims that the result does not have."""
+    """A product of three tensors, summed over the dims that the result does not have."""
     shapes = []
     for tensor, dims in zip((a, b, c), expanded, strict=False):
         assert not isinstance(dims, int)
@@ -132,10 +135,10 @@ def _trilinear(a: Any, b: Any, c: Any, *expanded: Sequence[int] | int, **__: Any
 
 
 def _convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any, **named: Any) -> int:
-    """The gradients of input and weight each take what the forward pass took.
+    """The gradients of input and weight; each costs as much as the forward pass.
 
-    Torch's formula (2.13) takes the weight's of a convolution in groups for one without groups: of
-    a depthwise convolution it is the number of channels times too large.
+    Torch's formula (2.13) ignores groups for the weight gradient: for a depthwise convolution its
+    result is too large by a factor of the number of channels.
     """
     transposed = named["transposed"] if "transposed" in named else rest[4]
     mask = named["output_mask"] if "output_mask" in named else rest[7]
@@ -163,7 +166,7 @@ def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 def _attention_backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
     batch, heads, rows, width = query.shape
-    # Five products: scores again, and one for each of dP, dV, dQ, dK.
+    # Five products: the recomputed scores, and one for each of dP, dV, dQ, dK.
     return int(2 * batch * heads * rows * key.shape[-2] * (3 * width + 2 * value.shape[-1]))
 
 
@@ -211,8 +214,8 @@ def _distances_within_backward(_: Any, a: Any, *__: Any, **___: Any) -> int:
 
 
 # --- factorisations and solutions, by the leading terms of LAPACK's counts (Blackford and Dongarra,
-# LAPACK Working Note 41, 1999). What iterates (eigenvalues, singular values, the exponential of a
-# matrix) has no such count, and none is made up here.
+# LAPACK Working Note 41, 1999). Iterative algorithms (eigenvalues, singular values, the matrix
+# exponential) have no such count and therefore no formula here.
 
 
 def _matrices(a: Any) -> tuple[int, int, int]:
@@ -276,7 +279,7 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
         ("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2"),
         _grouped_product,
     ),
-    # Transformers' own operator, where a grouped product does not take what it is given.
+    # An operator of transformers, used where torch's grouped product rejects the inputs.
     "transformers.grouped_mm_fallback": _grouped_product,
     "transformers.grouped_mm_fallback_backward": _grouped_product_backward,
     "aten.addbmm": _added_product,

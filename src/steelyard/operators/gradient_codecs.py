@@ -1,9 +1,9 @@
-"""Gradients in few bits, block by block: written down, read back and added up.
+"""Block-wise gradient codecs: encode, decode and sum gradients in few bits.
 
-Codes are put into words of 32 bits and taken out of them by shifts, which Inductor vectorises where
-it does not those of bytes, and loads of a few bytes it makes one by one. What is not finite makes
-its block's scale so, and every rank then finds nothing finite in it; but it never stays in a
-residual. Not for which gradients, nor for sending: see passes/compression/compressed_all_reduce.py.
+Codes are packed into 32-bit words by shifts, because Inductor vectorises shifts of words but not
+of bytes, and loads single bytes one at a time. A non-finite gradient makes the scale of its block
+non-finite, so every rank decodes the whole block as non-finite; it is never left in a residual.
+Not for choosing gradients, nor for sending them: see passes/compression/compressed_all_reduce.py.
 """
 
 from bisect import bisect_right
@@ -18,8 +18,9 @@ from steelyard import _torch
 from steelyard.errors import BadInput
 from steelyard.ir.gradient_codec import BLOCK, CODECS
 
-# Of a bell-shaped value in three levels least is lost at 1.22 of its root mean square. Gradients
-# are not: what lies far beyond the level waits for many steps (docs/log.md, 2026-11-26).
+# For a normal distribution the three-level error is least at 1.22 times the root mean square.
+# Gradients have heavier tails: with a small level, error feedback takes many steps to send the
+# large elements (docs/log.md, 2026-11-26).
 _LEVEL = 2.5
 _QUARTER = BLOCK // 4
 _LEAST = 1e-30
@@ -28,35 +29,35 @@ _LEAST = 1e-30
 def encode_gradients(
     tensors: Sequence[torch.Tensor], residual: torch.Tensor | None, codec: str, parts: int
 ) -> torch.Tensor:
-    """One row of bytes for each part of ``tensors``, put one behind the other.
+    """Encode the concatenated ``tensors`` as ``parts`` rows of bytes.
 
-    They are added to ``residual``, where there is one, and what is lost stays there. In 16 bits it
-    is as many elements.
+    With a ``residual`` (error feedback), the tensors are added to it before encoding and the
+    encoding error stays in it. The 16-bit codecs return one element per gradient instead.
     """
     flats = [x.reshape(-1) for x in tensors]
     if CODECS[codec].is_linear:
-        return _narrowed(flats, getattr(torch, codec))
+        return _rounded(flats, getattr(torch, codec))
     blocks = -(-sum(x.numel() for x in flats) // (parts * BLOCK))
-    written = _Written(codec, parts, blocks, flats[0].device)
+    rows_out = _EncodedRows(codec, parts, blocks, flats[0].device)
     pieces = _Pieces(flats)
-    most = _most_at_once(codec, flats[0].device)
-    room = None
+    most = _chunk_blocks(codec, flats[0].device)
+    buffer = None
     if residual is None:
-        room = flats[0].new_empty(min(blocks, most) * BLOCK, dtype=torch.float32)
+        buffer = flats[0].new_empty(min(blocks, most) * BLOCK, dtype=torch.float32)
     for part in range(parts):
-        for first, count in _stretches(blocks, most):
+        for first, count in _chunks(blocks, most):
             start, end = ((part * blocks + b) * BLOCK for b in (first, first + count))
             if residual is not None:
                 values = residual[start:end]
                 pieces.add_to(values, start)
             else:
-                assert room is not None
-                values = pieces.put_into(room[: end - start], start)
-            written.write(part, first, values, keeps=residual is not None)
-    return written.coded
+                assert buffer is not None
+                values = pieces.put_into(buffer[: end - start], start)
+            rows_out.write(part, first, values, keeps=residual is not None)
+    return rows_out.coded
 
 
-def _narrowed(flats: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _rounded(flats: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     sizes = [x.numel() for x in flats]
     narrow = flats[0].new_empty(sum(sizes), dtype=dtype)
     for place, flat in zip(narrow.split(sizes), flats, strict=True):
@@ -65,64 +66,65 @@ def _narrowed(flats: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 def encode_sum(received: torch.Tensor, residual: torch.Tensor | None, codec: str) -> torch.Tensor:
-    """One row: of this rank's part, the sum over what every rank wrote down."""
+    """Decode this rank's part as received from every rank, and encode the sum as one row."""
     blocks = _blocks_in(received, codec)
-    written = _Written(codec, 1, blocks, received.device)
+    rows_out = _EncodedRows(codec, 1, blocks, received.device)
     keeps = residual is not None
-    most = _most_at_once(codec, received.device)
-    room = received.new_empty(0 if keeps else min(blocks, most) * BLOCK, dtype=torch.float32)
-    for first, count in _stretches(blocks, most):
-        values = room[: count * BLOCK]
+    most = _chunk_blocks(codec, received.device)
+    buffer = received.new_empty(0 if keeps else min(blocks, most) * BLOCK, dtype=torch.float32)
+    for first, count in _chunks(blocks, most):
+        values = buffer[: count * BLOCK]
         if residual is not None:
             values = residual[first * BLOCK : (first + count) * BLOCK]
-        _read_into(values, received.unsqueeze(1), codec, 0, first, adds=keeps)
-        written.write(0, first, values, keeps=keeps)
-    return written.coded
+        _decode_into(values, received.unsqueeze(1), codec, 0, first, adds=keeps)
+        rows_out.write(0, first, values, keeps=keeps)
+    return rows_out.coded
 
 
 def decode_gradients(coded: torch.Tensor, codec: str) -> torch.Tensor:
-    """All parts, one behind the other."""
+    """Decode all parts into one flat tensor."""
     if CODECS[codec].is_linear:
         return coded.to(torch.float32)
     return _decoded(coded.unsqueeze(0), codec)
 
 
 def decode_sum(coded: torch.Tensor, codec: str) -> torch.Tensor:
-    """The sum of what each rank wrote down; the same on all, who add in the same order."""
+    """Decode the rows of all ranks and sum them in rank order, so all ranks agree to the bit."""
     return _decoded(coded.unsqueeze(1), codec)
 
 
 def add_decoded(coded: torch.Tensor, values: torch.Tensor, codec: str) -> None:
-    """The sum of all rows, to ``values`` in place."""
-    for first, count in _stretches(_blocks_in(coded, codec), _most_at_once(codec, coded.device)):
-        stretch = values[first * BLOCK : (first + count) * BLOCK]
-        _read_into(stretch, coded.unsqueeze(1), codec, 0, first, adds=True)
+    """Add the sum of all decoded rows to ``values`` in place."""
+    for first, count in _chunks(_blocks_in(coded, codec), _chunk_blocks(codec, coded.device)):
+        chunk = values[first * BLOCK : (first + count) * BLOCK]
+        _decode_into(chunk, coded.unsqueeze(1), codec, 0, first, adds=True)
 
 
-# What is coded at once: as much as stays in a core's caches from one loop to the next, and on
-# another device as much as keeps all of it at work. It is as many parts as a word holds codes, and
-# a block some elements of each: a word holds codes that lie far apart, and nothing is ever taken
-# out of between others.
+# Blocks are encoded in chunks: on a CPU a chunk fits into a core's caches from one loop to the
+# next, on other devices it is large enough to occupy the device. A chunk is split into as many
+# pieces as a word has codes. Word i packs element i of every piece, so that all loads are
+# contiguous and no elements need to be interleaved.
 _PARTS_OF = {"ternary": 16, "int8": 4, "largest": 4}
-# Sixteen parts that lay a power of two apart would push one another out of a core's first cache.
+# 513, not 512: sixteen pieces at a distance of a power of two would evict each other from the L1
+# cache.
 _BLOCKS_OF = {"ternary": 513, "int8": 512, "largest": 512}
 _BLOCKS_ELSEWHERE = 2**17
-# What is written down of more rows takes a compiler too long.
-_ONE_BY_ONE = 8
+# Sums over more rows are not unrolled: that would take the compiler too long.
+_MOST_UNROLLED = 8
 
 
-def _most_at_once(codec: str, device: torch.device) -> int:
+def _chunk_blocks(codec: str, device: torch.device) -> int:
     return _BLOCKS_OF[codec] if device.type == "cpu" else _BLOCKS_ELSEWHERE
 
 
-def _stretches(blocks: int, most: int) -> Iterator[tuple[int, int]]:
-    """The first of each, and how many."""
+def _chunks(blocks: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield (first block, number of blocks) of each chunk."""
     for first in range(0, blocks, most):
         yield first, min(most, blocks - first)
 
 
 class _Pieces:
-    """Tensors one behind the other, and zeros behind the last."""
+    """A virtual concatenation of flat tensors, padded with zeros."""
 
     def __init__(self, flats: Sequence[torch.Tensor]) -> None:
         self._flats = flats
@@ -152,8 +154,8 @@ class _Pieces:
             number += 1
 
 
-class _Written:
-    """Rows of bytes: all scales of a part, then all its codes."""
+class _EncodedRows:
+    """The encoded result: for each part a row of bytes, all scales and then all codes."""
 
     def __init__(self, codec: str, parts: int, blocks: int, device: torch.device) -> None:
         self._codec, self._width = codec, CODECS[codec].block_bytes
@@ -161,20 +163,20 @@ class _Written:
         nbytes = blocks * (4 + self._width)
         self.coded = torch.empty((parts, nbytes), dtype=torch.uint8, device=device)
         if not nbytes:
-            return  # and nothing is written
+            return  # there is nothing to write
         self._scales, self._words = self.coded.view(torch.float32), self.coded.view(torch.int32)
 
     def write(self, part: int, first: int, values: torch.Tensor, *, keeps: bool) -> None:
         encode = _encoder(self._codec, keeps, values.device)
-        scales, codes = encode(*_in_parts(values, self._codec).unbind())
+        scales, codes = encode(*_pieces_of(values, self._codec).unbind())
         self._scales[part, first : first + scales.numel()].copy_(scales)
         words = codes.view(-1).view(torch.int32)
         start = self._blocks + first * self._width // 4
         self._words[part, start : start + words.numel()].copy_(words)
 
 
-def _in_parts(values: torch.Tensor, codec: str) -> torch.Tensor:
-    """Of a stretch, (parts, blocks, elements of a block in each)."""
+def _pieces_of(values: torch.Tensor, codec: str) -> torch.Tensor:
+    """View a chunk as (pieces, blocks, elements of a block in each piece)."""
     parts = _PARTS_OF[codec]
     return values.view(parts, -1, BLOCK // parts)
 
@@ -184,37 +186,38 @@ def _blocks_in(coded: torch.Tensor, codec: str) -> int:
 
 
 def _decoded(coded: torch.Tensor, codec: str) -> torch.Tensor:
-    """The sum over the first dimension, of parts that follow one another along the second."""
+    """Sum decoded rows over dim 0 (ranks); the parts along dim 1 are concatenated."""
     parts, blocks = coded.shape[1], _blocks_in(coded, codec)
     out = torch.empty(parts, blocks * BLOCK, dtype=torch.float32, device=coded.device)
     for part in range(parts):
-        for first, count in _stretches(blocks, _most_at_once(codec, out.device)):
+        for first, count in _chunks(blocks, _chunk_blocks(codec, out.device)):
             values = out[part, first * BLOCK : (first + count) * BLOCK]
-            _read_into(values, coded, codec, part, first, adds=False)
+            _decode_into(values, coded, codec, part, first, adds=False)
     return out.view(-1)
 
 
-def _read_into(
+def _decode_into(
     values: torch.Tensor, coded: torch.Tensor, codec: str, part: int, first: int, *, adds: bool
 ) -> None:
-    """The sum over the first dimension, of a stretch of one part."""
-    into = _in_parts(values, codec)
-    taken = _taken_apart(coded, codec, part, first, into.shape[1])
-    _decoder(codec, coded.shape[0], adds, values.device)(*taken, *into.unbind())
+    """Decode one chunk of one part, summed over dim 0 (ranks), into ``values``."""
+    into = _pieces_of(values, codec)
+    codes_and_scales = _codes_and_scales(coded, codec, part, first, into.shape[1])
+    _decoder(codec, coded.shape[0], adds, values.device)(*codes_and_scales, *into.unbind())
 
 
-def _taken_apart(
+def _codes_and_scales(
     coded: torch.Tensor, codec: str, part: int, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words of codes, or bytes of the largest's, and scales of each block of a stretch."""
+    """Return views of the codes (words; bytes for ``largest``) and scales of a chunk's blocks."""
     ranks, parts, nbytes = coded.shape
-    lying = coded if codec == "largest" else coded.view(torch.int32)
-    size = lying.itemsize
+    units = coded if codec == "largest" else coded.view(torch.int32)
+    size = units.itemsize
     width = CODECS[codec].block_bytes // size
-    # By strides: a view would choose those of a dim of one as it likes.
+    # Explicit strides: ``view`` may choose any stride for a dim of size one, and the compiled
+    # decoder accepts only the strides it was compiled for.
     row = coded.storage_offset() + part * nbytes
     start = (row + 4 * _blocks_in(coded, codec)) // size + first * width
-    codes = lying.as_strided((ranks, count, width), (parts * nbytes // size, width, 1), start)
+    codes = units.as_strided((ranks, count, width), (parts * nbytes // size, width, 1), start)
     scales = coded.view(torch.float32).as_strided(
         (ranks, count, 1), (parts * nbytes // 4, 1, 1), row // 4 + first
     )
@@ -234,7 +237,8 @@ def _encoder(codec: str, keeps: bool, device: torch.device) -> _Compiled:
         assert pieces[0].shape[1] == each
         scales, codes, left = encode(pieces)
         if keeps:
-            # Piece by piece: one loop then reads what a word is of, and writes what is left.
+            # Piece by piece: one fused loop then reads the elements of a word and writes their
+            # errors.
             for piece, lost in zip(pieces, left, strict=True):
                 piece.copy_(torch.where(torch.isfinite(scales), lost, 0.0))
         return scales.view(-1), codes
@@ -244,17 +248,20 @@ def _encoder(codec: str, keeps: bool, device: torch.device) -> _Compiled:
 
 @cache
 def _decoder(codec: str, rows: int, adds: bool, device: torch.device) -> _Compiled:
-    """Of so many rows, of which a few are written down one by one: a loop over them would be one of
-    its own, and what is added another."""
-    read = {"ternary": _ternary_read, "int8": _int8_read, "largest": _largest_read}[codec]
+    """Compile a decoder for ``rows`` rows.
+
+    A sum over few rows is unrolled; a reduction would not be fused with the final addition.
+    """
+    read = {"ternary": _decode_ternary, "int8": _decode_int8, "largest": _decode_largest}[codec]
     parts, each = _PARTS_OF[codec], BLOCK // _PARTS_OF[codec]
-    # As they lie in what is received: for all that lies so, and for all numbers of blocks. Of two
-    # sizes that are alike a trace makes one, and as many blocks as rows were then all there are.
+    # The example has the strides of received data, so that the compiled code is valid for it with
+    # any number of blocks. The number of blocks must differ from ``rows``: tracing would unify
+    # equal dynamic sizes and the code would only work for that number.
     count = 5 if rows != 5 else 7
     nbytes = 9 * (4 + CODECS[codec].block_bytes)
     received = torch.ones(rows, 3, nbytes, dtype=torch.uint8, device=device)
-    taken = _taken_apart(received, codec, 1, 1, count)
-    width = taken[0].shape[2]
+    example = _codes_and_scales(received, codec, 1, 1, count)
+    width = example[0].shape[2]
 
     def run(codes: torch.Tensor, scales: torch.Tensor, *pieces: torch.Tensor) -> tuple[()]:
         assert (codes.shape[0], codes.shape[2]) == (rows, width)
@@ -263,11 +270,11 @@ def _decoder(codec: str, rows: int, adds: bool, device: torch.device) -> _Compil
             into.copy_(into + value if adds else value)
         return ()
 
-    return _compiled(run, [*taken, *_ones(parts, count, each, device=device).unbind()])
+    return _compiled(run, [*example, *_ones(parts, count, each, device=device).unbind()])
 
 
 def _ones(*shape: int, device: torch.device) -> torch.Tensor:
-    """What is compiled for another format than it is given writes beyond the end."""
+    """Return example inputs; code compiled for another dtype would write out of bounds."""
     return torch.ones(shape, dtype=torch.float32, device=device)
 
 
@@ -287,96 +294,99 @@ def _compiled(run: Callable[..., object], examples: Sequence[torch.Tensor]) -> _
     return _torch.compiled(run, examples)
 
 
-# A scale of each block, codes, and what they lose of each part.
+# The scale of each block, the codes, and the encoding error of each piece.
 _Encoded = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]
 
 
 def _ternary(pieces: _Parts) -> _Encoded:
-    """-1, 0 or 1 times a scale, to the nearest; sixteen in a word, one of each part."""
-    squares = _summed([v * v for v in pieces]).sum(1, keepdim=True)
+    """Encode as the nearest of -1, 0 and 1 times a scale; sixteen codes in a word."""
+    squares = _sum_unrolled([v * v for v in pieces]).sum(1, keepdim=True)
     scale = _LEVEL * (squares * (1 / BLOCK)).sqrt()
     half = 0.5 * scale
     codes = [(v > half).to(torch.float32) - (v < -half).to(torch.float32) for v in pieces]
     left = [v - code * scale for v, code in zip(pieces, codes, strict=True)]
-    return scale, _put_together([code + 1 for code in codes], bits=2), left
+    return scale, _pack([code + 1 for code in codes], bits=2), left
 
 
-def _ternary_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
-    return [_added((code - 1) * scales) for code in _taken_out(codes, bits=2)]
+def _decode_ternary(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
+    return [_sum_rows((code - 1) * scales) for code in _unpack(codes, bits=2)]
 
 
-def _put_together(codes: _Parts, *, bits: int) -> torch.Tensor:
-    """Words; the code of the last part is in the highest bits."""
+def _pack(codes: _Parts, *, bits: int) -> torch.Tensor:
+    """Pack codes into words; the code of the last piece is in the highest bits."""
     words, *others = (code.to(torch.int32) for code in codes)
     for part, code in enumerate(others, 1):
         words = words | (code << bits * part)
     return words
 
 
-def _taken_out(words: torch.Tensor, *, bits: int) -> list[torch.Tensor]:
-    """Of each part. What a shift brings in from the sign goes with what is not of the code."""
-    some = (1 << bits) - 1
-    return [((words >> bits * part) & some).to(torch.float32) for part in range(32 // bits)]
+def _unpack(words: torch.Tensor, *, bits: int) -> list[torch.Tensor]:
+    """Unpack the codes of each piece. The mask also removes sign bits that the shift brings in."""
+    mask = (1 << bits) - 1
+    return [((words >> bits * part) & mask).to(torch.float32) for part in range(32 // bits)]
 
 
 def _int8(pieces: _Parts) -> _Encoded:
-    """The nearest of 255 multiples of a scale."""
-    scale = _largest_size(pieces) * (1 / 127)
-    codes = [_in_multiples(v, scale) for v in pieces]
+    """Encode as the nearest of 255 multiples of a scale."""
+    scale = _largest_magnitude(pieces) * (1 / 127)
+    codes = [_nearest_multiple(v, scale) for v in pieces]
     left = [v - code * scale for v, code in zip(pieces, codes, strict=True)]
-    return scale, _put_together([code + 128 for code in codes], bits=8), left
+    return scale, _pack([code + 128 for code in codes], bits=8), left
 
 
-def _largest_size(pieces: _Parts) -> torch.Tensor:
-    """Of each block."""
+def _largest_magnitude(pieces: _Parts) -> torch.Tensor:
+    """Return the largest magnitude of each block."""
     return reduce(torch.maximum, (v.abs() for v in pieces)).amax(1, keepdim=True)
 
 
-def _in_multiples(v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _nearest_multiple(v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.round(v / scale.clamp_min(_LEAST)).clamp(-127, 127)
 
 
-def _int8_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
-    return [_added((code - 128) * scales) for code in _taken_out(codes, bits=8)]
+def _decode_int8(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
+    return [_sum_rows((code - 128) * scales) for code in _unpack(codes, bits=8)]
 
 
-def _added(rows: torch.Tensor) -> torch.Tensor:
-    return rows.sum(0) if len(rows) > _ONE_BY_ONE else _summed(rows.unbind())
+def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
+    return rows.sum(0) if len(rows) > _MOST_UNROLLED else _sum_unrolled(rows.unbind())
 
 
-def _summed(values: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sum_unrolled(values: Sequence[torch.Tensor]) -> torch.Tensor:
     first, *others = values
     return sum(others, first)
 
 
 def _largest(pieces: _Parts) -> _Encoded:
-    """Of each quarter of a block the largest, one after the other: where it is, and how many of 255
-    multiples of a scale. Places are found by comparing: nothing is taken out of between others."""
-    scale = _largest_size(pieces) * (1 / 127)
+    """Encode the largest elements of each quarter of a block as (position, 8-bit value) pairs.
+
+    A value is one of 255 multiples of a scale. Elements are selected one after the other, by
+    comparisons instead of gathers.
+    """
+    scale = _largest_magnitude(pieces) * (1 / 127)
     places, values, left = [], [], torch.stack([*pieces])
     at = torch.arange(_QUARTER, dtype=torch.float32, device=scale.device)
     for _ in range(CODECS["largest"].kept):
         size = left.abs()
         found = torch.where(size == size.amax(2, keepdim=True), at, float(_QUARTER))
-        # Of what is not a number there is none.
+        # A NaN equals nothing, so the position would be out of range.
         place = found.amin(2, keepdim=True).clamp_max(_QUARTER - 1)
-        is_there = (at == place).to(torch.float32)
-        code = _in_multiples((left * is_there).sum(2, keepdim=True), scale)
-        left = left - is_there * (code * scale)
+        is_selected = (at == place).to(torch.float32)
+        code = _nearest_multiple((left * is_selected).sum(2, keepdim=True), scale)
+        left = left - is_selected * (code * scale)
         places.append(place)
         values.append(code + 128)
     codes = torch.cat([*places, *values], 2).permute(1, 0, 2)
     return scale, codes.reshape(scale.shape[0], -1).to(torch.uint8), left.unbind()
 
 
-def _largest_read(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
+def _decode_largest(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
     kept = CODECS["largest"].kept
-    taken = codes.to(torch.float32).reshape(*codes.shape[:2], 4, 2 * kept)
-    places, values = taken[..., :kept], (taken[..., kept:] - 128) * scales.unsqueeze(-1)
+    fields = codes.to(torch.float32).reshape(*codes.shape[:2], 4, 2 * kept)
+    places, values = fields[..., :kept], (fields[..., kept:] - 128) * scales.unsqueeze(-1)
     at = torch.arange(_QUARTER, dtype=torch.float32, device=codes.device)
     found = []
     for quarter in range(4):
-        # A product, so that a scale that is not finite leaves nothing finite.
+        # Multiply instead of ``where``, so that a non-finite scale makes the block non-finite.
         each = [
             (at == places[:, :, quarter, n : n + 1]).to(torch.float32)
             * values[:, :, quarter, n : n + 1]

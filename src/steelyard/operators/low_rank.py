@@ -1,9 +1,10 @@
-"""Matrices as products of two thin factors, found by one turn of power iteration a step.
+"""Low-rank gradient compression: two thin factors per matrix, one power iteration per step.
 
-The left factor is a matrix times what the right one was in the step before, made orthonormal when
-it is the sum of all ranks'; the right one is the matrix times that. What their product leaves is
-added in the next step. Products are taken with the long side in memory order: the other way round
-they take several times as long. Not for sending: see passes/compression/compressed_all_reduce.py.
+The left factor is the matrix times the right factor of the previous step; it is summed over ranks
+and then made orthonormal. The right factor is the matrix times that. The error is added in the
+next step (error feedback). Factors are stored with the long side contiguous: products with the
+other layout take several times as long. Not for sending: see
+passes/compression/compressed_all_reduce.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,27 +22,31 @@ def left_factors(
     shapes: Shapes,
     rank: int,
 ) -> torch.Tensor:
-    """Those of all matrices, one behind the other; ``tensors`` are added to ``residual``."""
-    made = residual.new_empty(rank * sum(rows for rows, _ in shapes))
+    """Return the left factors of all matrices, flat; ``tensors`` are added to ``residual``."""
+    flat = residual.new_empty(rank * sum(rows for rows, _ in shapes))
     parts = zip(tensors, _matrices(residual, shapes), _rights(start, shapes, rank),
-                _lefts(made, shapes, rank), strict=True)  # fmt: skip
+                _lefts(flat, shapes, rank), strict=True)  # fmt: skip
     for x, value, right, left in parts:
         value.add_(x.reshape(value.shape))
         torch.mm(value, right.t(), out=left)
-    return made
+    return flat
 
 
 def right_factors(
     lefts: torch.Tensor, residual: torch.Tensor, shapes: Shapes, rank: int
 ) -> torch.Tensor:
-    """This rank's; ``lefts``, the sum of all, are made orthonormal, and what is sent so is taken
-    from ``residual``. Where something is not finite, nothing is, and nothing is lost."""
-    made = residual.new_empty(rank * sum(columns for _, columns in shapes))
+    """Return this rank's right factors of all matrices, flat.
+
+    ``lefts``, summed over ranks, are made orthonormal in place, and the product of both factors
+    is subtracted from ``residual``. A matrix with a non-finite left factor gets NaN factors and a
+    zero residual.
+    """
+    flat = residual.new_empty(rank * sum(columns for _, columns in shapes))
     parts = zip(_lefts(lefts, shapes, rank), _matrices(residual, shapes),
-                _rights(made, shapes, rank), strict=True)  # fmt: skip
+                _rights(flat, shapes, rank), strict=True)  # fmt: skip
     for left, value, right in parts:
         is_finite = left.isfinite().all()
-        # Elsewhere nobody waits for an answer: the host would fall behind the device.
+        # CPU only: on other devices the test would synchronise the host with the device.
         if left.device.type == "cpu" and not is_finite:
             value.zero_()
             left.fill_(torch.nan)
@@ -52,7 +57,7 @@ def right_factors(
         value.addmm_(left, right, alpha=-1)
         if left.device.type != "cpu":
             value.copy_(value.where(is_finite, 0.0))
-    return made
+    return flat
 
 
 def of_factors(
@@ -62,10 +67,10 @@ def of_factors(
     shapes: Shapes,
     rank: int,
 ) -> torch.Tensor:
-    """The sums, one behind the other; the next step starts with these right factors."""
-    made = lefts.new_empty(sum(rows * columns for rows, columns in shapes))
-    put_products([*_matrices(made, shapes)], lefts, rights, start, shapes, rank)
-    return made
+    """Multiply the summed factors into flat gradients; normalised ``rights`` become ``start``."""
+    flat = lefts.new_empty(sum(rows * columns for rows, columns in shapes))
+    put_products([*_matrices(flat, shapes)], lefts, rights, start, shapes, rank)
+    return flat
 
 
 def put_products(
@@ -78,7 +83,7 @@ def put_products(
     *,
     share: float = 1.0,
 ) -> None:
-    """The same, each times ``share`` and where it is to be."""
+    """Write each product of factors times ``share`` into ``wholes``, and update ``start``."""
     parts = zip(_lefts(lefts, shapes, rank), _rights(rights, shapes, rank),
                 _rights(start, shapes, rank), wholes, strict=True)  # fmt: skip
     for left, right, next_start, whole in parts:
@@ -89,7 +94,7 @@ def put_products(
 
 
 def first_start(numel: int) -> torch.Tensor:
-    """The same on every rank and device, and each time."""
+    """Return initial right factors, equal on every rank and device and in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(numel, dtype=torch.float32, device="cpu", generator=generator)
 
@@ -103,7 +108,7 @@ def _lefts(flat: torch.Tensor, shapes: Shapes, rank: int) -> Iterator[torch.Tens
 
 
 def _rights(flat: torch.Tensor, shapes: Shapes, rank: int) -> Iterator[torch.Tensor]:
-    """Lying down: a row for each column of the factor."""
+    """Yield the right factors transposed: one row for each of ``rank`` columns."""
     return _cut(flat, [(rank, columns) for _, columns in shapes])
 
 

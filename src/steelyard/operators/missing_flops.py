@@ -1,9 +1,8 @@
-"""Operators that may multiply and have no FLOP formula: their work would be left out in silence.
+"""Detect operators that may multiply but have no FLOP formula, so that they can be reported.
 
-Judged by what an operator cannot be, so that one which nobody has thought of is named: an operator
-of another library than torch may do anything, and one of torch's does more than read and write its
-tensors unless torch tags it as pointwise or as a reduction, or it is listed here. Not for the
-formulas: see flops.py.
+The test is by exclusion, so that unknown operators are reported too. An operator of another
+library may do anything. An operator of torch is memory bound only if torch tags it as pointwise
+or as a reduction, or if it is listed here. Not for the formulas: see flops.py.
 """
 
 from typing import Any
@@ -13,7 +12,8 @@ import torch
 from steelyard import _torch
 from steelyard.operators.flops import formula_of
 
-# Operators that compute nothing, those of our own, and casts to and from formats of few bits.
+# Namespaces of operators that compute nothing, of our own operators, and of casts to and from
+# formats of few bits.
 _NEVER_MULTIPLY = frozenset(
     {
         "steelyard", "_c10d_functional", "c10d_functional", "c10d", "profiler", "rngprims",
@@ -21,15 +21,15 @@ _NEVER_MULTIPLY = frozenset(
     }
 )  # fmt: skip
 _TORCH = frozenset({"aten", "prims"})
-# Each element of what these read or write is looked at a fixed number of times, or as often as a
-# window of pooling is wide, or in a sort or a Fourier transform the logarithm of their number: the
-# memory sets their pace. Written without leading and trailing underscores and the endings below.
+# Memory-bound operators: they access each element a fixed number of times, or once per element of
+# a pooling window, or O(log n) times in a sort or a Fourier transform. Names are written without
+# leading and trailing underscores and without the endings below.
 _ENDINGS = (
     "_backward", "_backward_data", "_forward", "_copy", "_functional", "_forward_only",
     "_scatter", "_per_sample_weights", "_dense", "_with_indices", "_legit", "_no_training", "_impl",
     "_interface", "_kernel", "_update", "_with",
 )  # fmt: skip
-_AT_THE_PACE_OF_MEMORY = frozenset(
+_MEMORY_BOUND = frozenset(
     {
         "abs", "absolute", "acos", "acosh", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
         "adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d", "add", "add_relu",
@@ -124,13 +124,13 @@ _AT_THE_PACE_OF_MEMORY = frozenset(
         "zeros_like", "zeta",
     }
 )  # fmt: skip
-# One call for several tensors, of an operator that takes them one by one.
-_FOR_EACH = "_foreach_"
+# Prefix of operators that apply another operator to a list of tensors in one call.
+_FOREACH_PREFIX = "_foreach_"
 _TAGS = (torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy, torch.Tag.inplace_view)
 
 
 def may_multiply_uncounted(target: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """An operator without a formula that may add up products, for all that is known of it."""
+    """True if an operator has no formula and may, as far as is known, sum up products."""
     assert isinstance(target, _torch.OpOverload)
     if formula_of(target) is not None or target.namespace in _NEVER_MULTIPLY:
         return False
@@ -139,23 +139,23 @@ def may_multiply_uncounted(target: Any, args: Any, kwargs: Any, result: Any) -> 
         return False
     if target.namespace not in _TORCH:
         return True
-    return not _is_listed(target) and not _gives_no_real_numbers(result)
+    return not _is_listed(target) and not _has_no_real_numbers(result)
 
 
 def _is_listed(target: _torch.OpOverload) -> bool:
     if any(tag in target.tags for tag in _TAGS):
         return True
     name = target._schema.name.partition("::")[2]
-    if name.startswith(_FOR_EACH):
-        return name.removeprefix(_FOR_EACH).rstrip("_") != "mm"
-    return _stem(name) in _AT_THE_PACE_OF_MEMORY
+    if name.startswith(_FOREACH_PREFIX):
+        return name.removeprefix(_FOREACH_PREFIX).rstrip("_") != "mm"
+    return _stem(name) in _MEMORY_BOUND
 
 
 def _stem(name: str) -> str:
-    """The name without underscores around it and without the endings, as long as one is left."""
+    """Strip outer underscores and known endings until the name is listed or none is left."""
     while True:
         name = name.strip("_")
-        if name in _AT_THE_PACE_OF_MEMORY:
+        if name in _MEMORY_BOUND:
             return name
         ending = next((e for e in _ENDINGS if name.endswith(e) and name != e), None)
         if ending is None:
@@ -163,7 +163,7 @@ def _stem(name: str) -> str:
         name = name.removesuffix(ending)
 
 
-def _gives_no_real_numbers(result: Any) -> bool:
-    """Indices, masks, counts, or nothing."""
-    made = [x for x in _torch.tree_leaves(result) if isinstance(x, torch.Tensor)]
-    return not any(x.is_floating_point() or x.is_complex() for x in made)
+def _has_no_real_numbers(result: Any) -> bool:
+    """True if the result has only indices, masks or counts, or no tensors."""
+    tensors = [x for x in _torch.tree_leaves(result) if isinstance(x, torch.Tensor)]
+    return not any(x.is_floating_point() or x.is_complex() for x in tensors)

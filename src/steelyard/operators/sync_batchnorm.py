@@ -1,7 +1,7 @@
-"""Batch normalisation in pieces, between which ranks exchange what their samples give.
+"""Synchronised batch normalisation in steps, between which ranks exchange statistics and sums.
 
-Statistics are two rows, means and variances of each channel; sums are two rows, the gradients of
-weight and bias. Not for when they are exchanged: see capture/synchronised.py.
+Statistics are two rows, the mean and variance of each channel. Sums are two rows, the gradients of
+weight and bias. Not for the collectives: see passes/data_parallel/sync_batchnorm.py.
 """
 
 import torch
@@ -10,15 +10,15 @@ _aten = torch.ops.aten
 
 
 def batch_statistics(x: torch.Tensor) -> torch.Tensor:
-    """Of these samples alone."""
+    """Return the statistics of this rank's samples."""
     return torch.stack(_aten.batch_norm_update_stats.default(x, None, None, 0.0))
 
 
 def joint_statistics(gathered: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Of all samples, from the statistics of as many ranks, which have equally many each."""
+    """Return the statistics of all samples from those of each rank, for equal shares."""
     means, variances = gathered.view(num_ranks, 2, -1).unbind(1)
     mean = means.mean(0)
-    # The variance of all is that within ranks and that between them: nothing cancels.
+    # Total variance is the variance within ranks plus that between ranks: no cancellation.
     return torch.stack((mean, variances.add((means - mean).square()).mean(0)))
 
 
@@ -44,20 +44,20 @@ def moved_mean(buffer: torch.Tensor, statistics: torch.Tensor, momentum: float) 
 def moved_variance(
     buffer: torch.Tensor, statistics: torch.Tensor, momentum: float, count: int
 ) -> torch.Tensor:
-    """Buffers are moved by what would be the variance of more than these ``count`` values."""
+    """Update the running variance with the unbiased variance of ``count`` values."""
     return buffer.lerp(statistics[1] * (count / (count - 1)), momentum)
 
 
 def normalised_sums(
     gradient: torch.Tensor, x: torch.Tensor, statistics: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """What these samples add to the gradients of weight and bias."""
+    """Return this rank's contribution to the gradients of weight and bias."""
     mean, variance = statistics.unbind()
-    # Of these two both ways give the same; a GPU's kernel of the other one wants what it does not
-    # read.
-    kept = (None, None) if x.device.type == "cpu" else (mean, variance.add(eps).rsqrt_())
+    # Both modes give the same weight and bias gradients. The GPU kernel requires saved statistics
+    # that it does not read in evaluation mode.
+    saved = (None, None) if x.device.type == "cpu" else (mean, variance.add(eps).rsqrt_())
     _, of_weight, of_bias = _aten.native_batch_norm_backward.default(
-        gradient, x, None, mean, variance, *kept, kept[0] is not None, eps, [False, True, True]
+        gradient, x, None, mean, variance, *saved, saved[0] is not None, eps, [False, True, True]
     )
     return torch.stack((of_weight, of_bias))
 
@@ -71,8 +71,11 @@ def normalised_backward(
     count: int,
     eps: float,
 ) -> torch.Tensor:
-    """The gradient of ``x``; ``sums`` are those of all ``count`` values of a channel, whose mean
-    and variance every one of them has moved."""
+    """Return the gradient of ``x``.
+
+    ``sums`` are over all ``count`` values of a channel, on all ranks; each value contributed to
+    the channel's mean and variance.
+    """
     mean, variance = statistics.unbind()
     inverse = variance.add(eps).rsqrt_()
     scale = inverse if weight is None else inverse * weight

@@ -1,4 +1,4 @@
-"""Graph rewrites that several trades share, without torch.
+"""Graph rewrites shared by several trades, without torch.
 
 Not for deciding where they are applied: see trades/ and search/.
 """

@@ -1,7 +1,7 @@
-"""A graph with exchanges put into it: nodes placed behind or before others, new names and storages.
+"""Edit a graph to insert collectives: place nodes before or after others, add storages.
 
-Plain data, without torch. Not for what is exchanged and why: see passes/data_parallel/all_reduce.py
-and passes/data_parallel/shard_parameters.py.
+Plain data, without torch. Not for choosing collectives: see passes/data_parallel/all_reduce.py and
+passes/data_parallel/shard_parameters.py.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,25 +24,26 @@ from steelyard.ir.graph import (
 
 
 class GraphEditor:
-    """Collects changes to ``graph``; the graph itself stays as it is."""
+    """Collects changes to ``graph``, which is not modified; ``result`` returns the new graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.storages = list(graph.storages)
         self.before = graph
         self._nodes = dict(graph.by_name)
         self._before: dict[str, list[str]] = {}
-        self._behind: dict[str, list[str]] = {}
+        self._after: dict[str, list[str]] = {}
 
     def __getitem__(self, name: str) -> Node:
         return self._nodes[name]
 
     def result(self, outputs: Sequence[Output], *, without: Collection[str] = ()) -> Graph:
-        """``without`` these nodes, in whose place others were put."""
+        """Return the edited graph with these outputs and ``without`` the replaced nodes."""
         ordered: list[Node] = []
         for node in self.before.nodes:
-            names = (*self._before.get(node.name, ()), node.name, *self._behind.get(node.name, ()))
+            names = (*self._before.get(node.name, ()), node.name, *self._after.get(node.name, ()))
             ordered += [self._nodes[name] for name in names if name not in without]
-        # They are there from the start, and may be sent before what they stand behind.
+        # Inputs exist from the start of the step, and a collective may read them before their
+        # anchor.
         ordered.sort(key=lambda node: not node.is_input)
         graph = replace(
             self.before,
@@ -53,18 +54,18 @@ class GraphEditor:
         assert not graph.problems(), graph.problems()
         return graph
 
-    def is_alone(self, name: str) -> bool:
-        """Whether this output of the step lies on memory of its own, that nothing else reads."""
+    def has_own_storage(self, name: str) -> bool:
+        """True if this output of the step has a storage that nothing else reads or returns."""
         graph = self.before
         (storage,) = graph.storages_of(name)
-        lying = {n.name for n in graph.nodes if storage in graph.storages_of(n.name)}
-        read = {user for one in lying for user in graph.users[one]}
-        leaving = [output for output in graph.outputs if output.node in lying]
-        given = any(graph.by_name[one].is_input for one in lying)
-        return read <= lying and len(leaving) == 1 and not given
+        aliases = {n.name for n in graph.nodes if storage in graph.storages_of(n.name)}
+        readers = {user for alias in aliases for user in graph.users[alias]}
+        outputs = [output for output in graph.outputs if output.node in aliases]
+        is_input = any(graph.by_name[alias].is_input for alias in aliases)
+        return readers <= aliases and len(outputs) == 1 and not is_input
 
     def fresh(self, name: str) -> str:
-        """A name that no node has: what was put in may be taken out again for something else."""
+        """Return an unused node name; earlier edits of the graph may have used ``name``."""
         found, number = name, 1
         while found in self._nodes:
             number += 1
@@ -74,15 +75,15 @@ class GraphEditor:
     def put_before(self, anchor: str, node: Node) -> Node:
         return self._put(self._before.setdefault(anchor, []), node)
 
-    def put_behind(self, anchor: str, node: Node) -> Node:
-        """Behind what was put there already."""
-        return self._put(self._behind.setdefault(anchor, []), node)
+    def put_after(self, anchor: str, node: Node) -> Node:
+        """Insert a node after the anchor and after all nodes inserted there before."""
+        return self._put(self._after.setdefault(anchor, []), node)
 
-    def change(self, node: Node) -> None:
+    def set_node(self, node: Node) -> None:
         self._nodes[node.name] = node
 
     def reroute(self, old: Node, new: Node) -> None:
-        """What read ``old`` reads ``new``, and views of the one become views of the other."""
+        """Let the readers of ``old`` read ``new``, and turn views of ``old`` into views of it."""
         before, after = old.outputs[0].storage, new.outputs[0].storage
         for name in self.before.by_name:
             node = self._nodes[name]
@@ -92,10 +93,10 @@ class GraphEditor:
                 replace(t, storage=after) if t.storage == before else t for t in node.outputs
             )
             if outputs != node.outputs or old.name in node.inputs:
-                self.change(replace(node.reading({old.name: new.name}), outputs=outputs))
+                self.set_node(replace(node.reading({old.name: new.name}), outputs=outputs))
 
     def tensor(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Contiguous, on a storage of its own."""
+        """Add a contiguous tensor on a new storage."""
         stride, step = [], 1
         for size in reversed(shape):
             stride.append(step)
@@ -123,7 +124,7 @@ def call(
     output: Tensor,
     moved_bytes: int = 0,
 ) -> Node:
-    """A node that stands where ``like`` stands in the user's code."""
+    """Make a node with the phase, module path and source line of ``like``."""
     return Node(
         name=name,
         op=op,
@@ -140,7 +141,7 @@ def call(
 
 
 def view(source: Node, tensor: Tensor, *, name: str) -> Node:
-    """``tensor``, which lies on the storage of ``source``."""
+    """Make a node for ``tensor``, a view on the storage of ``source``."""
     return call(
         "aten.as_strided.default", source, name=name,
         args=(Ref(source.name), tensor.shape, tensor.stride, tensor.offset), inputs=(source,),
@@ -149,7 +150,7 @@ def view(source: Node, tensor: Tensor, *, name: str) -> Node:
 
 
 def joined_rows(tensors: Sequence[Node], *, like: Node, name: str, output: Tensor) -> Node:
-    """As many rows as ``output`` has of each, those of the same number side by side."""
+    """Make a node that reshapes each tensor to the rows of ``output`` and joins them on dim 1."""
     return call(
         JOINED_ROWS, like, name=name, args=(tuple(Ref(t.name) for t in tensors), output.shape[0]),
         inputs=tensors, output=output, moved_bytes=2 * output.nbytes,
@@ -157,7 +158,7 @@ def joined_rows(tensors: Sequence[Node], *, like: Node, name: str, output: Tenso
 
 
 def whole_rows(joined: Node, start: int, *, like: Node, name: str, output: Tensor) -> Node:
-    """The tensor whose part of each row begins at ``start``."""
+    """Make a node that copies one tensor out of ``joined``; its columns begin at ``start``."""
     return call(
         WHOLE_ROWS, like, name=name, args=(Ref(joined.name), start, output.shape),
         inputs=(joined,), output=output, moved_bytes=2 * output.nbytes,
@@ -167,13 +168,13 @@ def whole_rows(joined: Node, start: int, *, like: Node, name: str, output: Tenso
 def issue(
     collective: Collective, value: Node, *, name: str, output: Tensor, moved_bytes: int
 ) -> Node:
-    """The call that sends ``value`` on its way."""
+    """Make the node that issues a collective on ``value``."""
     axis, ranks = Axis(collective.axis), collective.num_ranks
     rest: dict[Exchange, tuple[Argument, ...]] = {
         Exchange.ALL_REDUCE: ("sum", axis),
         Exchange.REDUCE_SCATTER: ("sum", ranks, axis),
         Exchange.ALL_GATHER: (ranks, axis),
-        # As many rows as ranks, one for each.
+        # The input has one row for each rank.
         Exchange.ALL_TO_ALL: ((1,) * ranks, (1,) * ranks, axis),
     }
     node = call(
@@ -184,27 +185,27 @@ def issue(
 
 
 def issue_in_place(collective: Collective, value: Node, *, name: str) -> Node:
-    """The call that has ``value``, which nothing else reads, summed where it lies."""
+    """Make the node that issues an in-place all-reduce of ``value``, which nothing else reads."""
     assert collective.kind is Exchange.ALL_REDUCE
     node = call(
         "_c10d_functional.all_reduce_.default", value, name=name,
         args=(Ref(value.name), "sum", Axis(collective.axis)), inputs=(value,),
         output=value.outputs[0],
     )  # fmt: skip
-    # No view: a view may be looked at again, and other numbers lie there by then.
+    # Not a view: passes may repeat views, but the memory has other contents by then.
     return replace(node, collective=collective, is_view=False, mutates=(value.name,))
 
 
 def wait(issued: Node, transport: Transport) -> Node:
-    """The call that hands the result over; it blocks until the result has arrived."""
+    """Make the node that waits for a collective and returns its result."""
     assert issued.collective is not None
     node = call(
         "_c10d_functional.wait_tensor.default", issued, name=f"{issued.name}_waited",
         args=(Ref(issued.name),), inputs=(issued,), output=issued.outputs[0],
     )  # fmt: skip
-    kept = issued.inputs if issued.collective.kind in transport.keeps_input else ()
-    # No view: a view may be left out or looked at again, and waiting may not.
-    return replace(node, is_view=False, waits_for=issued.name, inputs=(issued.name, *kept))
+    kept_inputs = issued.inputs if issued.collective.kind in transport.keeps_input else ()
+    # Not a view: passes may drop or repeat views, but not waits.
+    return replace(node, is_view=False, waits_for=issued.name, inputs=(issued.name, *kept_inputs))
 
 
 _CALLS = {

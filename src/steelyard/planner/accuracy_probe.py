@@ -1,7 +1,8 @@
-"""What few bits do to a step: what each value loses in 8, how far losses drift, of ranks too.
+"""Probe the accuracy of lossy plans: 8-bit error of each activation, drift of the loss.
 
-Runs the captured step, on tensors of its own wherever it writes: the user's model, optimizer,
-gradients, buffers and random state stay as they are. Not for deciding: see lossy.py.
+Runs the captured step on copies of all tensors that it writes: the user's model, optimizer,
+gradients, buffers and random state stay unchanged. Several ranks are simulated. Not for deciding:
+see lossy.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,18 +34,18 @@ from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 
 STEPS = 10
-# Where the interval of those contains the budget, it is found again from so many.
+# Length of the second probe, run if the interval of the first one contains the budget.
 MORE_STEPS = 30
 _SEED = 0
 
 
 def coding_errors(source: CapturedStep, base: Program, values: Iterable[str]) -> dict[str, float]:
-    """What 8 bits lose of each value on the user's batch, as a share of its norm.
+    """Return the 8-bit error of each value on the user's batch, as a share of its norm.
 
-    Only the forward pass runs, and holds no more than one without a backward pass does.
+    Only the forward pass runs, and it needs no more memory than one without a backward pass.
     """
     captured = source.captured()
-    program = _looking(base, values)
+    program = _with_error_probes(base, values)
     layout = BatchLayout(source.batch, unread=captured.reads.unread)
     leaves = layout.leaves(source.batch)
     bound = BoundProgram(
@@ -56,10 +57,10 @@ def coding_errors(source: CapturedStep, base: Program, values: Iterable[str]) ->
     )
     found: dict[str, float] = {}
 
-    def noting(value: str) -> Callable[[torch.Tensor], None]:
+    def recorder(value: str) -> Callable[[torch.Tensor], None]:
         return lambda error: found.update({value: float(error)})
 
-    sinks = [noting(i.sink.target) for i in program.instructions if i.sink is not None]
+    sinks = [recorder(i.sink.target) for i in program.instructions if i.sink is not None]
     devices = random_devices(torch_device_of(source.model))
     with torch.random.fork_rng(devices=devices), torch.no_grad(), _torch.below_autograd():
         bound.run(
@@ -68,37 +69,39 @@ def coding_errors(source: CapturedStep, base: Program, values: Iterable[str]) ->
     return found
 
 
-def _looking(base: Program, values: Iterable[str]) -> Program:
-    """The forward pass alone, with a look at each of these values behind the line that makes it;
-    what it would write into the model goes nowhere."""
+def _with_error_probes(base: Program, values: Iterable[str]) -> Program:
+    """Return the forward pass, with a measurement of the error behind each line that makes a value.
+
+    Its writes into the model are dropped.
+    """
     graph = base.graph
     errors = {
         value: _error_of(graph.by_name[value], number=len(graph.storages) + place)
         for place, value in enumerate(sorted(values))
     }
     lines = [i for i in base.instructions if i.sink is None]
-    looking: list[Instruction] = []
+    probed: list[Instruction] = []
     for line in lines[: first_late(lines)]:
-        looking.append(line)
+        probed.append(line)
         if line.value in errors:
             node = errors[line.value]
-            looking.append(
+            probed.append(
                 Instruction(
                     node=node.name, value=node.name, inputs=node.inputs, phase=Phase.FORWARD
                 )
             )
     losses = tuple(o for o in graph.outputs if o.kind is OutputKind.LOSS)
-    looks = tuple(
+    probes = tuple(
         Output(kind=OutputKind.GRADIENT, node=node.name, target=value)
         for value, node in errors.items()
     )
-    capture_and_price = replace(
+    probed_graph = replace(
         graph,
         nodes=(*graph.nodes, *errors.values()),
         storages=(*graph.storages, *(Storage(nbytes=8, role=Role.ACTIVATION) for _ in errors)),
-        outputs=(*losses, *looks),
+        outputs=(*losses, *probes),
     )
-    return Program.of(capture_and_price, looking)
+    return Program.of(probed_graph, probed)
 
 
 def _error_of(node: Node, *, number: int) -> Node:
@@ -114,13 +117,13 @@ def _error_of(node: Node, *, number: int) -> Node:
 
 
 def drift(ours: Sequence[float], theirs: Sequence[float], *, source: CapturedStep) -> Drift:
-    """How far the losses of two twins of the model lie apart, step by step."""
+    """Return the relative difference of the losses of two twin runs, step by step."""
     shares = tuple(_share(a, b) for a, b in zip(ours, theirs, strict=True))
     return Drift(shares=shares, items=batch_size(source.batch) or 1)
 
 
 def _share(ours: float, theirs: float) -> float:
-    """Infinite, or not a number, where a loss is."""
+    """Return the relative difference; infinite or not a number if a loss is."""
     if ours == theirs:
         return 0.0 * ours
     return abs(ours - theirs) / abs(theirs) if theirs else float("inf")
@@ -134,8 +137,10 @@ def losses(
     offload_memory: OffloadMemory | None,
     steps: int = STEPS,
 ) -> list[float]:
-    """Of a twin of the model as it is now, trained on the one batch from one seed; of several
-    ranks, each its own."""
+    """Return the losses of a copy of the current model, trained on the one batch from a fixed seed.
+
+    A program for several ranks runs on simulated ranks, each with its own batch share.
+    """
     with torch.random.fork_rng(devices=random_devices(torch_device_of(source.model))):
         torch.manual_seed(_SEED)
         if program.layout == ALONE:
@@ -178,7 +183,7 @@ def _trained(
 ) -> list[float]:
     captured = source.captured(micro_batches=program.units, share=program.share)
     twin = _twin(source.model)
-    batch = _torch.tree_map(_own, source.batch)
+    batch = _torch.tree_map(_copy, source.batch)
     memory = (
         OffloadFile(offload_memory) if offload_memory is not None and program.is_moving else None
     )
@@ -189,7 +194,7 @@ def _trained(
     step = LiveStep(
         twin,
         program,
-        constants={name: _own(tensor) for name, tensor in captured.constants.items()},
+        constants={name: _copy(tensor) for name, tensor in captured.constants.items()},
         batch=batch,
         optimizer=own,
         states=states,
@@ -207,14 +212,16 @@ def _trained(
 
 
 def _twin(model: nn.Module) -> nn.Module:
-    """Parameters and buffers of the same names and values, and nothing that computes: a step is
-    its program. Tied weights have one name, and are one in the twin."""
+    """Return a module with copies of the parameters and buffers, under the same names.
+
+    It has no forward: the step is its program. Tied weights have one name and stay tied.
+    """
     twin = nn.Module()
     for name, parameter in model.named_parameters():
-        own = nn.Parameter(_own(parameter), requires_grad=parameter.requires_grad)
+        own = nn.Parameter(_copy(parameter), requires_grad=parameter.requires_grad)
         _module_of(twin, name).register_parameter(name.rpartition(".")[2], own)
     for name, buffer in model.named_buffers():
-        _module_of(twin, name).register_buffer(name.rpartition(".")[2], _own(buffer))
+        _module_of(twin, name).register_buffer(name.rpartition(".")[2], _copy(buffer))
     return twin
 
 
@@ -228,5 +235,5 @@ def _module_of(twin: nn.Module, name: str) -> nn.Module:
     return twin
 
 
-def _own(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,5 +1,7 @@
-"""What sharing the batch means for training, in words: whether the batch stays, and what goes with
-it. Not for how it is shared: that is the plan's."""
+"""Notes on the effect of batch sharding on training: batch size, learning rate, rounding.
+
+Not for how the batch is sharded: the plan decides that.
+"""
 
 from collections.abc import Iterable, Iterator
 from math import prod
@@ -9,15 +11,15 @@ from steelyard.ir.graph import Graph
 from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.rule import Rule
 
-# What a batch that grows asks for: Goyal et al. (2017), Malladi et al. (2022).
+# Learning-rate scaling for a larger batch: Goyal et al. (2017), Malladi et al. (2022).
 GROWN = (
     "where the batch grows, training is another: the usual learning rate grows as much under SGD "
     "(Goyal et al., 2017), as its square root under Adam (Malladi et al., 2022)"
 )
 
 
-def rounded_in_parts(rules: Iterable[Rule], graph: Graph) -> Iterator[str]:
-    """A note for steps in half precision of which the batch is computed in parts."""
+def half_precision_note(rules: Iterable[Rule], graph: Graph) -> Iterator[str]:
+    """Yield a note if the step computes in half precision and splits its batch."""
     parts = prod(r.degree or 1 for r in rules if r.trade in ("accumulate", "shard_batch"))
     if parts > 1 and computes_in_half(graph):
         yield (
@@ -27,8 +29,8 @@ def rounded_in_parts(rules: Iterable[Rule], graph: Graph) -> Iterator[str]:
         )
 
 
-def batch_held(layout: ParallelLayout, samples: int) -> Iterator[str]:
-    """Of ranks that share it."""
+def batch_size_note(layout: ParallelLayout, samples: int) -> Iterator[str]:
+    """Yield a note on the batch size of each rank, if ranks share the batch."""
     if layout.batch == 1:
         return
     each = f"{samples * layout.share_of(0) // layout.units} on each"

@@ -1,6 +1,6 @@
-"""What a plan file was made for, held against the step and the machine that it meets here.
+"""Compare the target of a plan file with the step and the machine that loads it.
 
-Not for reading the file: see plans/plan_file.py. Not for what its rules do here: see
+Not for reading the file: see plan_files/plan_file.py. Not for predicting its rules here: see
 api/planning.py.
 """
 
@@ -20,8 +20,11 @@ from steelyard.safe_text import printable
 def target_differences(
     ours: Target, theirs: Target, home: torch.device = CPU, *, used: Sequence[int] = ()
 ) -> Iterator[str]:
-    """What leaves the rules as good as they were, and may change what they cost or compute, of a
-    step that lies at ``home``; ``used`` are those of their ranks that it lies on."""
+    """Yield a note for each harmless difference between two targets.
+
+    The rules of the plan still apply, but their cost or result may change. ``home`` is the device
+    of the model's parameters; ``used`` are the ranks of the plan that take the step.
+    """
     if ours.batch != theirs.batch:
         yield "planned for another batch shape; the same rules were predicted anew"
     elif ours.graph != theirs.graph:
@@ -34,25 +37,31 @@ def target_differences(
             f"planned for the declared cluster {printable(theirs.declared)}; predicted anew for "
             "this machine, on which it runs"
         )
-    elif ours.cluster not in (theirs.cluster, _part_of(theirs, used or range(ours.ranks), home)):
+    elif ours.cluster not in (
+        theirs.cluster,
+        _used_cluster_fingerprint(theirs, used or range(ours.ranks), home),
+    ):
         yield "planned for another machine or number of threads; predicted anew for this one"
 
 
-def _part_of(theirs: Target, used: Sequence[int], home: torch.device) -> str:
-    """What a machine like this is for a plan that was made for several hosts like it, and lies on
-    these of their ranks."""
+def _used_cluster_fingerprint(theirs: Target, used: Sequence[int], home: torch.device) -> str:
+    """Return the cluster fingerprint to compare with if the plan uses only some of its ranks.
+
+    If the plan was made for several hosts like this machine, it is the fingerprint of the ranks
+    in ``used``; otherwise the fingerprint of the cluster in the plan.
+    """
     if theirs.hosts == 1:
         return theirs.cluster
     ranks = len(used)
     speeds, hosts = theirs.speeds or (1.0,) * theirs.ranks, theirs.hosts_of(ranks)
-    own = tuple(speeds[rank] for rank in used)
+    used_speeds = tuple(speeds[rank] for rank in used)
     whole = Cluster.here(ranks=theirs.ranks, hosts=theirs.hosts, speeds=speeds)
-    part, cache = Cluster.here(ranks=ranks, hosts=hosts, speeds=own), CostCache()
+    part, cache = Cluster.here(ranks=ranks, hosts=hosts, speeds=used_speeds), CostCache()
     try:
-        is_like = local_cluster(home, whole, cache=cache).fingerprint == theirs.cluster
-    except BadInput:  # it has fewer GPUs than each of theirs
-        is_like = False
-    return local_cluster(home, part, cache=cache).fingerprint if is_like else theirs.cluster
+        is_equal = local_cluster(home, whole, cache=cache).fingerprint == theirs.cluster
+    except BadInput:  # this machine has fewer GPUs than a host of the plan
+        is_equal = False
+    return local_cluster(home, part, cache=cache).fingerprint if is_equal else theirs.cluster
 
 
 def check_cluster(decisions: Decisions, cluster: Cluster) -> None:

@@ -1,8 +1,8 @@
-"""Plans for Inductor: found on the captured graph, priced as the program Inductor makes of it.
+"""Plans for Inductor: searched on the captured graph, priced on the program Inductor makes of it.
 
-Fusion lowers the peak by an amount that only lowering tells, so the search is asked for more or
-less memory until what comes out fits. Each try costs a lowering, and its kernels are compiled to be
-timed. Not for the search itself.
+Only lowering shows by how much fusion reduces the peak, so the search is repeated with a higher or
+lower memory limit until the lowered program fits. Each try costs one lowering, and its kernels are
+compiled to be timed. Not for the search itself: see search/.
 """
 
 import math
@@ -17,17 +17,18 @@ from steelyard.plans.plan import FrontierPoint, Prediction
 from steelyard.search import SearchResult, StepSearch
 from steelyard.units import format_bytes
 
-_TRIES, _ASKS = 5, 10
-# Convolutions lay their arguments out anew under Inductor, in buffers that lowering does not show:
-# up to 3.7 % of the peak (benchmarks/truth.py). Without any, predictions hold to the byte.
+_MAX_LOWERINGS, _MAX_SEARCHES = 5, 10
+# Inductor changes the layout of convolution arguments, in buffers that lowering does not show: up
+# to 3.7 % of the peak (benchmarks/truth.py). Without convolutions, predictions are exact to the
+# byte.
 _MARGIN = 0.05
-# What a plan may leave unused before another try is made to use it.
+# A plan that leaves a larger share of the limit unused is searched again with a higher limit.
 _UNUSED_SHARE = 0.04
-# Of the curve, and of ways to lie on ranks; each is a lowering.
-_POINTS, _RIVALS = 6, 4
+# Number of frontier points, and of alternative layouts, that are lowered to be compared.
+_NUM_POINTS, _NUM_ALTERNATIVES = 6, 4
 
 
-def find_lowered(session: PlanningSession, budget: Budget) -> tuple[SearchResult, Prediction]:
+def find_compiled_plan(session: PlanningSession, budget: Budget) -> tuple[SearchResult, Prediction]:
     if budget.memory_bytes is not None:
         return _find_within(session, budget)
     if session.request.cluster.num_devices == 1:
@@ -37,26 +38,26 @@ def find_lowered(session: PlanningSession, budget: Budget) -> tuple[SearchResult
 
 def _find_fastest(session: PlanningSession, budget: Budget) -> tuple[SearchResult, Prediction]:
     found = session.layouts.find(budget)
-    rivals = islice(session.layouts.rivals(found, budget), _RIVALS)
-    priced = [(each, session.priced(each.program)) for each in (found, *rivals)]
+    alternatives = islice(session.layouts.rivals(found, budget), _NUM_ALTERNATIVES)
+    priced = [(each, session.priced(each.program)) for each in (found, *alternatives)]
     return min(priced, key=lambda pair: pair[1].metrics.step_seconds.value)
 
 
 def _find_within(session: PlanningSession, budget: Budget) -> tuple[SearchResult, Prediction]:
     assert budget.memory_bytes is not None
     limit = compiled_limit(session, budget.memory_bytes)
-    asked = limit + saved_bytes(session)
+    asked = limit + fusion_saved_bytes(session)
     fits: tuple[SearchResult, Prediction] | None = None
-    too_much: int | None = None
+    too_large_limit: int | None = None
     least: Prediction | None = None
     tried: list[tuple[Rule, ...]] = []
-    asks = 0
-    while len(tried) < _TRIES and asks < _ASKS:
-        asks += 1
-        found = _at_most(session, budget, asked)
+    searches = 0
+    while len(tried) < _MAX_LOWERINGS and searches < _MAX_SEARCHES:
+        searches += 1
+        found = _search_within(session, budget, asked)
         if found.rules in tried:
-            if fits is None or too_much:
-                break  # the search has nothing else to say
+            if fits is None or too_large_limit:
+                break  # the search returns the same plan again
             asked += limit - fits[1].peak.nbytes
             continue
         tried.append(found.rules)
@@ -67,13 +68,13 @@ def _find_within(session: PlanningSession, budget: Budget) -> tuple[SearchResult
         if nbytes <= limit:
             if fits is None or found.prediction.peak.nbytes > fits[0].prediction.peak.nbytes:
                 fits = found, lowered
-            if not found.rules or limit - nbytes < _UNUSED_SHARE * limit or too_much:
+            if not found.rules or limit - nbytes < _UNUSED_SHARE * limit or too_large_limit:
                 break
             asked += limit - nbytes
         else:
-            too_much = asked
+            too_large_limit = asked
             is_least = not found.least_within and found.prediction.peak.nbytes == found.least.nbytes
-            # On ranks another layout may hold less than the least of this one.
+            # With several ranks, another layout may need less memory than the minimum of this one.
             if fits is not None or (is_least and session.request.cluster.num_devices == 1):
                 break
             asked = min(asked, found.prediction.peak.nbytes) - (nbytes - limit)
@@ -86,19 +87,19 @@ def _find_within(session: PlanningSession, budget: Budget) -> tuple[SearchResult
             expected=f"at least ~{format_bytes(needed)}, set by "
             f"{least.peak.at} in {least.peak.path or 'the loss'}",
             remedy="allow more memory, take the runner python, or use a smaller batch"
-            + _uncut(session),
+            + _why_not_split(session),
             least_bytes=needed,
         )
     return fits
 
 
-def _uncut(session: PlanningSession) -> str:
+def _why_not_split(session: PlanningSession) -> str:
     why = session.source.why_not_split()
     return f" (it cannot be cut into micro-batches: {why})" if why else ""
 
 
 def compiled_limit(session: PlanningSession, nbytes: int) -> int:
-    """What a plan may take as it is lowered, where so many bytes may be taken."""
+    """Return the memory limit for a lowered program, given a budget of ``nbytes``."""
     return int(nbytes / (1 + _margin(session)))
 
 
@@ -106,15 +107,15 @@ def _margin(session: PlanningSession) -> float:
     return _MARGIN if any("convolution" in n.op for n in session.base.graph.nodes) else 0.0
 
 
-def lowered_frontier(session: PlanningSession, search: StepSearch) -> tuple[FrontierPoint, ...]:
-    """The curve of the captured graph, a few of its points, each as Inductor runs it."""
+def compiled_frontier(session: PlanningSession, search: StepSearch) -> tuple[FrontierPoint, ...]:
+    """The memory-time curve of the captured graph: some of its points, each as Inductor runs it."""
     points = [
         replace(point, memory_bytes=lowered.peak.nbytes, step_seconds=step.value)
-        for point in search.frontier(points=_POINTS)
+        for point in search.frontier(points=_NUM_POINTS)
         for lowered in (session.priced(session.apply_rules(point.rules)),)
         for step in (lowered.metrics.step_seconds,)
     ]
-    # What fusion does to a point may leave it behind another.
+    # Fusion can make a point worse than another one in both memory and time.
     points.sort(key=lambda point: (point.memory_bytes, point.step_seconds))
     best: list[FrontierPoint] = []
     for point in points:
@@ -123,16 +124,16 @@ def lowered_frontier(session: PlanningSession, search: StepSearch) -> tuple[Fron
     return tuple(best)
 
 
-def saved_bytes(session: PlanningSession) -> int:
-    """How much less than what was captured a step holds that is fused, nothing being done to it."""
+def fusion_saved_bytes(session: PlanningSession) -> int:
+    """Return by how many bytes fusion lowers the peak of the step with no trade applied."""
     if session.request.cluster.num_devices == 1:
         return session.search.explored().plain.peak_bytes - session.unplanned.peak.nbytes
     found = session.layouts.find(Budget())
     return found.prediction.peak.nbytes - session.priced(found.program).peak.nbytes
 
 
-def _at_most(session: PlanningSession, budget: Budget, nbytes: int) -> SearchResult:
-    """The search at this memory, or at the least it can do."""
+def _search_within(session: PlanningSession, budget: Budget, nbytes: int) -> SearchResult:
+    """Search within ``nbytes``; if that is infeasible, within the least memory that is possible."""
     find = session.layouts.find if session.request.cluster.num_devices > 1 else session.search.find
     try:
         return find(replace(budget, memory_bytes=max(nbytes, 1)))

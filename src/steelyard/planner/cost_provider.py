@@ -1,6 +1,6 @@
-"""Costs of a step's operators on this machine: measured, remembered, checked against a step.
+"""Operator costs of a step on this machine: measured, cached, calibrated against a whole step.
 
-Not for measuring itself: see measure/.
+Not for the measurements themselves: see measure/.
 """
 
 import contextlib
@@ -50,21 +50,21 @@ from steelyard.run.step import LiveStep
 
 Progress = Callable[[str], None]
 
-# A check against a whole step is worth this long, and one of each number of micro-batches; steps
-# that take longer go unchecked.
-_CHECK_SECONDS, _CUT_CHECK_SECONDS = 12.0, 8.0
+# Time budget of the calibration against a whole step, and of one for each number of micro-batches.
+# Steps that take longer are not calibrated.
+_CALIBRATION_SECONDS, _SPLIT_CALIBRATION_SECONDS = 12.0, 8.0
 _SHARE_OF_FREE_MEMORY = 0.5
-# Of declared clusters with more devices, the first ones are taken in their order.
-_MOST_COMPARED = 64
-_UNCHECKED = Estimate(value=1.0, low=0.8, high=1.25)
-# Joins tensors that one exchange sends together.
+# Declared clusters with more devices use the first ones in order, without comparing subsets.
+_MAX_DEVICES_COMPARED = 64
+_UNCALIBRATED = Estimate(value=1.0, low=0.8, high=1.25)
+# Concatenates the tensors that one collective sends together.
 _JOIN = "aten.cat.default"
 
 
 class CostProvider:
-    """What operators cost here, one list that grows with every graph somebody asks about.
+    """The operator costs on this machine: one table that grows with each graph that is measured.
 
-    A search that compared measured operators with declared ones would compare nothing.
+    A search must not compare measured operators with declared ones.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class CostProvider:
         self._cache = CostCache()
         self._operators: dict[str, OperatorCost] = {}
         self._known: set[str] = set()
-        self._cuts: dict[int, Estimate] = {}
-        # Of the step in so many micro-batches, beside the uncut one.
-        self._cut_times: dict[int, Estimate] = {}
+        self._split_calibrations: dict[int, Estimate] = {}
+        # Step time at each number of micro-batches, relative to the undivided step.
+        self._split_times: dict[int, Estimate] = {}
         self._update_calls = 0
-        # Of this host beside the fastest: what is measured here takes the fastest so much less.
-        self._own_speed = 1.0
+        # Speed of this host relative to the fastest one: times measured here are scaled by it.
+        self._host_speed = 1.0
         self._base: Program
         self.notes: list[str] = []
-        # A rank has a part of the cores; alone on a host, the user's own setting holds.
+        # A rank gets its share of the cores; one rank alone on a host keeps the user's setting.
         self._threads = cluster.fastest.threads if cluster.ranks_of_a_host > 1 else None
         links: dict[str, Link] = {}
         spread = None
-        # Of each host's link, in bytes a second, where they are known.
+        # Bandwidth of each host's link in bytes per second, if known.
         self.host_rates: tuple[float, ...] = ()
         subsets = _declared_subsets(cluster)
         skew = None
@@ -97,7 +97,7 @@ class CostProvider:
                 cluster.num_devices, hosts=cluster.hosts, home=home, speeds=cluster.speeds,
                 cache=self._cache,
             )  # fmt: skip
-            # Of one machine's ranks any two are as near, and of hosts with one each.
+            # Ranks of one machine, or of hosts with one rank each, all have the same distance.
             if measured.near is not None:
                 each = cluster.ranks_of_a_host
                 spread = RanksPerHost(num_ranks=cluster.num_devices, each=each, near=measured.near)
@@ -112,14 +112,14 @@ class CostProvider:
                 cluster = cluster.at_speeds(measured.speeds)
             if cluster.hosts > 1 and cluster.speeds:
                 own = who_am_i(os.environ).rank
-                self._own_speed = cluster.speeds[own] / max(cluster.speeds)
+                self._host_speed = cluster.speeds[own] / max(cluster.speeds)
         self.cluster = cluster
         self._device = cluster.fastest
         of_a_host, hosts = (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
         if home.type != "cpu":
-            # Each on a GPU of its own they are in nobody's way.
+            # Ranks on their own GPUs do not slow each other down.
             of_a_host = hosts = 1
-        self._company = BackgroundLoad(of_a_host, self._device, hosts=hosts)
+        self._background_load = BackgroundLoad(of_a_host, self._device, hosts=hosts)
         if cluster.offload_memory is not None:
             on_progress("measuring offload memory")
             far_links, notes = measured_links(cluster.offload_memory, cache=self._cache)
@@ -129,46 +129,50 @@ class CostProvider:
             device=cluster.fastest,
             devices=cluster.devices,
             operators=self._operators,
-            cut_steps=self._cuts,
+            cut_steps=self._split_calibrations,
             links=links,
             far_bytes=cluster.offload_memory.size_bytes if cluster.offload_memory else 0,
-            collective_curves=_carried(cluster),
+            collective_curves=_collective_curves(cluster),
             spread=spread,
             subsets=subsets,
             skew=skew,
             shares_cores=of_a_host * hosts > 1 and is_virtual(),
         )
-        self._withheld = self._longer_than_processor_time(of_a_host) if home.type == "cpu" else 1.0
-        unchecked = self.costs.whole_step.scaled(self._withheld)
-        self.costs = replace(self.costs, whole_step=unchecked)
+        self._cpu_quota_slowdown = (
+            self._slowdown_of_cpu_quota(of_a_host) if home.type == "cpu" else 1.0
+        )
+        uncalibrated = self.costs.whole_step.scaled(self._cpu_quota_slowdown)
+        self.costs = replace(self.costs, whole_step=uncalibrated)
         self.compiled_step = self.costs.whole_step
-        # What cannot even be called on its own.
+        # Signatures of operators that cannot be called outside the step.
         self.failed: set[str] = set()
 
-    def _longer_than_processor_time(self, of_a_host: int) -> float:
-        """How many times as long as their processor time calls take, where the control group of
-        this process has less than a core for each rank here, of which each is one thread. What is
-        timed by the wall clock contains that already."""
+    def _slowdown_of_cpu_quota(self, of_a_host: int) -> float:
+        """Return the ratio of wall-clock time to CPU time under the CPU quota of this process.
+
+        It exceeds 1 if the control group has less than one core for each rank here, and each rank
+        runs one thread. Wall-clock measurements already contain it.
+        """
         threads = self._threads or torch.get_num_threads()
         if not self._is_here or threads > 1:
             return 1.0
-        withheld = max(1.0, of_a_host / quota_cores())
-        if withheld > 1:
+        slowdown = max(1.0, of_a_host / quota_cores())
+        if slowdown > 1:
             self.notes.append(
                 f"the control group of this process may use {quota_cores():.2g} of the cores: "
-                f"computing is said to take {withheld:.2f} times its processor time"
+                f"computing is said to take {slowdown:.2f} times its processor time"
             )
-        return withheld
+        return slowdown
 
-    def over(self, link: Link) -> "CostProvider":
-        """The same, where ranks are joined by another link; what is measured later is of both."""
+    def with_link(self, link: Link) -> "CostProvider":
+        """Return the same costs with another link between ranks; both share later measurements."""
         other = copy.copy(self)
         links = {**self.costs.links, DATA: link, TENSOR: link}
         other.costs = replace(self.costs, links=links)
         return other
 
-    def use(self, ranks: Sequence[int]) -> None:
-        """A step on so many ranks lies on these, as a plan file says."""
+    def use_ranks(self, ranks: Sequence[int]) -> None:
+        """Price a step on ``len(ranks)`` ranks as one on these ranks, which a plan file names."""
         if 1 < len(ranks) < self.cluster.num_devices:
             known = self.costs.subsets.get(len(ranks))
             links = known.links if known is not None else {}
@@ -176,15 +180,18 @@ class CostProvider:
             subsets = {**self.costs.subsets, len(ranks): subset}
             self.costs = replace(self.costs, subsets=subsets)
 
-    def settled(self) -> "CostProvider":
-        """The same, without measuring what is not on the list yet: see ``has_costs``."""
+    def without_measuring(self) -> "CostProvider":
+        """Return the same costs, with measuring disabled; see ``has_costs``."""
         other = copy.copy(self)
         other._is_here = False
         return other
 
     def has_costs(self, graph: Graph) -> bool:
-        """Whether all operators of it that take time were measured, or tried to be. Exchanges, and
-        the copies that join tensors for one, are priced by the bytes that they move."""
+        """True if each operator of the graph that takes time was measured, or tried to be.
+
+        Collectives, and the copies that join tensors for one, are priced by the bytes that they
+        move.
+        """
         sent = {name for node in graph.nodes if node.collective for name in node.inputs}
         return all(
             node.is_free or node.is_far or node.collective or node.waits_for or node.is_packing
@@ -194,10 +201,12 @@ class CostProvider:
         )  # fmt: skip
 
     def measure(self, *graphs: Graph, may_lack: bool = False) -> int:
-        """Measure the operators of these graphs that are not on the list yet. While a profiler of
-        the user's is on nothing is measured, which is refused unless costs ``may_lack``; returns
-        how many then do."""
-        self._company.is_given(graphs)
+        """Measure the operators of these graphs that are not in the table yet.
+
+        Nothing is measured while a profiler of the user is active. That is an error, unless costs
+        ``may_lack``. Return the number of operators that then lack a cost.
+        """
+        self._background_load.is_given(graphs)
         new = {
             n.signature for g in graphs for n in g.nodes if not n.is_free and not n.is_far
         } - self._known
@@ -205,8 +214,8 @@ class CostProvider:
             return 0
         self._on_progress("measuring operators")
         self._known |= new
-        with self.as_a_rank():
-            costs, survey = self._measured(graphs)
+        with self.threads_of_rank():
+            costs, survey = self._measure_operators(graphs)
         self._operators.update(costs.operators)
         self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
         profiled = {u.signature for u in survey.unmeasured if u.why is Missing.PROFILED}
@@ -216,9 +225,11 @@ class CostProvider:
         return len(profiled)
 
     def measure_compiled(self, graph: Graph, calls: Calls) -> None:
-        """Measure what a compiler made of a step, where ``calls`` has kernels of its own. Not what
-        calls the backward kernels of convolutions, of which Inductor has laid the arguments out
-        anew: torch 2.13 crashes in that of a 1x1 convolution with a stride."""
+        """Measure the kernels in ``calls``, which the compiler generated for this graph.
+
+        Skips the backward calls of convolutions, whose argument layouts Inductor changes: torch
+        2.13 crashes in the backward pass of a 1x1 convolution with a stride.
+        """
 
         def is_wanted(node: Node) -> bool:
             is_known = node.signature in self._known
@@ -227,39 +238,41 @@ class CostProvider:
         if not self._is_here or not any(is_wanted(n) for n in graph.nodes if not n.is_free):
             return
         self._on_progress("compiling and measuring kernels")
-        with self.as_a_rank():
-            costs, survey = self._measured([graph], is_wanted=is_wanted, calls=calls)
+        with self.threads_of_rank():
+            costs, survey = self._measure_operators([graph], is_wanted=is_wanted, calls=calls)
         if count := survey.count(Missing.PROFILED):
             raise _profiled(f"{count} compiled kernels")
         self._operators.update(costs.operators)
         self._known |= costs.operators.keys()
 
-    def _measured(self, graphs: Sequence[Graph], **how: Any) -> tuple[CostTable, Survey]:
-        """Beside others, where there will be others."""
+    def _measure_operators(
+        self, graphs: Sequence[Graph], **options: Any
+    ) -> tuple[CostTable, Survey]:
+        """Measure operators, under the background load of as many ranks as the step will have."""
         costs, survey = measure_operators(
             graphs,
             self._device,
             cache=self._cache,
-            sharers=self._company.num_ranks,
-            hosts=self._company.hosts,
-            beside=self._company.at_work,
+            sharers=self._background_load.num_ranks,
+            hosts=self._background_load.hosts,
+            beside=self._background_load.at_work,
             torch_device=self._home,
-            **how,
+            **options,
         )
-        notes = (*survey.notes, *self._company.notes)
+        notes = (*survey.notes, *self._background_load.notes)
         self.notes += [note for note in notes if note not in self.notes]
         operators = {
-            signature: replace(cost, seconds=cost.seconds.scaled(self._own_speed))
+            signature: replace(cost, seconds=cost.seconds.scaled(self._host_speed))
             for signature, cost in costs.operators.items()
         }
         return replace(costs, operators=operators), survey
 
-    def rest(self) -> None:
-        """Nothing is measured for now."""
-        self._company.dismiss()
+    def stop_background_load(self) -> None:
+        """Stop the background load until something is measured again."""
+        self._background_load.dismiss()
 
     def measure_update(self, make: OptimizerFactory, update: Program) -> None:
-        """Measure the optimizer's operators, and its own Python between them."""
+        """Measure the optimizer's operators, and its Python overhead between them."""
         self.measure(update.graph)
         if not self._is_here:
             return
@@ -267,43 +280,43 @@ class CostProvider:
         calls = sum(not update.graph.by_name[i.node].is_free for i in update.instructions)
         self._update_calls = calls
         name = f"between the calls of {update_digest(update)}"
-        with self.as_a_rank():
+        with self.threads_of_rank():
             context = self._context()
             seconds = self._cache.read_whole(context, name)
             if seconds is None:
                 if is_profiled(is_quick=True):
                     raise _profiled("the optimizer's step")
-                with self._company.at_work():
+                with self._background_load.at_work():
                     seconds = update_call_seconds(make, dims=dims, calls=calls, device=self._home)
                 seconds = self._cache.settle_whole(context, name, seconds)
-        seconds = seconds.scaled(self._own_speed)
+        seconds = seconds.scaled(self._host_speed)
         self.costs = replace(self.costs, update_call_seconds=seconds)
 
     def check(self, source: CapturedStep, base: Program) -> None:
-        """Hold the list against a whole step, where one can be run in reasonable time."""
+        """Calibrate the costs against a whole step, if one can be run in reasonable time."""
         self._base = base
         if not self._can_run(source, base):
             return
-        whole = self._checked(
+        whole = self._calibrated(
             source,
             base.graph.fingerprint,
             "checking them against a whole step",
             lambda: whole_step(
-                self._runnable(source, base), seconds_budget=_CHECK_SECONDS, device=self._home
+                self._runnable(source, base), seconds_budget=_CALIBRATION_SECONDS, device=self._home
             ),
             operators=self._operator_seconds(base),
-            scale=self._own_speed,
+            scale=self._host_speed,
         )
         if whole is None:
             return
-        self.costs = replace(self.costs, whole_step=whole.scaled(self._withheld))
+        self.costs = replace(self.costs, whole_step=whole.scaled(self._cpu_quota_slowdown))
         if self._home.type != "cpu" and self._update_calls:
-            self._hide_update(source, base)
+            self._subtract_overlapped_update(source, base)
 
-    def _hide_update(self, source: CapturedStep, base: Program) -> None:
-        """What the optimizer's Python takes, a GPU is still at the backward pass meanwhile."""
+    def _subtract_overlapped_update(self, source: CapturedStep, base: Program) -> None:
+        """Subtract the optimizer's Python time that overlaps with the backward pass on the GPU."""
         run = self._runnable(source, base).run
-        lead = self._checked(
+        lead = self._calibrated(
             source,
             f"lead of the host in {base.graph.fingerprint}",
             "looking how far the host is ahead",
@@ -319,69 +332,69 @@ class CostProvider:
         self.costs = replace(self.costs, update_call_seconds=left)
 
     def check_compiled(self, source: CapturedStep, base: Program, lowered: Program) -> None:
-        """The same of a step that is compiled, and of what the compiler made of it."""
+        """Calibrate the costs of the compiled step against a whole compiled step."""
         if not self._can_run(source, lowered):
             return
-        found = self._checked(
+        found = self._calibrated(
             source,
             f"{base.graph.fingerprint} compiled",
             "compiling a whole step, and checking them against it",
             lambda: whole_step(
                 self._runnable(source, base, lowered=lowered),
-                seconds_budget=_CHECK_SECONDS,
+                seconds_budget=_CALIBRATION_SECONDS,
                 device=self._home,
             ),
             operators=self._operator_seconds(lowered),
-            scale=self._own_speed,
+            scale=self._host_speed,
         )
         if found is not None:
-            self.compiled_step = found.scaled(self._withheld)
+            self.compiled_step = found.scaled(self._cpu_quota_slowdown)
 
     @property
     def compiled_costs(self) -> CostTable:
-        """The list for what a compiler made of a step, which compares otherwise with whole ones."""
+        """The costs of the compiled program, which has a calibration factor of its own."""
         return replace(self.costs, whole_step=self.compiled_step, cut_steps={})
 
     def are_no_faster(self, cut: Program, whole: Program) -> bool:
-        """Whether the operators of ``cut`` add up to no less than those of ``whole``."""
+        """True if the operators of ``cut`` add up to at least the time of those of ``whole``."""
         return self._operator_seconds(cut) >= self._operator_seconds(whole)
 
     def check_cut(self, source: CapturedStep, cut: Program) -> None:
-        """The same for the step in micro-batches, beside the whole one, once for each number.
+        """Calibrate the step in micro-batches against the whole step, once for each number of them.
 
-        A cut may be faster, where its smaller operators stay in the processor's cache; it is said
-        to be only beyond the doubt of the check, and of that of a coarser cut, and where its
-        operators alone add up to less. Once a cut is slower than a coarser one, finer cuts are not
-        said to be faster again: the search looks no further there.
+        A split step may be faster, because its smaller operators stay in the processor's cache. It
+        is predicted to be faster only beyond the uncertainty of this calibration and of that of a
+        coarser split, and only if its operators alone add up to less. Once a split is slower than a
+        coarser one, finer splits are never predicted to be faster, because the search stops there.
         """
-        if cut.repeats in self._cuts:
+        if cut.repeats in self._split_calibrations:
             return
-        alone = self._operator_seconds(cut) / self._operator_seconds(self._base)
-        relative = None
+        operator_ratio = self._operator_seconds(cut) / self._operator_seconds(self._base)
+        ratio = None
         if self._can_run(source, cut):
-            relative = self._checked(
+            ratio = self._calibrated(
                 source,
                 f"{cut.repeats} x {cut.graph.fingerprint} beside {self._base.graph.fingerprint}",
                 f"checking them against a step in {cut.repeats} micro-batches",
                 lambda: step_time_ratio(
                     self._runnable(source, cut),
                     self._runnable(source, self._base),
-                    seconds_budget=_CUT_CHECK_SECONDS,
+                    seconds_budget=_SPLIT_CALIBRATION_SECONDS,
                     device=self._home,
                 ),
-                operators=alone,
+                operators=operator_ratio,
             )
-        relative = relative or _UNCHECKED
-        times = sorted((p, t) for p, t in self._cut_times.items() if p < cut.repeats)
+        ratio = ratio or _UNCALIBRATED
+        times = sorted((p, t) for p, t in self._split_times.items() if p < cut.repeats)
         coarser = [Estimate.exactly(1.0), *(t for _, t in times)]
-        has_turned = any(b.value >= a.value for a, b in pairwise(coarser))
-        if has_turned or alone >= 1 or alone * relative.high >= coarser[-1].low:
-            slower = max(relative.value, coarser[-1].value / alone)
-            relative = replace(relative, value=slower, high=max(relative.high, slower))
-        self._cut_times[cut.repeats] = relative.scaled(alone)
-        self._cuts[cut.repeats] = self.costs.whole_step.times(relative)
+        is_past_fastest = any(b.value >= a.value for a, b in pairwise(coarser))
+        if is_past_fastest or operator_ratio >= 1 or operator_ratio * ratio.high >= coarser[-1].low:
+            slower = max(ratio.value, coarser[-1].value / operator_ratio)
+            ratio = replace(ratio, value=slower, high=max(ratio.high, slower))
+        self._split_times[cut.repeats] = ratio.scaled(operator_ratio)
+        self._split_calibrations[cut.repeats] = self.costs.whole_step.times(ratio)
 
-    def _checked(
+    def _calibrated(
         self,
         source: CapturedStep,
         name: str,
@@ -391,33 +404,33 @@ class CostProvider:
         operators: float,
         scale: float = 1.0,
     ) -> Estimate | None:
-        """What ``run`` finds of whole steps, times ``scale``, over what their ``operators`` add up
-        to.
+        """Return the ratio of whole-step time to the sum of operator times, scaled by ``scale``.
 
-        It is found once and remembered: two plans of a step, and its run, say the same of it. What
-        is remembered is the step's own, as operators not yet measured may be so the next time.
+        ``run`` measures the ratio once, and the cache keeps it, so that two plans of a step and its
+        run agree. The cache stores the step time itself, because the sum of ``operators`` may be
+        measured more completely the next time.
         """
-        with self.as_a_rank():
+        with self.threads_of_rank():
             context = self._context()
             found = self._cache.read_whole(context, name)
             if found is None or not found.low:
                 if is_profiled(is_quick=True):
                     raise _profiled("a whole step")
                 self._on_progress(doing)
-                with _untouched(source.model, self._home), self._company.at_work():
-                    over = run()
-                if over is None:
+                with _restored(source.model, self._home), self._background_load.at_work():
+                    ratio = run()
+                if ratio is None:
                     return None
-                found = self._cache.settle_whole(context, name, over.scaled(operators))
+                found = self._cache.settle_whole(context, name, ratio.scaled(operators))
         return found.scaled(scale / operators)
 
     def _context(self) -> str:
-        company = self._company
+        company = self._background_load
         return context_of(self._device, sharers=company.num_ranks, hosts=company.hosts)
 
     @contextlib.contextmanager
-    def as_a_rank(self) -> Iterator[None]:
-        """Within it operators run on as many threads as a rank has."""
+    def threads_of_rank(self) -> Iterator[None]:
+        """Run operators within the context on as many threads as a rank has."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads or before)
         try:
@@ -426,7 +439,7 @@ class CostProvider:
             torch.set_num_threads(before)
 
     def _can_run(self, source: CapturedStep, program: Program) -> bool:
-        """Whether a step on the live model is possible and leaves nothing behind."""
+        """True if a step can run on the live model without leaving traces."""
         return (
             self._is_here
             and not source.is_imagined
@@ -439,7 +452,7 @@ class CostProvider:
     def _runnable(
         self, source: CapturedStep, program: Program, *, lowered: Program | None = None
     ) -> Runnable:
-        """The step on the user's model, within ``_untouched``; compiled, where it is lowered."""
+        """Return the step on the user's model, to run within ``_restored``; compiled if lowered."""
         parts = program.repeats
         step = LiveStep(
             source.model,
@@ -472,10 +485,10 @@ def _profiled(what: str) -> BadInput:
 
 
 class LazyCosts:
-    """The prices of a step, measured when somebody first asks for them.
+    """The costs of a step, measured on first use.
 
-    ``made`` measures the operators, for whoever asks for memory alone: in the middle of training,
-    say. ``checked`` then holds them against a whole step, which is run on the live model.
+    ``made`` measures the operators only: enough to predict memory, for example in the middle of
+    training. ``checked`` also calibrates them against a whole step, which runs on the live model.
     """
 
     def __init__(
@@ -502,44 +515,50 @@ def _subset_of(joined: Joined) -> Subset:
     return Subset(ranks=joined.ranks, links=links)
 
 
-def _carried(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
-    """What exchanges take among ranks that are not here: neighbours that share tensors, those of as
-    many such groups that share the batch, and those that hand on from one layer to the next."""
+def _collective_curves(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
+    """Return the collective curves of a declared cluster, for the groups that a step may use.
+
+    Groups are neighbours that shard tensors, the ranks of all such groups that share the batch, and
+    ranks of adjacent pipeline stages.
+    """
     count = cluster.num_devices
     if count == 1 or cluster.is_here:
         return {}
-    # Those that a step may lie on: see search/ranks/layout_search.py.
-    return _carried_on(cluster, {*_divisors(count), *numbers_of_ranks(count), 2})
+    # The numbers of ranks that a step may use: see search/ranks/layout_search.py.
+    return _curves_on(cluster, {*_divisors(count), *numbers_of_ranks(count), 2})
 
 
-def _carried_on(
-    cluster: Cluster, laid: Collection[int], among: Sequence[int] = ()
+def _curves_on(
+    cluster: Cluster, rank_counts: Collection[int], among: Sequence[int] = ()
 ) -> dict[tuple[str, Exchange, int, int], Link]:
-    """On so many ranks, the first or those ``among``, in groups of each size that divides them."""
-    numbers: dict[int, set[int]] = {}
-    for ranks in laid:
+    """Return the curves on these numbers of ranks, for groups of each size that divides them.
+
+    The ranks are the first ones, or those in ``among``.
+    """
+    group_sizes: dict[int, set[int]] = {}
+    for ranks in rank_counts:
         for stride in _divisors(ranks)[:-1]:
-            numbers.setdefault(stride, set()).update(_divisors(ranks // stride)[1:])
+            group_sizes.setdefault(stride, set()).update(_divisors(ranks // stride)[1:])
     found: dict[tuple[str, Exchange, int, int], Link] = {}
-    for stride, own in numbers.items():
+    for stride, sizes in group_sizes.items():
         for axis in (DATA, PIPELINE) if stride > 1 else (DATA, PIPELINE, TENSOR):
             found |= collective_curves(
-                cluster.tree, axis=axis, numbers=sorted(own), stride=stride, among=among
+                cluster.tree, axis=axis, numbers=sorted(sizes), stride=stride, among=among
             )
     return found
 
 
 def _declared_subsets(cluster: Cluster) -> dict[int, Subset]:
-    """The devices to lie on for each number of them, where these are not the first ones."""
+    """Return the devices to use for each number of ranks, if they are not simply the first ones."""
     count = cluster.num_devices
-    if not 2 < count <= _MOST_COMPARED or cluster.is_here:
+    if not 2 < count <= _MAX_DEVICES_COMPARED or cluster.is_here:
         return {}
     fastest = cluster.fastest.flops_per_second
     devices = [cluster.tree.device_of(rank) for rank in range(count)]
     speeds = [device.flops_per_second / fastest for device in devices]
     groups = best_joined(declared_seconds(cluster.tree), speeds)
     return {
-        number: Subset(ranks=group, collective_curves=_carried_on(cluster, [number], group))
+        number: Subset(ranks=group, collective_curves=_curves_on(cluster, [number], group))
         for number, group in groups.items()
         if 1 < number < count and group != tuple(range(number))
     }
@@ -550,13 +569,13 @@ def _divisors(number: int) -> list[int]:
 
 
 def dims_of(update: Program) -> list[int]:
-    """How many dimensions each parameter has that is updated."""
+    """Return the number of dimensions of each updated parameter."""
     gradients = (n for n in update.graph.inputs() if n.name.startswith("gradient:"))
     return [len(n.outputs[0].shape) for n in gradients]
 
 
 class PricedSource:
-    """The step at other batch sizes, each on the price list as soon as it is captured."""
+    """The step at other batch sizes; each variant is measured as soon as it is captured."""
 
     def __init__(self, source: CapturedStep, prices: CostProvider) -> None:
         self._source = source
@@ -570,7 +589,8 @@ class PricedSource:
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
         graph = self._source.graph(micro_batches=micro_batches, share=share)
         self._prices.measure(graph)
-        # Of unequal shares no number makes a batch; they are taken to be like as many equal ones.
+        # Unequal shares do not add up to the batch in any number; they are taken to behave like as
+        # many equal ones.
         if micro_batches > 1 and share == 1:
             self._prices.check_cut(self._source, Program.plain(graph).repeated(micro_batches))
         return graph
@@ -611,7 +631,7 @@ class PricedSource:
         return self._source.divisors()
 
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
-        """By the operators alone, so that no whole step has to be run to see it."""
+        """Compare by operators alone, so that no whole step has to run."""
         cut, whole = (
             self._source.graph(micro_batches=parts, share=share) for parts in (micro_batches, than)
         )
@@ -633,8 +653,8 @@ class PricedSource:
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module, home: torch.device) -> Iterator[None]:
-    """Put gradients, buffers and the random state back."""
+def _restored(model: nn.Module, home: torch.device) -> Iterator[None]:
+    """Restore gradients, buffers and the random state after the context."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     for parameter, _ in gradients:

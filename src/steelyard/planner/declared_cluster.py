@@ -1,6 +1,7 @@
-"""Plans for several devices that are not here: the step is captured, and everything else declared.
+"""Plans for several devices that are only declared: the step is captured, nothing is measured.
 
-Only wires: capture -> search -> plan. Not for plans that can be run here: see planner.py.
+This module only connects capture -> search -> plan. Not for plans that run on this machine: see
+planner.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from steelyard.hardware.cluster import OffloadMemory
 from steelyard.ir.batch_template import BatchTemplate
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import OFFLOAD_TRADES, Rule
-from steelyard.planner.batch_notes import batch_held
+from steelyard.planner.batch_notes import batch_size_note
 from steelyard.planner.gradient_compression import note_on_accuracy, refuse_unprobed
 from steelyard.planner.session import PlanRequest
 from steelyard.plans.budget import Budget, Minimize
@@ -43,13 +44,13 @@ _SEQUENCE_PARALLEL = (
     "tensor-parallel layouts are priced with sequence parallelism, as Megatron-LM and torchtitan "
     "run them, and without overlap of their exchanges with products (--tp-comm-overlap, async TP)"
 )
-# Of what a rank may hold, what is tried for the next cent.
-_MORE = 0.25
+# The extra memory tried for the marginal saving, as a share of a rank's memory limit.
+_MORE_MEMORY_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeclaredClusterPlanner:
-    """A step, and a cluster that is only declared."""
+    """Plans one step on a cluster that is only declared."""
 
     request: PlanRequest
 
@@ -64,14 +65,14 @@ class DeclaredClusterPlanner:
     @cached_property
     def search(self) -> ClusterSearch:
         refuse_uncounted([self.step.whole.graph])
-        return ClusterSearch(self.step, self.request.cluster, again_of=self._again_of)
+        return ClusterSearch(self.step, self.request.cluster, again_of=self._recompute_sets)
 
-    def _again_of(self, sampled: BatchTemplate, costs: CostTable) -> Sequence[RecomputeSet]:
-        graph = sampled.graph
+    def _recompute_sets(self, template: BatchTemplate, costs: CostTable) -> Sequence[RecomputeSet]:
+        graph = template.graph
         return recompute_sets(graph, costs, self.step.blocks, values=recomputable(graph))
 
     def best(self, budget: Budget, num_ranks: int) -> ClusterPlan:
-        """On so many of the devices; raises Infeasible where nothing fits there."""
+        """Return the fastest plan on ``num_ranks`` devices; raise Infeasible if none fits."""
         limit = self.search.limit_bytes(budget)
         bound = budget.step_seconds
         found = self.search.fastest(num_ranks, limit, most_seconds=bound or inf)
@@ -87,12 +88,12 @@ class DeclaredClusterPlanner:
         return found
 
     def fewest(self, budget: Budget) -> ClusterPlan:
-        """On as few of the devices as keep the budget."""
+        """Return the plan on the fewest devices that fits the budget."""
         search, most = self.search, self.request.cluster.num_devices
         limit, bound = search.limit_bytes(budget), budget.step_seconds
         for num_ranks in range(search.fewest_ranks(limit), most + 1):
-            ways = search.ways(num_ranks)
-            if ways and (bound is None or ways[0].least_seconds <= bound):
+            candidates = search.ways(num_ranks)
+            if candidates and (bound is None or candidates[0].least_seconds <= bound):
                 found = search.fastest(num_ranks, limit, most_seconds=bound or inf)
                 if found is not None and (bound is None or found.step.step_seconds <= bound):
                     return found
@@ -107,17 +108,17 @@ class DeclaredClusterPlanner:
                 expected="a number of devices that is a product of what divides them",
                 remedy="declare another number of devices, or use another batch",
             )
-        held = max(least, limit + 1)
+        needed_bytes = max(least, limit + 1)
         return Infeasible(
             f"no plan fits {format_bytes(limit)} on each of {num_ranks} devices: the least is "
-            f"above ~{format_bytes(held)}",
+            f"above ~{format_bytes(needed_bytes)}",
             expected="a layout whose fullest rank holds no more than a device has",
             remedy="declare more devices or larger ones, or use a smaller batch or model"
-            + self._uncut(),
-            least_bytes=held,
+            + self._why_not_split(),
+            least_bytes=needed_bytes,
         )
 
-    def _uncut(self) -> str:
+    def _why_not_split(self) -> str:
         why = self.search.why_indivisible
         return f" (it cannot be cut into micro-batches: {why})" if why else ""
 
@@ -136,15 +137,15 @@ class DeclaredClusterPlanner:
         )
 
     def plan(self, budget: Budget, minimize: Minimize | None) -> tuple[Plan, ClusterPlan]:
-        """The fastest plan on all devices, or one on the fewest, and how its step lies on them."""
+        """Return the fastest plan on all devices, or one on the fewest, and its cluster layout."""
         most = self.request.cluster.num_devices
-        laid = self.fewest(budget) if minimize else self.best(budget, most)
-        return self._plan(laid, budget, minimize), laid
+        chosen = self.fewest(budget) if minimize else self.best(budget, most)
+        return self._plan(chosen, budget, minimize), chosen
 
     def predict(self, decisions: Decisions) -> tuple[Plan, ClusterPlan]:
-        """Decisions from a file on this step: nothing is searched, all is predicted."""
+        """Predict the decisions of a plan file on this step; nothing is searched."""
         step, limit = self.step, self.search.limit_bytes(decisions.budget)
-        laid = from_rules(
+        chosen = from_rules(
             decisions.rules,
             self.search,
             Told(
@@ -154,109 +155,114 @@ class DeclaredClusterPlanner:
                 regions=step.regions,
             ),
         )
-        notes = [*self._rates_said(laid), *self._batch_held(laid)]
-        if laid.step.peak_bytes > limit:
+        notes = [*self._rate_notes(chosen), *self._batch_note(chosen)]
+        if chosen.step.peak_bytes > limit:
             notes.append(
-                f"does not fit: predicted {format_bytes(laid.step.peak_bytes)}, a rank may hold "
+                f"does not fit: predicted {format_bytes(chosen.step.peak_bytes)}, a rank may hold "
                 f"{format_bytes(limit)}"
             )
         plan = Plan(
-            title=self._title(laid),
+            title=self._title(chosen),
             decisions=decisions,
             before=self.search.on_one(),
             unplanned=self.search.on_one(),
-            predicted=self.search.prediction(laid),
+            predicted=self.search.prediction(chosen),
             notes=tuple(notes),
         )
-        return plan, laid
+        return plan, chosen
 
-    def _plan(self, laid: ClusterPlan, budget: Budget, minimize: Minimize | None) -> Plan:
+    def _plan(self, chosen: ClusterPlan, budget: Budget, minimize: Minimize | None) -> Plan:
         step, search = self.step, self.search
         limit = search.limit_bytes(budget)
-        regions = step.regions(laid.layout.tensor) if laid.layout.tensor > 1 else ()
-        rules = to_rules(laid, step.whole.graph, regions, step.blocks)
-        reasons = told(search, laid, limit, rules)
+        regions = step.regions(chosen.layout.tensor) if chosen.layout.tensor > 1 else ()
+        rules = to_rules(chosen, step.whole.graph, regions, step.blocks)
+        reasons = told(search, chosen, limit, rules)
         return Plan(
-            title=self._title(laid),
+            title=self._title(chosen),
             decisions=Decisions(
-                target=self.target(), budget=budget, rules=rules, offload_memory=self._far(rules)
+                target=self.target(),
+                budget=budget,
+                rules=rules,
+                offload_memory=self._offload_memory(rules),
             ),
             before=search.on_one(),
             unplanned=search.on_one(),
-            predicted=search.prediction(laid),
+            predicted=search.prediction(chosen),
             taken=reasons.taken,
             refused=(*reasons.refused, *refuse_unprobed()),
             num_offers=reasons.num_offers,
-            next_cent=self._next_cent(laid, limit),
-            fewest=self._fewest_said(laid) if minimize else "",
-            notes=(*self._notes(laid, limit), *note_on_accuracy(budget)),
+            next_cent=self._next_cent(chosen, limit),
+            fewest=self._fewest_text(chosen) if minimize else "",
+            notes=(*self._notes(chosen, limit), *note_on_accuracy(budget)),
         )
 
-    def _far(self, rules: Sequence[Rule]) -> OffloadMemory | None:
-        """The memory of the hosts, as the slowest of their links and the smallest share are."""
+    def _offload_memory(self, rules: Sequence[Rule]) -> OffloadMemory | None:
+        """The hosts' offload memory: the bandwidth of the slowest link, the size of the smallest
+        share."""
         if not any(rule.trade in OFFLOAD_TRADES for rule in rules):
             return None
         classes = [device for device, _ in self.request.cluster.tree.classes]
         links = [device.host_link for device in classes if device.host_link is not None]
-        rooms = [device.host_memory_bytes for device in classes if device.host_memory_bytes]
+        sizes = [device.host_memory_bytes for device in classes if device.host_memory_bytes]
         rate = min(link.bytes_per_second for link in links)
-        return OffloadMemory("the memory of each host", rate=rate, size=min(rooms))
+        return OffloadMemory("the memory of each host", rate=rate, size=min(sizes))
 
-    def _title(self, laid: ClusterPlan) -> str:
+    def _title(self, chosen: ClusterPlan) -> str:
         shapes = ", ".join("x".join(map(str, e.shape)) for e in self.step.entries[:1])
-        ranks = laid.layout.num_ranks
+        ranks = chosen.layout.num_ranks
         return f"{self.request.title}, batch {shapes}, {ranks} rank{'s' if ranks > 1 else ''}"
 
-    def _fewest_said(self, laid: ClusterPlan) -> str:
+    def _fewest_text(self, chosen: ClusterPlan) -> str:
         most = self.request.cluster.num_devices
-        return f"{laid.layout.num_ranks} of {most} devices; no layout on fewer keeps the budget"
+        return f"{chosen.layout.num_ranks} of {most} devices; no layout on fewer keeps the budget"
 
-    def _next_cent(self, laid: ClusterPlan, limit: int) -> NextCent | None:
-        more = int(limit * _MORE)
-        other = self.search.fastest(laid.layout.num_ranks, limit + more)
+    def _next_cent(self, chosen: ClusterPlan, limit: int) -> NextCent | None:
+        more = int(limit * _MORE_MEMORY_SHARE)
+        other = self.search.fastest(chosen.layout.num_ranks, limit + more)
         assert other is not None, "what fits in less fits in more"
-        saved = laid.step.step_seconds - other.step.step_seconds
-        # Plans that are about as fast are equal, and the simpler one is taken.
-        is_faster = saved > laid.step.step_seconds * ALIKE
+        saved = chosen.step.step_seconds - other.step.step_seconds
+        # Plans of nearly equal speed count as equal, and the simpler one is taken.
+        is_faster = saved > chosen.step.step_seconds * ALIKE
         return NextCent(more_bytes=more, saved_seconds=saved) if is_faster else None
 
-    def _rates_said(self, laid: ClusterPlan) -> Iterator[str]:
-        """On what the times stand, how sure they are, and which stack they are of."""
+    def _rate_notes(self, chosen: ClusterPlan) -> Iterator[str]:
+        """Yield notes on the rates behind the predicted times, on their uncertainty, and on the
+        stack."""
         rates = self.request.cluster.rates_said
         yield f"nothing was measured: links at their declared rates, {rates}"
-        yield from doubt_said(self.search, laid.layout)
-        if self.step.is_sequence_parallel(laid.layout.tensor):
+        yield from doubt_said(self.search, chosen.layout)
+        if self.step.is_sequence_parallel(chosen.layout.tensor):
             yield _SEQUENCE_PARALLEL
 
-    def _batch_held(self, laid: ClusterPlan) -> Iterator[str]:
-        shared = ParallelLayout(
-            batch=laid.layout.data, tensor=laid.layout.num_ranks // laid.layout.data
+    def _batch_note(self, chosen: ClusterPlan) -> Iterator[str]:
+        layout = ParallelLayout(
+            batch=chosen.layout.data, tensor=chosen.layout.num_ranks // chosen.layout.data
         )
-        return batch_held(shared, self.step.num_samples)
+        return batch_size_note(layout, self.step.num_samples)
 
-    def _notes(self, laid: ClusterPlan, limit: int) -> list[str]:
-        ranks = laid.layout.num_ranks
-        least = self.search.least_seconds(ranks, limit, laid)
-        gap = format_share(laid.step.step_seconds / least - 1).lstrip("+")
+    def _notes(self, chosen: ClusterPlan, limit: int) -> list[str]:
+        ranks = chosen.layout.num_ranks
+        least = self.search.least_seconds(ranks, limit, chosen)
+        gap = format_share(chosen.step.step_seconds / least - 1).lstrip("+")
         if gap.startswith("0.0 "):
             gap = "0.1 %"
-        faster = f"more than {gap} faster" if least < laid.step.step_seconds else "faster"
+        faster = f"more than {gap} faster" if least < chosen.step.step_seconds else "faster"
         count = len(self.search.ways(ranks))
-        on = f"{ranks} devices" if ranks > 1 else "one device"
-        alike = rivals_said(rivals(self.search, laid, limit))
-        none = f"none of {count} layouts on {on} is predicted to be {faster}"
+        devices = f"{ranks} devices" if ranks > 1 else "one device"
+        equal_layouts = rivals_said(rivals(self.search, chosen, limit))
+        headline = f"none of {count} layouts on {devices} is predicted to be {faster}"
         notes = [
-            f"{none}, each with any of its blocks computed again",
-            *([alike] if alike else []),
-            *self._rates_said(laid),
-            f"a rank may hold {self._allowed(limit)}; nothing is reckoned for drivers beside it",
+            f"{headline}, each with any of its blocks computed again",
+            *([equal_layouts] if equal_layouts else []),
+            *self._rate_notes(chosen),
+            f"a rank may hold {self._limit_text(limit)}; nothing is reckoned for drivers beside it",
         ]
-        notes += self._batch_held(laid)
-        if laid.layout.data > 1 or laid.layout.micro_batches > 1:
+        notes += self._batch_note(chosen)
+        if chosen.layout.data > 1 or chosen.layout.micro_batches > 1:
             notes.append("that samples may be told apart was judged by operators, and not tried")
         return notes
 
-    def _allowed(self, limit: int) -> str:
+    def _limit_text(self, limit: int) -> str:
         smaller = sorted({
             device.memory_bytes
             for device, _ in self.request.cluster.tree.classes

@@ -1,6 +1,6 @@
-"""A note where a plan holds more than eager PyTorch: how much, what it is, how to avoid it.
+"""A note if a plan needs more memory than eager PyTorch: how much, for what, how to avoid it.
 
-Not for the comparison with a budget: the plan says that itself (report/document.py).
+Not for the comparison with a budget: report/document.py prints that with the plan.
 """
 
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from steelyard.ir.graph import Role
 from steelyard.plans.plan import Prediction
 from steelyard.units import format_bytes
 
-_NAMED = 3
-# What stays for the whole step stays in eager PyTorch too.
-_STAYS = frozenset({Role.PARAMETER, Role.BUFFER, Role.BATCH, Role.CONSTANT, Role.STATE})
+_MAX_LISTED = 3
+# Resident for the whole step, in eager PyTorch too.
+_RESIDENT_ROLES = frozenset({Role.PARAMETER, Role.BUFFER, Role.BATCH, Role.CONSTANT, Role.STATE})
 
 
 def note_beyond_eager(before: Prediction, predicted: Prediction) -> Iterator[str]:
@@ -19,8 +19,10 @@ def note_beyond_eager(before: Prediction, predicted: Prediction) -> Iterator[str
     peak, eager_bytes = predicted.peak, before.peak.nbytes
     if peak.nbytes <= eager_bytes:
         return
-    held = [holding for holding in peak.alive if holding.role not in _STAYS][:_NAMED]
-    listed = ", ".join(f"{holding.what} {format_bytes(holding.nbytes)}" for holding in held)
+    largest = [holding for holding in peak.alive if holding.role not in _RESIDENT_ROLES][
+        :_MAX_LISTED
+    ]
+    listed = ", ".join(f"{holding.what} {format_bytes(holding.nbytes)}" for holding in largest)
     at = f" at {peak.at} in {peak.path or 'the loss'}, {peak.phase.value} pass" if peak.at else ""
     yield (
         f"the plan holds ~{format_bytes(peak.nbytes - eager_bytes)} more than eager PyTorch: "

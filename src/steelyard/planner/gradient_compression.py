@@ -1,7 +1,8 @@
-"""Whether ranks send their gradients in codes: where that is faster by enough, and the loss of a
-probe drifts no further than the budget allows; and if not, the reason with its figures.
+"""Decides if ranks send their gradients compressed, and with which codec.
 
-Not for how a step is fastest with a code: see search/ranks/gradient_compression.py.
+A codec is taken if the step becomes faster by enough and the loss drift of a probe stays within
+the accuracy budget; otherwise the plan lists the reason with its figures. Not for how a step is
+fastest with a given codec: see search/ranks/gradient_compression.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from steelyard.operators.gradient_codecs import (
     encode_gradients,
     encode_sum,
 )
-from steelyard.planner.compiled import compiled_limit, saved_bytes
+from steelyard.planner.compiled import compiled_limit, fusion_saved_bytes
 from steelyard.planner.lossy import NOT_PROBED, LossyPlanner
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import Drift, beyond
@@ -34,68 +35,75 @@ from steelyard.search.ranks.gradient_compression import CompressedCandidate, Wei
 from steelyard.search.result import SearchResult
 from steelyard.units import format_bytes, format_seconds
 
-# A gain of less is not worth any accuracy; nor is one that the doubt of the link may have made.
-_LEAST_GAIN, _DOUBTS = 0.05, 2
+# A smaller gain is not worth any accuracy, nor is one within twice the uncertainty of the link
+# measurement.
+_MIN_GAIN, _MIN_GAIN_IN_DOUBTS = 0.05, 2
 
 
 def with_compression(
     lossy: LossyPlanner, budget: Budget, exact: SearchResult, predicted: Prediction
 ) -> tuple[SearchResult, Prediction]:
-    """The fastest plan whose gradients go in codes, or the exact one, which then says why not.
-    ``predicted`` is what the runner makes of the exact one, by which codes are judged: the search
-    prices what was captured."""
+    """Return the fastest plan with compressed gradients, or the exact plan with the reasons.
+
+    ``predicted`` is the prediction of the exact plan as its runner executes it. Codecs are compared
+    with it, because the search prices the captured graph.
+    """
     session = lossy.session
     if not budget.accuracy_loss:
-        barred = _not_allowed(session, exact, predicted)
-        refusals = (*exact.refused, *barred)
-        offers = exact.num_offers + sum(refusal.left is Remaining.WHOLE for refusal in barred)
+        rejections = _refuse_without_budget(session, exact, predicted)
+        refusals = (*exact.refused, *rejections)
+        offers = exact.num_offers + sum(refusal.left is Remaining.WHOLE for refusal in rejections)
         return replace(exact, refused=refusals, num_offers=offers), predicted
     found, plain, refused = exact, predicted, list[Rejection]()
     weighed = 0
     weighing = _weighing(session, refused)
     why_not = partial(_why_not, lossy, exact, plain)
 
-    def may_pay(way: CompressedCandidate) -> bool:
-        return not why_not(way.seconds - weighing.coding_seconds(way), best=plain)
+    def may_pay(candidate: CompressedCandidate) -> bool:
+        return not why_not(candidate.seconds - weighing.coding_seconds(candidate), best=plain)
 
-    for way in _ways(weighing, session, refused, may_pay):
+    for candidate in _candidates(weighing, session, refused, may_pay):
         weighed += 1
-        reason = why_not(way.seconds, best=predicted)
+        reason = why_not(candidate.seconds, best=predicted)
         if not reason:
             try:
-                tried = _tried(weighing, lossy, budget, way, plain, best=predicted)
-            except Mismatch as odd:
-                # Ranks of unequal shares would exchange in different orders, if in milder codes.
-                tried = odd.happened
+                tried = _try_candidate(weighing, lossy, budget, candidate, plain, best=predicted)
+            except Mismatch as mismatch:
+                # Ranks with unequal batch shares would issue their collectives in different orders,
+                # at least after a fallback to a less lossy codec.
+                tried = mismatch.happened
             if not isinstance(tried, str):
                 found, predicted = tried
                 continue
             reason = tried
-        refused.append(Rejection(trade=way.trade, label=way.codec.label, reason=reason))
+        refused.append(Rejection(trade=candidate.trade, label=candidate.codec.label, reason=reason))
     if found is exact:
-        told = replace(exact, refused=(*exact.refused, *refused))
-        return replace(told, num_offers=told.num_offers + weighed), predicted
+        result = replace(exact, refused=(*exact.refused, *refused))
+        return replace(result, num_offers=result.num_offers + weighed), predicted
     others = sum(refusal.left is Remaining.WHOLE for refusal in refused)
-    told = replace(found, refused=(*found.refused, *refused))
-    return replace(told, num_offers=told.num_offers + others), predicted
+    result = replace(found, refused=(*found.refused, *refused))
+    return replace(result, num_offers=result.num_offers + others), predicted
 
 
-def _not_allowed(
+def _refuse_without_budget(
     session: PlanningSession, exact: SearchResult, predicted: Prediction
 ) -> list[Rejection]:
-    """A refusal of each code where no accuracy may be lost, with no figure that takes weighing.
+    """Return a rejection of each codec for an accuracy budget of 0, without weighing any codec.
 
-    Codes spare nothing but waiting for other ranks, so where all ranks share the batch already that
-    bounds what they could save.
+    A codec saves only time spent waiting for other ranks. If all ranks already share the batch,
+    that waiting time bounds what it could save.
     """
     refused: list[Rejection] = []
     reason = "is lossy and the accuracy budget is 0"
-    layout, waits = exact.program.layout, predicted.metrics.exposed_communication_seconds.value
+    layout, waiting_seconds = (
+        exact.program.layout,
+        predicted.metrics.exposed_communication_seconds.value,
+    )
     is_shared_by_all = layout.batch == session.request.cluster.num_devices
-    if is_shared_by_all and waits:
-        reason += f"; it could save at most the ~{format_seconds(waits)} that ranks wait"
-    able = _codecs(session, refused)
-    refused += (Rejection(trade=able[c], label=c.label, reason=reason) for c in able)
+    if is_shared_by_all and waiting_seconds:
+        reason += f"; it could save at most the ~{format_seconds(waiting_seconds)} that ranks wait"
+    available = _codecs_with_trades(session, refused)
+    refused += (Rejection(trade=available[c], label=c.label, reason=reason) for c in available)
     return refused
 
 
@@ -107,29 +115,30 @@ def _why_not(
     *,
     best: Prediction,
 ) -> str | None:
-    """Why a way that takes so long, nothing else being done, is not tried."""
-    session, gain = lossy.session, _seconds(exact.prediction) / seconds - 1
-    # A compiled step computes for less time, of which what is sent is a larger share.
+    """Return the reason why a candidate that takes ``seconds`` is not tried, or None to try it."""
+    session, gain = lossy.session, _step_seconds_of(exact.prediction) / seconds - 1
+    # A compiled step computes for less time, so communication is a larger share of it.
     is_compiled = session.request.runner == "inductor"
     is_judged_later = is_compiled and gain > 0
-    if not is_judged_later and (too_little := _too_little(session, gain, plain)):
-        return too_little
+    if not is_judged_later and (reason_small := _why_gain_too_small(session, gain, plain)):
+        return reason_small
     if is_judged_later and best is not plain:
-        # Each is a lowering, and kernels to compile.
+        # Each further candidate costs a lowering and the compilation of its kernels.
         return "was slower than what is taken, at the prices of what was captured"
-    if barred := lossy.why_not_probed():
-        return barred
-    if not is_compiled and seconds >= _seconds(best):
+    if reason := lossy.why_not_probed():
+        return reason
+    if not is_compiled and seconds >= _step_seconds_of(best):
         return f"takes ~{format_seconds(seconds)} a step before anything else, what is taken less"
     return None
 
 
-def _seconds(predicted: Prediction) -> float:
+def _step_seconds_of(predicted: Prediction) -> float:
     return predicted.metrics.step_seconds.value
 
 
 def refuse_unprobed() -> tuple[Rejection, ...]:
-    """Of devices that are not here: what few bits would do to the loss there, nobody can tell."""
+    """Return the rejections of all codecs on a declared cluster, where no loss drift can be
+    probed."""
     reason = f"is lossy, and {NOT_PROBED}"
     label = "gradients in codes"
     return tuple(
@@ -139,14 +148,14 @@ def refuse_unprobed() -> tuple[Rejection, ...]:
 
 
 def note_on_accuracy(budget: Budget) -> tuple[str, ...]:
-    """Where it may be lost, on devices that are not here."""
+    """Return a note that the accuracy budget is unused because the cluster is only declared."""
     if not budget.accuracy_loss:
         return ()
     return (f"no accuracy is lost, though the budget allows it: {NOT_PROBED}",)
 
 
 def available_codecs(session: PlanningSession) -> list[Codec]:
-    """The codes that can be had."""
+    """Return the codecs that the request allows and this machine can compile."""
     trades = {trade.name for trade in session.request.trades}
     is_compiling = _torch.cpp_compiler() is not None
     return [
@@ -157,7 +166,7 @@ def available_codecs(session: PlanningSession) -> list[Codec]:
 
 
 def compile_codecs(codecs: Sequence[Codec], *, num_ranks: int) -> None:
-    """Has the calls compiled that these codes are made of, for steps to come."""
+    """Compile the operators of these codecs ahead of the steps that use them."""
     x = torch.zeros(num_ranks * BLOCK)
     for codec in codecs:
         if not codec.is_compiled:
@@ -173,119 +182,141 @@ def compile_codecs(codecs: Sequence[Codec], *, num_ranks: int) -> None:
                 encode_sum(coded, own, codec.name)
 
 
-def _codecs(session: PlanningSession, refused: list[Rejection]) -> dict[Codec, str]:
-    """The codes that can be had here, with their trades; the others are refused."""
+def _codecs_with_trades(session: PlanningSession, refused: list[Rejection]) -> dict[Codec, str]:
+    """Return the available codecs with their trades, and append a rejection of each other codec."""
     codecs, trades = available_codecs(session), {trade.name for trade in session.request.trades}
-    able: dict[Codec, str] = {}
+    available: dict[Codec, str] = {}
     reason = "Inductor finds no C++ compiler to make codes with"
     for (trade, _, _), codec in CODES.items():
         if codec in codecs:
-            able[codec] = trade
+            available[codec] = trade
         elif trade in trades:
             refusal = Rejection(trade=trade, label=codec.label, reason=reason, left=Remaining.NEVER)
             refused.append(refusal)
-    return able
+    return available
 
 
 def _weighing(session: PlanningSession, refused: list[Rejection]) -> Weighing:
-    return Weighing(layouts=session.layouts, codecs=[*_codecs(session, refused)])
+    return Weighing(layouts=session.layouts, codecs=[*_codecs_with_trades(session, refused)])
 
 
-def _ways(
+def _candidates(
     weighing: Weighing,
     session: PlanningSession,
     refused: list[Rejection],
     may_pay: Callable[[CompressedCandidate], bool],
 ) -> list[CompressedCandidate]:
-    """The fastest first, and made gentler where they may pay; what cannot be is told."""
+    """Return the candidates, fastest first; append rejections of impossible ones to ``refused``.
+
+    Candidates that may pay off are replaced by their least lossy variant.
+    """
     if not weighing.codecs:
         return []
     session.request.on_progress("weighing gradients in codes")
-    found, cannot = weighing.fastest(thoroughly=True)
-    found = [weighing.gentler(way) if may_pay(way) else way for way in found]
-    refused += (replace(refusal, left=Remaining.NEVER) for refusal in cannot)
-    return sorted(found, key=lambda way: way.seconds)
+    found, impossible = weighing.fastest(thoroughly=True)
+    found = [
+        weighing.gentler(candidate) if may_pay(candidate) else candidate for candidate in found
+    ]
+    refused += (replace(refusal, left=Remaining.NEVER) for refusal in impossible)
+    return sorted(found, key=lambda candidate: candidate.seconds)
 
 
-def _too_little(session: PlanningSession, gain: float, plain: Prediction) -> str | None:
-    """Why this is not faster by enough than the exact plan; None where it is."""
-    step, waits = _seconds(plain), plain.metrics.exposed_communication_seconds.value
+def _why_gain_too_small(session: PlanningSession, gain: float, plain: Prediction) -> str | None:
+    """Return why a relative ``gain`` over the exact plan is too small, or None if it is enough."""
+    step, waiting_seconds = (
+        _step_seconds_of(plain),
+        plain.metrics.exposed_communication_seconds.value,
+    )
     if gain <= 0:
-        waited = f"waits ~{format_seconds(waits)} for other ranks"
-        bound = "is bound by computation" if waits < step / 2 else waited
-        more = 1 / (1 + gain) - 1
-        return f"would cost {more:.0%}: the plan takes ~{format_seconds(step)} a step and {bound}"
-    doubt = session.prices.costs.links[DATA].doubt if waits else 0.0
-    least = max(_LEAST_GAIN, _DOUBTS * doubt * waits / step)
-    if gain > least:
+        waiting = f"waits ~{format_seconds(waiting_seconds)} for other ranks"
+        bound = "is bound by computation" if waiting_seconds < step / 2 else waiting
+        slowdown = 1 / (1 + gain) - 1
+        return (
+            f"would cost {slowdown:.0%}: the plan takes ~{format_seconds(step)} a step and {bound}"
+        )
+    doubt = session.prices.costs.links[DATA].doubt if waiting_seconds else 0.0
+    min_gain = max(_MIN_GAIN, _MIN_GAIN_IN_DOUBTS * doubt * waiting_seconds / step)
+    if gain > min_gain:
         return None
-    return f"would gain {gain:.0%}, and less than {least:.0%} may be an error of what is predicted"
+    return (
+        f"would gain {gain:.0%}, and less than {min_gain:.0%} may be an error of what is predicted"
+    )
 
 
-def _tried(
+def _try_candidate(
     weighing: Weighing,
     lossy: LossyPlanner,
     budget: Budget,
-    way: CompressedCandidate,
+    candidate: CompressedCandidate,
     plain: Prediction,
     *,
     best: Prediction,
 ) -> tuple[SearchResult, Prediction] | str:
-    """The plan with all that the budget needs besides, as it runs, and probed; or why it is not
-    taken."""
-    session, limit, asked = lossy.session, budget.memory_bytes, budget
+    """Return the candidate's plan within the whole budget, as executed and probed, or why not."""
+    session, limit, search_budget = lossy.session, budget.memory_bytes, budget
     is_compiled = session.request.runner == "inductor"
     if limit is None:
-        # Nothing else is traded then, and a probe takes less time than a search.
-        seen = _drift_within(lossy, budget, way.rules, session.layouts.ways.apply_rules(way.rules))
-        if isinstance(seen, str):
-            return seen
+        # Without a memory bound no other trade is added, and a probe takes less time than a search.
+        drift = _drift_within(
+            lossy, budget, candidate.rules, session.layouts.ways.apply_rules(candidate.rules)
+        )
+        if isinstance(drift, str):
+            return drift
     if is_compiled and limit is not None:
         limit = compiled_limit(session, limit)
-        asked = replace(budget, memory_bytes=limit + saved_bytes(session))
+        search_budget = replace(budget, memory_bytes=limit + fusion_saved_bytes(session))
     try:
-        found = weighing.plan(way, asked)
+        found = weighing.plan(candidate, search_budget)
     except Infeasible:
         return "with it no plan fits the budget"
     predicted = session.priced(found.program) if is_compiled else found.prediction
-    seconds = _seconds(predicted)
-    if seconds >= _seconds(best):
+    seconds = _step_seconds_of(predicted)
+    if seconds >= _step_seconds_of(best):
         return f"with what the budget needs besides it would take ~{format_seconds(seconds)} a step"
-    too_little = _too_little(session, _seconds(plain) / seconds - 1, plain)
+    too_little = _why_gain_too_small(session, _step_seconds_of(plain) / seconds - 1, plain)
     if too_little:
         return too_little
     if limit is not None and predicted.peak.nbytes > limit:
         return f"with it the step would take {format_bytes(predicted.peak.nbytes)} when compiled"
     if (
         limit is not None
-        and (most := peak_in_less_lossy_codecs(session, found.rules, found.program)) > limit
+        and (fallback_peak := peak_in_less_lossy_codecs(session, found.rules, found.program))
+        > limit
     ):
-        return f"with it steps in milder codes or none would take {format_bytes(most)}"
-    seen = _drift_within(lossy, budget, found.rules, found.program)
-    if isinstance(seen, str):
-        return seen
-    return found, replace(predicted, metrics=replace(predicted.metrics, accuracy_loss=str(seen)))
+        return f"with it steps in milder codes or none would take {format_bytes(fallback_peak)}"
+    drift = _drift_within(lossy, budget, found.rules, found.program)
+    if isinstance(drift, str):
+        return drift
+    return found, replace(predicted, metrics=replace(predicted.metrics, accuracy_loss=str(drift)))
 
 
 def _drift_within(
     lossy: LossyPlanner, budget: Budget, rules: Sequence[Rule], program: Program
 ) -> Drift | str:
-    """Of this plan, as far as can be seen; or why the budget does not allow it."""
-    seen = lossy.drift_of(rules, program, budget.accuracy_loss)
-    if isinstance(seen, str):
-        return f"is lossy, and {seen}"
-    return seen if seen.keeps(budget.accuracy_loss) else beyond(seen, budget.accuracy_loss)
+    """Return the probed drift of this plan, or why the accuracy budget does not allow the plan."""
+    drift = lossy.probe_drift(rules, program, budget.accuracy_loss)
+    if isinstance(drift, str):
+        return f"is lossy, and {drift}"
+    return drift if drift.keeps(budget.accuracy_loss) else beyond(drift, budget.accuracy_loss)
 
 
 def peak_in_less_lossy_codecs(
     session: PlanningSession, rules: Sequence[Rule], program: Program
 ) -> int:
-    """What a step takes in codes that lose less, or, as the first steps, in none beside the room
-    for what codes hold back: training may come to go on so."""
+    """Return the highest peak of the step in any of its less lossy fallback codecs, in bytes.
+
+    The uncompressed fallback also holds the error-feedback residuals, as the warm-up steps do.
+    Training may fall back to any of these codecs and stay there.
+    """
     inputs = program.graph.inputs()
-    held = sum(n.outputs[0].nbytes for n in inputs if n.name.startswith(RESIDUAL))
-    *coded, exact = codec_fallbacks(rules)
-    return max([_peak_bytes(session, exact) + held, *(_peak_bytes(session, c) for c in coded[1:])])
+    residual_bytes = sum(n.outputs[0].nbytes for n in inputs if n.name.startswith(RESIDUAL))
+    *lossy, exact = codec_fallbacks(rules)
+    return max(
+        [
+            _peak_bytes(session, exact) + residual_bytes,
+            *(_peak_bytes(session, c) for c in lossy[1:]),
+        ]
+    )
 
 
 def _peak_bytes(session: PlanningSession, rules: Sequence[Rule]) -> int:

@@ -1,7 +1,6 @@
-"""The cluster of a step on a GPU of this machine: that GPU, or one for each rank here, and on
-other hosts as many like it.
+"""The cluster of a step on GPUs: a GPU of this machine for each rank, as many on each other host.
 
-Not for which device that is: see measure/device_memory.py.
+Not for choosing the device: see measure/device_memory.py.
 """
 
 import os
@@ -16,14 +15,15 @@ from steelyard.measure.cache import CostCache
 from steelyard.measure.device_memory import check_is_own
 from steelyard.measure.device_rates import with_measured_rates
 
-# Ranks may share a GPU, whose times are then said as if each had one of its own.
+# Environment variable that lets ranks share a GPU. Predicted times then assume one GPU for each
+# rank.
 MAY_SHARE = "STEELYARD_SHARE_GPU"
 
 
 def local_cluster(
     home: torch.device, cluster: Cluster, *, runner: str = "python", cache: CostCache
 ) -> Cluster:
-    """``cluster``, where it is this machine and the step lies on a GPU of it: as many GPUs."""
+    """Return ``cluster`` with GPUs in place of CPUs if it is this machine and ``home`` is a GPU."""
     if home.type == "cpu" or not cluster.is_here:
         return cluster
     if cluster.offload_memory is not None:
@@ -39,11 +39,11 @@ def local_cluster(
             remedy="leave runner= out, or write --runner python",
         )
     check_is_own(home)
-    here = _gpu(home, cluster.fastest, ranks=cluster.ranks_of_a_host)
-    gpu = with_measured_rates(here, cache=cache, torch_device=home)
+    gpu_of_rank = _gpu(home, cluster.fastest, ranks=cluster.ranks_of_a_host)
+    gpu = with_measured_rates(gpu_of_rank, cache=cache, torch_device=home)
     member = replace(cluster.tree.members[0], of=gpu, count=cluster.num_devices)
-    at_home = replace(cluster, tree=replace(cluster.tree, members=(member,)), speeds=())
-    return at_home.at_speeds(cluster.speeds) if cluster.speeds else at_home
+    on_gpus = replace(cluster, tree=replace(cluster.tree, members=(member,)), speeds=())
+    return on_gpus.at_speeds(cluster.speeds) if cluster.speeds else on_gpus
 
 
 def _gpu(home: torch.device, here: Device, *, ranks: int) -> Device:

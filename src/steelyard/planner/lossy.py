@@ -1,8 +1,8 @@
-"""Plans that may lose accuracy: which values may be kept in 8 bits, and whether a plan is believed.
+"""Plans that may lose accuracy: which activations to store in 8 bits, and if a plan is accepted.
 
-A value must be near enough to itself, and a plan's loss must not drift further in a probe than the
-budget allows. What is found is of the probe: nobody promises a final accuracy. Not for running
-anything: see accuracy_probe.py.
+The error of each quantized activation must be small, and the loss drift of a short probe must stay
+within the budget. A probe says nothing certain about the final accuracy. Not for running the
+probes: see accuracy_probe.py.
 """
 
 import math
@@ -32,39 +32,40 @@ from steelyard.units import format_bytes
 
 QUANTIZE = "quantize_activations"
 NOT_PROBED = "a step that cannot be run here cannot be probed"
-# A bell-shaped value loses 0.7 % of its norm. What loses more than this has few values that are
-# far larger than the others, which then share a handful of codes.
-_MOST_ERROR = 0.05
-# Each is a search and two short runs.
-_ROUNDS = 4
+# A bell-shaped value loses 0.7 % of its norm. A value that loses more than this share has few
+# elements that are far larger than the others, which then share a handful of codes.
+_MAX_ERROR = 0.05
+# Each round is one search and two short runs.
+_MAX_ROUNDS = 4
 _SHARE_OF_FREE_MEMORY = 0.5
 
 
 @dataclass(kw_only=True, eq=False)
 class LossyPlanner:
-    """The plans of one step where accuracy may be lost; what was measured is kept."""
+    """Plans one step that may lose accuracy; keeps what was measured."""
 
     session: PlanningSession
     _searches: dict[frozenset[CallSite], StepSearch] = field(default_factory=dict)
     _drifts: dict[tuple[Rule, ...], Drift] = field(default_factory=dict)
-    # Of steps in which nothing is in few bits; several plans may be held against the same.
+    # Losses of the exact twins, by their rules; several lossy plans are compared with the same
+    # twin.
     _losses: dict[tuple[Rule, ...], list[float]] = field(default_factory=dict)
-    _answered: dict[Budget, StepSearch] = field(default_factory=dict)
+    _search_of_budget: dict[Budget, StepSearch] = field(default_factory=dict)
 
     def find(self, budget: Budget) -> tuple[SearchResult, Prediction]:
-        """The fastest plan whose drift was seen to be within the budget."""
-        barred = self._why_no_need(budget) or self.why_not_probed()
-        if barred:
-            return self._exactly(budget, barred)
+        """Return the fastest plan whose probed drift is within the budget."""
+        reason = self._why_not_needed(budget) or self.why_not_probed()
+        if reason:
+            return self._find_exact(budget, reason)
         found, predicted = self._probed(budget)
-        return self._told(found), predicted
+        return self._with_rejections(found), predicted
 
     def search_for(self, budget: Budget) -> StepSearch:
-        """The search that answered this."""
-        return self._answered.get(budget, self.session.search)
+        """Return the search that answered this budget."""
+        return self._search_of_budget.get(budget, self.session.search)
 
     def why_not_probed(self) -> str:
-        """Why nobody could say what 8 bits do to this step; empty where it can be tried."""
+        """Return why this step cannot be probed in 8 bits; empty if it can."""
         session, source = self.session, self.session.source
         if QUANTIZE not in {trade.name for trade in session.request.trades}:
             return "a batch that is only imagined cannot be probed"
@@ -76,18 +77,18 @@ class LossyPlanner:
             return "is lossy, and a probe would not run the hooks of the parameters"
         return ""
 
-    def drift_of(self, rules: Sequence[Rule], program: Program, allowed: float) -> Drift | str:
-        """The drift of this plan beside the same without few bits; or why that cannot be seen.
+    def probe_drift(self, rules: Sequence[Rule], program: Program, allowed: float) -> Drift | str:
+        """Return the loss drift of this plan against its exact twin, or why it cannot be probed.
 
-        Where the interval of a short probe contains what is ``allowed``, a longer one decides.
+        If the interval of a short probe contains ``allowed``, a longer probe decides.
         """
-        found = self._drift_within(rules, program, STEPS)
+        found = self._drift_over(rules, program, STEPS)
         if isinstance(found, str) or found.keeps(allowed) or found.largest > allowed:
             return found
-        return self._drift_within(rules, program, MORE_STEPS)
+        return self._drift_over(rules, program, MORE_STEPS)
 
-    def _drift_within(self, rules: Sequence[Rule], program: Program, steps: int) -> Drift | str:
-        """As far as the first ``steps`` steps show it."""
+    def _drift_over(self, rules: Sequence[Rule], program: Program, steps: int) -> Drift | str:
+        """Return the drift over the first ``steps`` steps, or why it cannot be probed."""
         key = tuple(sorted(rules))
         if key not in self._drifts or len(self._drifts[key].shares) < steps:
             layout = program.layout
@@ -102,12 +103,16 @@ class LossyPlanner:
             if needed > free:
                 return f"a probe would take {format_bytes(needed)}, and may {format_bytes(free)}"
             self.session.request.on_progress(f"probing {steps} steps in few bits, and without")
-            # Neither which gradients go at once nor when they are waited for changes a loss.
-            laid = Rule(trade="shard_batch", degree=layout.batch, shares=layout.shares)
-            plain = *(r for r in _kept(rules) if r.trade not in LAYOUT_TRADES), laid
-            if len(self._losses.get(plain, ())) < steps:
-                self._losses[plain] = self._losses_of(exact, steps)
-            theirs = self._losses[plain][:steps]
+            # Overlap and shared-memory transfer do not change a loss, so the twin needs only the
+            # batch sharding.
+            batch_sharding = Rule(trade="shard_batch", degree=layout.batch, shares=layout.shares)
+            twin_rules = (
+                *(r for r in _exact_rules(rules) if r.trade not in LAYOUT_TRADES),
+                batch_sharding,
+            )
+            if len(self._losses.get(twin_rules, ())) < steps:
+                self._losses[twin_rules] = self._losses_of(exact, steps)
+            theirs = self._losses[twin_rules][:steps]
             if not all(map(math.isfinite, theirs)):
                 return f"within {steps} steps the loss is not finite, even without"
             ours = self._losses_of(program, steps)
@@ -127,18 +132,23 @@ class LossyPlanner:
         )
 
     def _exact_twin(self, rules: Sequence[Rule]) -> Program:
-        """The plan without its 8 bits, or, to the same bits in less memory, with all that can be
-        computed again instead of what waits elsewhere."""
-        kept = _kept(rules)
-        if len(kept) < len(rules) and ParallelLayout.of(rules).num_ranks > 1:
-            return self.session.apply_rules(kept)
-        before = [r for r in kept if r.trade != "recompute"]
-        again = self.session.recomputed(before)
-        costs = self.session.prices.costs
-        return min((self.session.apply_rules(kept), again), key=lambda p: peak_bytes(p, costs))
+        """Return the plan without its 8-bit values, in the variant that needs the least memory.
 
-    def _why_no_need(self, budget: Budget) -> str:
-        """8 bits buy nothing but memory, and never time."""
+        On one rank, recomputing everything that can be recomputed is an alternative: it gives the
+        same bits, and may need less memory.
+        """
+        exact = _exact_rules(rules)
+        if len(exact) < len(rules) and ParallelLayout.of(rules).num_ranks > 1:
+            return self.session.apply_rules(exact)
+        before = [r for r in exact if r.trade != "recompute"]
+        recomputed = self.session.recomputed(before)
+        costs = self.session.prices.costs
+        return min(
+            (self.session.apply_rules(exact), recomputed), key=lambda p: peak_bytes(p, costs)
+        )
+
+    def _why_not_needed(self, budget: Budget) -> str:
+        """Return why 8 bits are not needed: they save only memory, never time."""
         if budget.memory_bytes is None:
             return "is lossy, and memory is not bounded"
         if self.session.search.untraded_bytes <= budget.memory_bytes:
@@ -147,42 +157,42 @@ class LossyPlanner:
 
     def _probed(self, budget: Budget) -> tuple[SearchResult, Prediction]:
         errors = self._errors
-        allowed = frozenset(spot for spot, error in errors.items() if error <= _MOST_ERROR)
-        barred = f"no value is within {_MOST_ERROR:.0%} of itself in 8 bits"
-        for number in range(_ROUNDS):
+        allowed = frozenset(site for site, error in errors.items() if error <= _MAX_ERROR)
+        reason = f"no value is within {_MAX_ERROR:.0%} of itself in 8 bits"
+        for number in range(_MAX_ROUNDS):
             if not allowed:
                 break
             search = self._search(allowed)
-            found = self._at_best(search, budget)
-            coded = self._spots(found.program)
-            if not coded and number:
+            found = self._find_best(search, budget)
+            sites = self._quantized_sites(found.program)
+            if not sites and number:
                 break
-            if not coded:
+            if not sites:
                 return found, found.prediction
-            seen = self.drift_of(found.rules, found.program, budget.accuracy_loss)
-            if isinstance(seen, str):
-                barred = f"is lossy, and {seen}"
+            drift = self.probe_drift(found.rules, found.program, budget.accuracy_loss)
+            if isinstance(drift, str):
+                reason = f"is lossy, and {drift}"
                 break
-            if seen.keeps(budget.accuracy_loss):
-                self._answered[budget] = search
-                metrics = replace(found.prediction.metrics, accuracy_loss=str(seen))
+            if drift.keeps(budget.accuracy_loss):
+                self._search_of_budget[budget] = search
+                metrics = replace(found.prediction.metrics, accuracy_loss=str(drift))
                 return found, replace(found.prediction, metrics=metrics)
-            barred = beyond(seen, budget.accuracy_loss)
-            # Those that lose most are given up, and whatever loses as much.
-            bound = median(errors[spot] for spot in coded)
-            allowed = frozenset(spot for spot in allowed if errors[spot] < bound)
-        return self._exactly(budget, barred)
+            reason = beyond(drift, budget.accuracy_loss)
+            # Drop the half with the largest errors, and whatever loses as much.
+            threshold = median(errors[site] for site in sites)
+            allowed = frozenset(site for site in allowed if errors[site] < threshold)
+        return self._find_exact(budget, reason)
 
-    def _exactly(self, budget: Budget, barred: str) -> tuple[SearchResult, Prediction]:
-        self._answered[budget] = self.session.search
-        found = self.session.search.find(budget, barred=barred)
+    def _find_exact(self, budget: Budget, reason: str) -> tuple[SearchResult, Prediction]:
+        self._search_of_budget[budget] = self.session.search
+        found = self.session.search.find(budget, barred=reason)
         return found, found.prediction
 
-    def _at_best(self, search: StepSearch, budget: Budget) -> SearchResult:
-        """An exact plan is taken where it is no slower.
+    def _find_best(self, search: StepSearch, budget: Budget) -> SearchResult:
+        """Return the faster of the lossy and the exact plan.
 
-        Beside 8 bits, what is compared or sorted is not computed again, and the same number of
-        trials goes over more choices.
+        The exact plan can win: with 8-bit values allowed, values that are compared or sorted are
+        not recomputed, and the same number of trials is spread over more choices.
         """
         try:
             found = search.find(budget)
@@ -190,7 +200,7 @@ class LossyPlanner:
             try:
                 return self.session.search.find(budget, barred="with it no plan fits the budget")
             except Infeasible as exact_least:
-                # What is said to be the least is the least of both.
+                # Report the smaller of both minima.
                 bytes_of = (least.least_bytes or 0, exact_least.least_bytes or 0)
                 raise least if bytes_of[0] <= bytes_of[1] else exact_least from None
         try:
@@ -204,14 +214,14 @@ class LossyPlanner:
             self._searches[allowed] = self.session.searching(lossy=allowed)
         return self._searches[allowed]
 
-    def _spots(self, program: Program) -> list[CallSite]:
+    def _quantized_sites(self, program: Program) -> list[CallSite]:
         graph = program.graph
-        spots = (spot_of(graph, graph.by_name[value]) for value in program.coded)
-        return [spot for spot in spots if spot is not None]
+        sites = (spot_of(graph, graph.by_name[value]) for value in program.coded)
+        return [site for site in sites if site is not None]
 
     @cached_property
     def _errors(self) -> dict[CallSite, float]:
-        """By where it is made: what each value that could be kept in 8 bits would lose."""
+        """The relative error of each value that could be stored in 8 bits, by call site."""
         session = self.session
         session.request.on_progress("measuring what 8 bits lose")
         graph = session.base.graph
@@ -219,41 +229,41 @@ class LossyPlanner:
         offers, _ = trade.offers(session.base, session.source)
         values = matching(graph, sorted({r for o in offers for r in o.rules}))
         found = coding_errors(session.source, session.base, values)
-        spots = ((spot_of(graph, graph.by_name[v]), error) for v, error in found.items())
+        sites = ((spot_of(graph, graph.by_name[v]), error) for v, error in found.items())
         return {
-            spot: error if math.isfinite(error) else math.inf
-            for spot, error in spots
-            if spot is not None
+            site: error if math.isfinite(error) else math.inf
+            for site, error in sites
+            if site is not None
         }
 
-    def _told(self, found: SearchResult) -> SearchResult:
-        """With the values that are too far from themselves."""
-        bad: dict[str, list[float]] = defaultdict(list)
-        for spot, error in sorted(self._errors.items(), key=lambda e: str(e[0])):
-            if error > _MOST_ERROR:
-                bad[spot.op].append(error)
+    def _with_rejections(self, found: SearchResult) -> SearchResult:
+        """Return the result with a rejection of the values whose error is too large."""
+        too_large: dict[str, list[float]] = defaultdict(list)
+        for site, error in sorted(self._errors.items(), key=lambda e: str(e[0])):
+            if error > _MAX_ERROR:
+                too_large[site.op].append(error)
         refusals = (
             Rejection(
                 trade=QUANTIZE,
-                label=f"{op} ({len(lost)})",
-                reason=_too_far(lost),
+                label=f"{op} ({len(site_errors)})",
+                reason=_error_text(site_errors),
                 left=Remaining.NEVER,
             )
-            for op, lost in bad.items()
+            for op, site_errors in too_large.items()
         )
         return replace(found, refused=(*found.refused, *refusals))
 
 
-def _kept(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Of a plan, what its twin without few bits has too."""
+def _exact_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return the rules that the exact twin of a plan shares with it."""
     return tuple(r for r in sorted(rules) if r.trade not in (QUANTIZE, "offload", *CODE_TRADES))
 
 
-def _too_far(lost: list[float]) -> str:
-    if math.inf in lost:
+def _error_text(site_errors: list[float]) -> str:
+    if math.inf in site_errors:
         return "holds something that is not finite in 8 bits"
-    most = f"at most {_MOST_ERROR:.0%} may be lost"
-    return f"loses up to {_percent(max(lost))} of its norm in 8 bits, and {most}"
+    most = f"at most {_MAX_ERROR:.0%} may be lost"
+    return f"loses up to {_percent(max(site_errors))} of its norm in 8 bits, and {most}"
 
 
 def _percent(share: float) -> str:

@@ -1,7 +1,7 @@
 """The inverse question: the largest batch, or the longest sequence, that fits the budget.
 
-Asks about steps that do not exist yet, so their batches are imagined: shapes without values.
-Not for the search inside one shape: see search/.
+The batches of other sizes do not exist, so they are imagined: shapes without values. Not for the
+search at one shape: see search/.
 """
 
 from dataclasses import replace
@@ -15,16 +15,20 @@ from steelyard.plans.plan import Plan
 from steelyard.trades import TRADES
 from steelyard.units import format_bytes
 
-# No size is asked about that is larger than this many times the one given.
-_MOST_TIMES = 1 << 12
-# Cutting the batch is left out: in parts small enough any batch fits, which answers nothing. So is
-# what is lossy: on a batch that is only imagined nobody can say how much is lost.
+# Upper limit of the sizes that are tried, as a multiple of the given size.
+_MAX_MULTIPLE = 1 << 12
+# Gradient accumulation is left out: any batch fits if it is split into small enough micro-batches,
+# so the answer would say nothing. Lossy trades are left out because the loss drift on an imagined
+# batch is unknown.
 IN_ONE_PIECE = tuple(trade for trade in TRADES if trade.name != "accumulate" and trade.is_exact)
 
 
 def largest(request: PlanRequest, maximize: Maximize) -> tuple[Planner, Plan]:
-    """The planner of the largest step and its plan: that was planned, and the next size was not
-    feasible. Nothing is extrapolated."""
+    """Return the planner of the largest step that fits, and its plan.
+
+    The returned size was planned, and the next size was found to be infeasible; nothing is
+    extrapolated.
+    """
     if request.budget.memory_bytes is None:
         raise BudgetError(
             f"the largest {maximize} needs a budget to stay within",
@@ -39,17 +43,19 @@ def largest(request: PlanRequest, maximize: Maximize) -> tuple[Planner, Plan]:
     if low == 0:
         raise attempts.nothing_fits()
     planner = Planner(attempts.fitting())
-    said = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"
+    summary = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"
     if high in attempts.why:
-        said += f"; {high} is not possible: {attempts.why[high]}"
+        summary += f"; {high} is not possible: {attempts.why[high]}"
     if request.budget.accuracy_loss:
-        said += "; nothing is kept in 8 bits, which cannot be probed on a batch that is imagined"
-    return planner, replace(planner.plan(request.budget), largest=said)
+        summary += "; nothing is kept in 8 bits, which cannot be probed on a batch that is imagined"
+    return planner, replace(planner.plan(request.budget), largest=summary)
 
 
 class _Attempts:
-    """Sizes that were tried: the least memory of each, and why one is not possible, whatever the
-    memory. Of those that fit, the last is the largest, and the only one that is planned.
+    """The sizes tried so far: the least memory of each, and why a size is impossible.
+
+    An impossible size cannot be captured or run with any amount of memory. The last size that
+    fits is the largest, and the only one that is planned.
     """
 
     def __init__(self, request: PlanRequest, maximize: Maximize) -> None:
@@ -62,36 +68,40 @@ class _Attempts:
         self._fitting: PlanningSession | None = None
 
     def bracket(self) -> tuple[int, int]:
-        """A size that fits (0: none known) and a larger one that does not."""
+        """Return a size that fits (0: none known) and a larger one that does not fit."""
         if not self.fits(self.now):
             return 0, self.now
         low, high = self.now, 2 * self.now
-        while high <= self.now * _MOST_TIMES and self.fits(high):
+        while high <= self.now * _MAX_MULTIPLE and self.fits(high):
             low, high = high, max(self.guess(high, high * 8), high * 2)
         return low, high
 
     def fitting(self) -> PlanningSession:
-        """The largest step that fits."""
+        """The planning session of the largest step that fits."""
         assert self._fitting is not None, "a size fits, or nothing_fits is raised"
         return self._fitting
 
     def nothing_fits(self) -> Infeasible:
-        """The smallest that was possible is named: one sample alone may not be, with BatchNorm."""
-        # Where nothing was possible at all, no size has a least.
+        """Return the error that names the smallest possible size and its least memory.
+
+        A batch of one sample may be impossible, for example with BatchNorm.
+        """
+        # If every size was impossible, no size has a least memory.
         size, least = min(self._least.items(), default=(self.now, None))
         smaller = max((tried for tried in self.why if tried <= size), default=None)
-        but = "" if smaller is None else f"; {smaller} is not possible: {self.why[smaller]}"
+        impossible = "" if smaller is None else f"; {smaller} is not possible: {self.why[smaller]}"
         return Infeasible(
-            f"not even a {self._maximize} of {size} fits {self._request.budget}{but}",
+            f"not even a {self._maximize} of {size} fits {self._request.budget}{impossible}",
             expected=f"at least ~{format_bytes(least)} for {size}" if least else "a possible size",
             remedy="allow more memory, or take an optimizer with less state",
             least_bytes=least,
         )
 
     def guess(self, low: int, high: int) -> int:
-        """Where the least memory crosses the budget, were it a straight line; between the two.
+        """Return the size at which the least memory reaches the budget, by linear interpolation.
 
-        What is not possible says nothing of memory: below it the middle is taken.
+        The result is between ``low`` and ``high``. If ``high`` is impossible, its memory is
+        unknown and the result is the middle.
         """
         limit = self._request.budget.memory_bytes
         assert limit is not None
@@ -129,6 +139,6 @@ class _Attempts:
 
 
 def _around(known: list[tuple[int, int]], low: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The neighbours between which ``low`` and what is above it lie."""
+    """Return the known sizes just below and just above ``low``, each with its memory."""
     above = next(i for i, (size, _) in enumerate(known) if size > low)
     return (known[above - 1], known[above]) if above else (known[0], known[1])

@@ -1,7 +1,7 @@
-"""Ranks on several hosts, as many on each: they meet to be measured, are at work while the first
-measures, and hear its plan.
+"""Multi-host planning: one host measures and plans, then broadcasts the plan to the others.
 
-Not for what they exchange while they train, which is as among ranks of one machine.
+The other hosts run a background load while the planning host measures, and take part when links are
+measured. Not for communication during training: see comm/.
 """
 
 import base64
@@ -49,30 +49,33 @@ from steelyard.run.launch.rendezvous import joined, meeting_place
 from steelyard.run.launch.status_reporter import told_by_itself
 from steelyard.safe_text import printable
 
-# A link that has become another by so much is measured anew; what is less than the other varies by
-# itself.
-_OTHER_SHARE, _OTHER_SECONDS = 0.25, 5e-4
-# A store of torch's takes no more than 8 MiB at once.
+# A remembered link measurement is repeated if the link's time has changed by more than this;
+# smaller changes are noise.
+_CHANGED_SHARE, _CHANGED_SECONDS = 0.25, 5e-4
+# A torch Store takes no more than 8 MiB in one value.
 _PIECE = 4 << 20
-# Capturing, measuring and searching a large model; who plans may take so long.
-_PLANNING_SECONDS, _MEETING_SECONDS, _HEARING_SECONDS = 6 * 3600.0, 600.0, 60.0
-_BEGINNING_SECONDS, _ASKING_SECONDS = 120.0, 0.05
-_TOLD, _CALLED, _WORK = "told", "called to work", "work"
-# What rank 0 calls the others to: to work, or to measure what joins them from such a device.
-_CALLS = (_WORK, "cpu", "cuda")
-# Of a plan and what is predicted of it; the file beside a plan may be as large.
-_MOST_TOLD_BYTES, _MOST_PIECES = 256 << 20, 9999
+# Capturing, measuring and searching a large model may take this long on the planning host.
+_PLANNING_SECONDS, _MEETING_SECONDS, _RECEIPT_SECONDS = 6 * 3600.0, 600.0, 60.0
+_START_SECONDS, _POLL_SECONDS = 120.0, 0.05
+_TEXT_KEY, _REQUEST_COUNTER, _LOAD = "told", "called to work", "work"
+# Requests of the planning rank: run a load, or measure the links from a device of this type.
+_REQUESTS = (_LOAD, "cpu", "cuda")
+# Size limit of a plan and its predictions; the JSON file of a plan may be as large.
+_MAX_TEXT_BYTES, _MAX_PIECES = 256 << 20, 9999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRendezvous:
-    """Of all ranks, as many on each host; rank ``planner`` measures and plans."""
+    """All ranks that make a plan together, equally many on each host.
+
+    Rank ``planner`` measures and plans.
+    """
 
     who: RankInfo
     store: Store
     planner: int = 0
-    # Kinds of device on which it is known what joins them.
-    _known: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
+    # Device types whose links have been measured.
+    _measured_devices: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
     @property
     def num_ranks(self) -> int:
@@ -87,14 +90,13 @@ class HostRendezvous:
         return self.who.rank == self.planner
 
     @property
-    def _others(self) -> list[int]:
+    def _other_ranks(self) -> list[int]:
         return [rank for rank in range(self.num_ranks) if rank != self.planner]
 
     @contextlib.contextmanager
-    def in_company(self) -> Iterator[None]:
-        """Within it the others are called to work whenever something is measured here, and come to
-        measure what joins all."""
-        before, known = OTHER_HOSTS.set(self._others_at_work), ALL_HOSTS.set(self._know)
+    def with_background_load(self) -> Iterator[None]:
+        """Let the other ranks generate load while this one measures, and join link measurements."""
+        before, known = OTHER_HOSTS.set(self._others_at_work), ALL_HOSTS.set(self._ensure_measured)
         try:
             yield
         finally:
@@ -103,29 +105,29 @@ class HostRendezvous:
 
     @contextlib.contextmanager
     def _others_at_work(self) -> Iterator[None]:
-        number = self._called(_WORK)
+        number = self._request(_LOAD)
         try:
             self._wait_for_others(number)
             yield
         finally:
             self.store.set(f"rest/{number}", "")
 
-    def _know(self, home: torch.device) -> None:
-        if home.type not in self._known:
-            number = self._called(home.type)
+    def _ensure_measured(self, home: torch.device) -> None:
+        if home.type not in self._measured_devices:
+            number = self._request(home.type)
             self._wait_for_others(number)
-            # Who came waits no longer for one that does not.
+            # Ranks that came need not wait for a rank that does not come.
             self.store.set(f"all came/{number}", "")
             self._measure(number, home)
-            self._known.add(home.type)
+            self._measured_devices.add(home.type)
 
-    def _called(self, to: str) -> int:
-        number = int(self.store.add(_CALLED, 1))
-        self.store.set(f"work/{number}", to)
+    def _request(self, request: str) -> int:
+        number = int(self.store.add(_REQUEST_COUNTER, 1))
+        self.store.set(f"work/{number}", request)
         return number
 
     def _measure(self, number: int, home: torch.device) -> None:
-        """All that were called do."""
+        """Measure the links together with all ranks that were called."""
         who, words = self.who, gpu_description(home, self.who)
         store = PrefixStore(f"measured/{number}", self.store)
         backend = backend_for(home, ranks=who.size // who.hosts)
@@ -135,7 +137,7 @@ class HostRendezvous:
                 who,
                 words,
                 timeout_seconds=_MEETING_SECONDS,
-                start_seconds=_BEGINNING_SECONDS,
+                start_seconds=_START_SECONDS,
                 store=store,
                 backend=backend,
             ),
@@ -143,9 +145,9 @@ class HostRendezvous:
             probe_hosts(who, home)
 
     def _wait_for_others(self, number: int) -> None:
-        begun = [f"at work/{number}/{rank}" for rank in self._others]
+        started_keys = [f"at work/{number}/{rank}" for rank in self._other_ranks]
         try:
-            self._wait(begun, _BEGINNING_SECONDS)
+            self._poll(started_keys, _START_SECONDS)
         except DistError as error:
             raise RankFailed(
                 "another host does not come to work while this one is measured",
@@ -154,24 +156,27 @@ class HostRendezvous:
                 cause="absent",
             ) from error
 
-    def tell(self, text: str) -> None:
-        """To all others; until they have heard it, for the store may end with this process."""
-        # Larger ones the store drops; what is written twice in it is written small.
-        whole = base64.b64encode(zlib.compress(text.encode())).decode()
-        pieces = [whole[n : n + _PIECE] for n in range(0, len(whole), _PIECE)]
-        for number, piece in enumerate(pieces):
-            self.store.set(f"{_TOLD}/{number}", piece)
-        self.store.set(_TOLD, str(len(pieces)))
-        heard = [f"heard/{rank}" for rank in self._others]
-        # Who has gone meanwhile is missed by whoever started it.
-        with contextlib.suppress(DistError):
-            self._wait(heard, _HEARING_SECONDS)
+    def broadcast(self, text: str) -> None:
+        """Send ``text`` to all other ranks, and wait until they have received it.
 
-    def hear(self) -> str:
-        """What the first tells; at work meanwhile, whenever it is called to."""
+        The store may end with this process, so returning earlier could lose the text.
+        """
+        # The store drops larger values. Text is compressed, because it repeats itself.
+        packed = base64.b64encode(zlib.compress(text.encode())).decode()
+        pieces = [packed[n : n + _PIECE] for n in range(0, len(packed), _PIECE)]
+        for number, piece in enumerate(pieces):
+            self.store.set(f"{_TEXT_KEY}/{number}", piece)
+        self.store.set(_TEXT_KEY, str(len(pieces)))
+        received_keys = [f"heard/{rank}" for rank in self._other_ranks]
+        # If a rank has exited meanwhile, its launcher reports that.
+        with contextlib.suppress(DistError):
+            self._poll(received_keys, _RECEIPT_SECONDS)
+
+    def receive(self) -> str:
+        """Return the text that the planning rank sends; generate load whenever it asks for that."""
         try:
-            failed = self._work_until_told()
-            whole = self._told()
+            failed = self._serve_until_sent()
+            packed = self._received_bytes()
             self.store.set(f"heard/{self.who.rank}", "")
         except DistError as error:
             raise RankFailed(
@@ -183,72 +188,81 @@ class HostRendezvous:
             ) from error
         if failed is not None:
             raise failed
-        return _unpacked(whole)
+        return _decompressed(packed)
 
-    def _told(self) -> bytes:
-        """All pieces of what the first tells, of a bounded number and size."""
-        said, whole = self.store.get(_TOLD), bytearray()
-        if not said.isdigit() or len(said) > len(str(_MOST_PIECES)):
+    def _received_bytes(self) -> bytes:
+        """Return all pieces of the text, compressed; their number and size are bounded."""
+        num_pieces, packed = self.store.get(_TEXT_KEY), bytearray()
+        if not num_pieces.isdigit() or len(num_pieces) > len(str(_MAX_PIECES)):
             raise _no_plan()
-        for number in range(int(said)):
-            whole += self.store.get(f"{_TOLD}/{number}")
-            if len(whole) > _MOST_TOLD_BYTES:
+        for number in range(int(num_pieces)):
+            packed += self.store.get(f"{_TEXT_KEY}/{number}")
+            if len(packed) > _MAX_TEXT_BYTES:
                 raise _no_plan()
-        return bytes(whole)
+        return bytes(packed)
 
-    def _work_until_told(self) -> SteelyardError | None:
-        """What went wrong here meanwhile, of which the first is told by then."""
+    def _serve_until_sent(self) -> SteelyardError | None:
+        """Serve requests until the text is sent; return the error of a failed link measurement.
+
+        The planning rank has seen the same error by then.
+        """
         until, number = time.monotonic() + _PLANNING_SECONDS, 1
-        failed = None
+        failure = None
 
         def is_over(number: int) -> bool:
-            # Who called may have been stopped, and say so.
-            ends = [f"rest/{number}"], [_TOLD]
-            return any(map(self.store.check, ends)) or time.monotonic() > until
+            # The planning rank may have been stopped, and may report that instead.
+            end_keys = [f"rest/{number}"], [_TEXT_KEY]
+            return any(map(self.store.check, end_keys)) or time.monotonic() > until
 
-        while not self.store.check([_TOLD]):
+        while not self.store.check([_TEXT_KEY]):
             if time.monotonic() > until:
                 raise DistError(f"nothing within {_PLANNING_SECONDS:g} s")
             if self.store.check([f"work/{number}"]):
-                to = self.store.get(f"work/{number}").decode(errors="replace")
-                if to not in _CALLS:
+                request = self.store.get(f"work/{number}").decode(errors="replace")
+                if request not in _REQUESTS:
                     raise _no_plan()
                 self.store.set(f"at work/{number}/{self.who.rank}", "")
-                if to == _WORK:
+                if request == _LOAD:
                     with on_own_cores(self.who):
                         work_until(partial(is_over, number))
                 elif self._all_came(number):
                     try:
-                        self._measure(number, own_device(to))
+                        self._measure(number, own_device(request))
                     except SteelyardError as error:
-                        failed = error
+                        failure = error
                 number += 1
             else:
-                time.sleep(_ASKING_SECONDS)
-        return failed
+                time.sleep(_POLL_SECONDS)
+        return failure
 
     def _all_came(self, number: int) -> bool:
-        """To measure; what the first tells instead, or that it has gone, is seen to next."""
-        until = time.monotonic() + 2 * _BEGINNING_SECONDS
+        """Return True once all ranks came to measure; False if the text was sent or time ran out.
+
+        The caller then handles the text, or the absence of the planning rank.
+        """
+        until = time.monotonic() + 2 * _START_SECONDS
         while not self.store.check([f"all came/{number}"]):
-            if self.store.check([_TOLD]) or time.monotonic() > until:
+            if self.store.check([_TEXT_KEY]) or time.monotonic() > until:
                 return False
-            time.sleep(_ASKING_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return True
 
-    def _wait(self, keys: Sequence[str], seconds: float) -> None:
-        """By asking: while a store waits no signal is heard, and what it waits in vain it says."""
+    def _poll(self, keys: Sequence[str], seconds: float) -> None:
+        """Poll until all keys are set; a blocking wait would ignore signals and log timeouts."""
         until = time.monotonic() + seconds
         while not self.store.check(list(keys)):
             if time.monotonic() > until:
                 raise DistError(f"nothing within {seconds:g} s")
-            time.sleep(_ASKING_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager
 def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterator[HostRendezvous]:
-    """All that were started together; ``asked`` is the same on all, and so are ``speeds``, where
-    somebody says how fast each computes. The fastest measures and plans."""
+    """Join all ranks that were started together, and yield their rendezvous.
+
+    ``asked`` and ``speeds`` must be the same on all ranks. ``speeds`` declares how fast each rank
+    computes; without it the ranks measure that. The fastest host measures and plans.
+    """
     who = who_am_i(os.environ)
     if who.hosts == 1:
         raise BadInput(
@@ -268,29 +282,32 @@ def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterat
     words = {"torch": torch.__version__, **asked}
     with told_by_itself(who), joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store):
         check_neighbours(who)
-        # Speeds of another number of ranks are refused by whoever plans.
-        said = speeds if len(speeds) == who.size else _quick_speeds(who)
-        planner = planner_of(said, each=who.size // who.hosts)
+        # The planning rank refuses a wrong number of speeds.
+        all_speeds = speeds if len(speeds) == who.size else _quick_speeds(who)
+        planner = planner_of(all_speeds, each=who.size // who.hosts)
     yield HostRendezvous(who=who, store=store, planner=planner)
 
 
 def planner_of(speeds: Sequence[float], *, each: int) -> int:
-    """The first rank of the fastest host; that of the first host where none is clearly faster."""
+    """Return the first rank of the fastest host, or rank 0 if no host is clearly faster."""
     firsts = range(0, len(speeds), each)
     fastest = max(firsts, key=lambda rank: (speeds[rank], -rank))
     return fastest if speeds[0] < (1 - ALIKE_SHARE) * speeds[fastest] else 0
 
 
 def _quick_speeds(who: RankInfo) -> list[float]:
-    """How much of some work each rank does in a second, while all do it."""
+    """Return the work that each rank does in a second while all ranks work."""
     with torch.no_grad(), on_own_cores(who):
         seconds = quick_product_seconds(who.size // who.hosts)
     return gathered(1 / seconds, float)
 
 
 def probe_hosts(who: RankInfo, home: torch.device) -> None:
-    """Within a group of as many ranks on each host: what joins them is measured from where a step
-    lies, unless all remember it of just these hosts and it is as it was."""
+    """Measure the links of all ranks of the current group, from the device ``home``.
+
+    Skipped if every rank remembers a measurement of exactly these hosts and a short probe shows
+    that it still holds.
+    """
     cache, hosts = CostCache(), who.hosts
     names = gathered(socket.gethostname(), str)
     before = gathered(
@@ -298,31 +315,35 @@ def probe_hosts(who: RankInfo, home: torch.device) -> None:
     )
     with on_own_cores(who):
         last = before[0]
-        if last is not None and len({*before}) == 1 and _is_as_it_was(last, home):
+        if last is not None and len({*before}) == 1 and _is_unchanged(last, home):
             return
         figures = figures_of_this_rank(hosts=hosts, home=home)
-        said, session = gathered(figures, dict[str, float]), probe_link(home)
-        # Of two hosts nobody could say whose link is slow.
-        joins = measured_joins(said, hosts=hosts, home=home) if hosts > 2 else {}
-    # By the cores of the host, on all of which a plan is made.
-    remember_hosts(said, names, hosts=hosts, home=home, session=session, joins=joins, cache=cache)
+        figures_of_ranks, session = gathered(figures, dict[str, float]), probe_link(home)
+        # With two hosts, nothing tells which of them has the slow link.
+        joins = measured_joins(figures_of_ranks, hosts=hosts, home=home) if hosts > 2 else {}
+    # Stored under all cores of the host, because planning uses all of them.
+    remember_hosts(
+        figures_of_ranks, names, hosts=hosts, home=home, session=session, joins=joins, cache=cache
+    )
 
 
 def probe_local_ranks(num_ranks: int, model: nn.Module) -> None:
-    """What joins so many ranks of this host alone, where nobody has measured it."""
+    """Measure the links of ``num_ranks`` ranks of this host, unless they are in the cache."""
     measured_ranks(num_ranks, home=torch_device_of(model), cache=CostCache())
 
 
 def own_device(kind: str) -> torch.device:
-    """The one of this process."""
+    """Return the device of this process of the given type."""
     if kind == "cpu" or not torch.cuda.is_available():
         return CPU
     return torch.device(kind, torch.cuda.current_device())
 
 
 def gpu_description(home: torch.device, who: RankInfo) -> dict[str, str]:
-    """What has to be alike on all hosts: one of another kind would take other times, and hold
-    less."""
+    """Return the properties of the device that must be equal on all hosts.
+
+    A device of another kind would take other times, and have another memory size.
+    """
     if home.type == "cpu":
         return {"kind of device": "a processor"}
     many = "" if who.size // who.hosts <= torch.cuda.device_count() else ", shared by ranks"
@@ -330,7 +351,10 @@ def gpu_description(home: torch.device, who: RankInfo) -> dict[str, str]:
 
 
 def check_neighbours(who: RankInfo) -> None:
-    """All say the same of it: nobody waits for one that has gone."""
+    """Check that ranks are numbered host by host, and that ranks of a host see the same cores.
+
+    All ranks raise the same error, so none waits for one that has exited.
+    """
     each = who.size // who.hosts
     found = gathered((who.local_rank, os.sched_getaffinity(0)), tuple[int, set[int]])
     for rank, (local_rank, cores) in enumerate(found):
@@ -351,7 +375,7 @@ def check_neighbours(who: RankInfo) -> None:
 
 @contextlib.contextmanager
 def on_own_cores(who: RankInfo) -> Iterator[None]:
-    """Within it this process does not wander over those of the other ranks of its host."""
+    """Pin this process to its own cores within the context, apart from other ranks of the host."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     keep_to_cores_of(who)
     try:
@@ -362,37 +386,45 @@ def on_own_cores(who: RankInfo) -> Iterator[None]:
 
 
 def keep_to_cores_of(who: RankInfo) -> None:
-    """Ranks of one machine that wander over all of its cores get in each other's way."""
+    """Pin this process to the cores of its rank.
+
+    Ranks that share all cores of a machine slow each other down.
+    """
     each_host = max(1, who.size // who.hosts)
     part, parts = who.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", each_host))
-    if said := os.environ.get(PARTS_OF_CORES):
-        own, _, among = said.partition("/")
-        part, parts = int(own.split(",")[part]), int(among)
+    if parts_of_cores := os.environ.get(PARTS_OF_CORES):
+        own_parts, _, num_parts = parts_of_cores.partition("/")
+        part, parts = int(own_parts.split(",")[part]), int(num_parts)
     cores = cores_of(part, parts)
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
 
 
 def keep_to_own_gpu() -> None:
-    """``cuda``, without a number, is one for each rank of this machine, as far as there are so
-    many: from when CUDA is first used, if it is."""
+    """Make ``cuda`` without an index a different GPU for each rank, as far as there are enough.
+
+    The device is set when CUDA is first used, if it is used at all.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count > 1:
         own = who_am_i(os.environ).local_rank % count
         _torch.when_cuda_begins(partial(torch.cuda.set_device, own))
 
 
-def _is_as_it_was(before: tuple[float, ...], home: torch.device) -> bool:
-    """Of a small and a larger exchange, each."""
+def _is_unchanged(before: tuple[float, ...], home: torch.device) -> bool:
+    """True if a small and a larger collective take about the time that they took before."""
     pairs = zip(probe_link(home), before, strict=True)
-    return all(abs(now - then) <= _OTHER_SHARE * then + _OTHER_SECONDS for now, then in pairs)
+    return all(
+        abs(seconds - before_seconds) <= _CHANGED_SHARE * before_seconds + _CHANGED_SECONDS
+        for seconds, before_seconds in pairs
+    )
 
 
-def _unpacked(whole: bytes) -> str:
-    """The text in what was told: of a bounded size, however small it was packed."""
+def _decompressed(packed: bytes) -> str:
+    """Return the decompressed text; its size is bounded, however small the compressed data is."""
     unpacking = zlib.decompressobj()
     try:
-        text = unpacking.decompress(base64.b64decode(whole, validate=True), _MOST_TOLD_BYTES)
+        text = unpacking.decompress(base64.b64decode(packed, validate=True), _MAX_TEXT_BYTES)
         if not unpacking.eof:
             raise _no_plan()
         return text.decode()
@@ -410,31 +442,31 @@ def _no_plan() -> RankFailed:
     )
 
 
-def check_seen_by_all(folder: Path, together: Coordinator) -> None:
-    """One rank saves, and all go on from what it saved: the folder has to be one that all see."""
+def check_seen_by_all(folder: Path, coordinator: Coordinator) -> None:
+    """Check that ``folder`` is one shared folder: one rank saves to it, all resume from it."""
     mark, failure = "", ""
-    if together.saves:
+    if coordinator.saves:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(prefix=".seen-", dir=folder, delete=False) as file:
                 mark = Path(file.name).name
         except OSError as error:
             failure = f" {error.strerror}"
-    # A space is in no mark.
-    told = together.words(mark or failure)
-    unseen = together.most(int(not told.startswith(" ") and not (folder / told).exists()))
+    # A failure starts with a space, which no mark contains.
+    answer = coordinator.words(mark or failure)
+    unseen = coordinator.most(int(not answer.startswith(" ") and not (folder / answer).exists()))
     if mark:
         (folder / mark).unlink(missing_ok=True)
-    said = printable(str(folder))
-    if told.startswith(" "):
+    shown_folder = printable(str(folder))
+    if answer.startswith(" "):
         raise CheckpointError(
-            f"the first host cannot save in {said}:{told}",
+            f"the first host cannot save in {shown_folder}:{answer}",
             expected="a folder that it may write to",
             remedy="name another one with --checkpoint",
         )
     if unseen:
         raise BadInput(
-            f"{said} is not the same folder on all hosts",
+            f"{shown_folder} is not the same folder on all hosts",
             expected="one that all see: the first host saves there, and all go on from it",
             remedy="name a folder on a file system that the hosts share, or leave out --checkpoint",
         )

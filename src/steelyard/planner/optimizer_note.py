@@ -1,6 +1,6 @@
-"""The memory that an optimizer would add to a plan that was made without one.
+"""A note on the memory that an optimizer would add to a plan made without one.
 
-Not for an optimizer that the plan knows: its step is captured (capture/tracing/optimizer.py).
+Not for an optimizer known to the plan: its step is captured (capture/tracing/optimizer.py).
 """
 
 from collections.abc import Iterator
@@ -10,19 +10,20 @@ from steelyard.ir.program import Program
 from steelyard.plans.plan import Prediction
 from steelyard.units import format_bytes
 
-# What torch 2.13 keeps of each parameter: tensors like it, and numbers of 4 bytes beside them.
+# Optimizer state of torch 2.13 for each parameter: tensors of its shape, and bytes of scalars (4
+# for a step count).
 _ADAM, _MOMENTUM = (2, 4), (1, 0)
 
 
 def note_on_state(
     program: Program, predicted: Prediction, *, limit_bytes: int | None, is_known: bool
 ) -> Iterator[str]:
-    """A note of what AdamW and SGD would add, and whether the budget would still be kept."""
+    """Yield a note on the state of AdamW and SGD, and if the budget would still be met with it."""
     trained = [] if is_known else _trained_bytes(program.graph)
     if not trained:
         return
-    adam, momentum = (_state_bytes(trained, kept) for kept in (_ADAM, _MOMENTUM))
-    said = (
+    adam, momentum = (_state_bytes(trained, state) for state in (_ADAM, _MOMENTUM))
+    note = (
         f"the plan holds no optimizer state: AdamW would add {format_bytes(adam)} (2 tensors like "
         f"each of the {format_bytes(sum(trained))} of trained parameters), SGD with momentum "
         f"{format_bytes(momentum)}, SGD without momentum none"
@@ -35,20 +36,20 @@ def note_on_state(
         fitting = [name for name, nbytes in needs.items() if nbytes <= limit_bytes]
         least = f"with AdamW it needs at least ~{format_bytes(needs['AdamW'])}"
         if "AdamW" in fitting:
-            said += f"; {least}, within the budget"
+            note += f"; {least}, within the budget"
         else:
-            said += f"; {least} and does not fit {format_bytes(limit_bytes)}"
+            note += f"; {least} and does not fit {format_bytes(limit_bytes)}"
             fits = "fits" if fitting else "does not fit either"
-            said += f", SGD with momentum {fits}"
-    yield f"{said}; optimizer= plans for it"
+            note += f", SGD with momentum {fits}"
+    yield f"{note}; optimizer= plans for it"
 
 
 def _trained_bytes(graph: Graph) -> list[int]:
-    """The bytes of each parameter that gets a gradient: others have no state."""
+    """Return the bytes of each parameter that gets a gradient; others have no optimizer state."""
     trained = {o.target for o in graph.outputs if o.kind is OutputKind.GRADIENT}
     return [node.outputs[0].nbytes for node in graph.inputs() if node.name in trained]
 
 
-def _state_bytes(trained: list[int], kept: tuple[int, int]) -> int:
-    tensors, beside = kept
-    return sum(tensors * nbytes + beside for nbytes in trained)
+def _state_bytes(trained: list[int], state: tuple[int, int]) -> int:
+    tensors, scalar_bytes = state
+    return sum(tensors * nbytes + scalar_bytes for nbytes in trained)

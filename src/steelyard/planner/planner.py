@@ -1,7 +1,7 @@
 """The planner: from a captured and priced step and a budget to a plan with its reasons.
 
-Not for what it knows of the step: see session.py. Not for the search itself: see search/. Not for
-what a user does with a plan: see planned.py.
+Not for the captured step: see session.py. Not for the search itself: see search/. Not for applying
+a plan: see api/planned.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ from steelyard.errors import Mismatch
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.planner.batch_notes import batch_held, rounded_in_parts
+from steelyard.planner.batch_notes import batch_size_note, half_precision_note
 from steelyard.planner.compatibility import target_differences
-from steelyard.planner.compiled import find_lowered, lowered_frontier
+from steelyard.planner.compiled import compiled_frontier, find_compiled_plan
 from steelyard.planner.eager_note import note_beyond_eager
 from steelyard.planner.gradient_compression import (
     note_on_accuracy,
@@ -38,18 +38,18 @@ _NO_PROBE = "is not probed on several ranks"
 
 
 class Planner:
-    """Plans one step within any budget; what was searched and probed is kept."""
+    """Plans one step within any budget; keeps what was searched and probed."""
 
     def __init__(self, session: PlanningSession) -> None:
         self.session = session
 
     @cached_property
     def lossy(self) -> LossyPlanner:
-        """The plans that may lose accuracy."""
+        """The planner of plans that may lose accuracy."""
         return LossyPlanner(session=self.session)
 
     def plan(self, budget: Budget) -> Plan:
-        """The fastest plan within the budget, with its reasons."""
+        """Return the fastest plan within the budget, with its reasons."""
         session = self.session
         session.request.on_progress("searching")
         found, predicted = self.find(budget)
@@ -85,23 +85,23 @@ class Planner:
                 *(() if session.request.cluster.is_here else note_on_accuracy(budget)),
             ),
         )
-        session.prices.rest()
+        session.prices.stop_background_load()
         return plan
 
     def find(self, budget: Budget) -> tuple[SearchResult, Prediction]:
-        """The fastest plan whose program, as its runner runs it, stays within the budget."""
+        """Find the fastest plan whose program, as its runner executes it, fits the budget."""
         session = self.session
         request = session.request
         request.check_floor(Floor.of(session.base), budget)
-        many = request.cluster.num_devices > 1
+        has_ranks = request.cluster.num_devices > 1
         if request.runner == "inductor":
-            found, predicted = find_lowered(session, budget)
+            found, predicted = find_compiled_plan(session, budget)
             return (
                 with_compression(self.lossy, budget, found, predicted)
-                if many
+                if has_ranks
                 else (found, predicted)
             )
-        if many:
+        if has_ranks:
             found = session.layouts.find(
                 budget, barred=_NO_PROBE if budget.accuracy_loss else ALLOWS_NONE
             )
@@ -114,7 +114,7 @@ class Planner:
         return found, found.prediction
 
     def with_frontier(self, plan: Plan) -> Plan:
-        """The same plan on the whole curve: one that was planned knows only what it had to ask."""
+        """Return the plan with the whole frontier; planning alone explores only what it needs."""
         session = self.session
         if plan.frontier and not plan.least_within:
             return plan
@@ -123,29 +123,29 @@ class Planner:
         search.explore_all()
         if session.request.runner == "inductor":
             assert isinstance(search, StepSearch), "stages are run by generated Python"
-            curve = lowered_frontier(session, search)
+            curve = compiled_frontier(session, search)
         elif plan.frontier:
             return self.plan(plan.decisions.budget)
         else:
-            # Read from a file: its decisions stay.
+            # The plan was read from a file, and its decisions must stay as they are.
             curve = search.frontier()
         return replace(plan, frontier=curve, least_within=0)
 
     def predict(self, decisions: Decisions) -> Plan:
-        """Decisions from a file on this step: nothing is searched, everything is predicted."""
+        """Predict the decisions of a plan file on this step; nothing is searched."""
         session = self.session
         program = session.apply_rules(decisions.rules)
-        predicted, lost = self._predicted(decisions, program)
+        predicted, accuracy_notes = self._predict_program(decisions, program)
         used = decisions.ranks_used(ParallelLayout.of(decisions.rules).num_ranks)
         home = torch_device_of(session.source.model)
-        others = target_differences(session.target(), decisions.target, home, used=used)
+        differences = target_differences(session.target(), decisions.target, home, used=used)
         notes = [
-            *lost,
+            *accuracy_notes,
             *session.notes(),
             *self._batch_notes(decisions.rules),
             *self._state_notes(decisions.budget, program, predicted),
             *note_beyond_eager(session.before(), predicted),
-            *others,
+            *differences,
         ]
         check_offload_room(decisions, program)
         limit = decisions.budget.memory_bytes
@@ -164,11 +164,11 @@ class Planner:
             predicted_for=session.predicted_for,
             notes=tuple(notes),
         )
-        session.prices.rest()
+        session.prices.stop_background_load()
         return plan
 
     def as_predicted(self, decisions: Decisions, stored: Plan) -> Plan:
-        """Decisions from a file with the predictions beside it: nothing is measured."""
+        """Return the plan of a file with its stored predictions; nothing is measured."""
         return Plan(
             title=self._title(decisions.rules),
             decisions=decisions,
@@ -181,32 +181,36 @@ class Planner:
         )
 
     def _search_for(self, decisions: Decisions) -> StepSearch | PipelineSearch:
-        """The search that these decisions are from."""
+        """Return the search that produced these decisions."""
         if self.session.request.cluster.num_devices > 1:
             return self.session.layouts.search_by(decisions.rules)
         return self.lossy.search_for(decisions.budget)
 
-    def _predicted(self, decisions: Decisions, program: Program) -> tuple[Prediction, list[str]]:
-        """The program priced; where it is lossy, probed anew if its budget allows any loss."""
-        predicted, bound = self.session.priced(program), decisions.budget.accuracy_loss
+    def _predict_program(
+        self, decisions: Decisions, program: Program
+    ) -> tuple[Prediction, list[str]]:
+        """Predict the program; if it is lossy, probe it unless its accuracy budget is 0."""
+        predicted, allowed = self.session.priced(program), decisions.budget.accuracy_loss
         if not program.is_lossy:
             return predicted, []
-        kept = "ranks send gradients in codes"
+        loss = "ranks send gradients in codes"
         if count := len(program.coded):
-            kept = f"{count} value{'s are' if count > 1 else ' is'} kept in 8 bits"
-        if not bound:
-            return predicted, [f"does not fit: {kept}, and the accuracy budget is 0"]
-        barred = self.lossy.why_not_probed()
-        seen = barred or self.lossy.drift_of(decisions.rules, program, bound)
-        if isinstance(seen, str):
-            return predicted, [f"{kept}, and what that costs is not known: {seen}"]
-        metrics = replace(predicted.metrics, accuracy_loss=str(seen))
-        notes = [] if seen.keeps(bound) else [f"does not fit: {beyond(seen, bound)}"]
+            loss = f"{count} value{'s are' if count > 1 else ' is'} kept in 8 bits"
+        if not allowed:
+            return predicted, [f"does not fit: {loss}, and the accuracy budget is 0"]
+        why_not = self.lossy.why_not_probed()
+        drift = why_not or self.lossy.probe_drift(decisions.rules, program, allowed)
+        if isinstance(drift, str):
+            return predicted, [f"{loss}, and what that costs is not known: {drift}"]
+        metrics = replace(predicted.metrics, accuracy_loss=str(drift))
+        notes = [] if drift.keeps(allowed) else [f"does not fit: {beyond(drift, allowed)}"]
         return replace(predicted, metrics=metrics), notes
 
     def _batch_notes(self, rules: Sequence[Rule]) -> Iterator[str]:
-        yield from batch_held(ParallelLayout.of(rules), batch_size(self.session.source.batch) or 1)
-        yield from rounded_in_parts(rules, self.session.base.graph)
+        yield from batch_size_note(
+            ParallelLayout.of(rules), batch_size(self.session.source.batch) or 1
+        )
+        yield from half_precision_note(rules, self.session.base.graph)
 
     def _state_notes(
         self, budget: Budget, program: Program, predicted: Prediction
@@ -220,9 +224,9 @@ class Planner:
 
     def _title(self, rules: Sequence[Rule]) -> str:
         ranks = ParallelLayout.of(rules).num_ranks
-        among = f", {ranks} ranks" if ranks > 1 else ""
+        ranks_text = f", {ranks} ranks" if ranks > 1 else ""
         shapes = ", ".join("x".join(map(str, e.shape)) for e in self.session.source.entries()[:1])
-        return f"{self.session.request.title}, batch {shapes}{among}"
+        return f"{self.session.request.title}, batch {shapes}{ranks_text}"
 
 
 def check_offload_room(decisions: Decisions, program: Program) -> None:

@@ -19,7 +19,7 @@ from steelyard.units import format_bytes
 
 
 def floor_of(model: nn.Module, batch: Any) -> Floor:
-    """The part of the floor that the model and the batch alone tell: no gradients, no state."""
+    """Return the memory floor known from model and batch: no gradients, no optimizer state."""
     leaves = [x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor)]
     return Floor(
         parameter_bytes=_bytes_of(model.parameters()),
@@ -28,15 +28,15 @@ def floor_of(model: nn.Module, batch: Any) -> Floor:
     )
 
 
-# Other kinds, say lazy or quantized ones, may hold less than their shapes say.
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+# Other tensor classes, such as lazy or quantized ones, may use fewer bytes than their shapes imply.
+_DENSE_CLASSES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of tensors that share a storage only the largest counts: the others may lie within it."""
+    """Return the bytes of these tensors; of those that share a storage only the largest counts."""
     largest: dict[int, int] = {}
     for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.is_nested or tensor.layout != torch.strided:
+        if type(tensor) not in _DENSE_CLASSES or tensor.is_nested or tensor.layout != torch.strided:
             continue
         # An expanded tensor repeats its elements with a stride of 0.
         span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))

@@ -1,4 +1,4 @@
-"""A user's step as captured and priced: what planning asks, and what it knows.
+"""The captured and priced step behind a plan, and the request that it is captured for.
 
 Not for deciding: see search/. Not for the public calls: see api/planning.py.
 """
@@ -55,7 +55,7 @@ Runner = Literal["python", "inductor"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanRequest:
-    """What the user asked for."""
+    """The arguments of a planning call: model, loss, batch, cluster, budget, runner and trades."""
 
     model: nn.Module
     loss: Loss
@@ -72,10 +72,10 @@ class PlanRequest:
     def capture_and_price(
         self, *, within: Budget | None = None, is_priced: bool = True
     ) -> "PlanningSession":
-        """Capture the step and, if it ``is_priced``, measure its operators where its tensors lie.
+        """Capture the step and, if ``is_priced``, measure its operators on its device.
 
-        A budget to stay ``within`` is held against what stays for the whole step before anything
-        is measured. What is not priced here is priced when somebody first asks for prices.
+        The memory floor is checked against the budget ``within`` before anything is measured. If
+        not ``is_priced``, operators are measured on the first access to the prices.
         """
         home = torch_device_of(self.model)
         cluster = local_cluster(home, self.cluster, runner=self.runner, cache=CostCache())
@@ -99,11 +99,11 @@ class PlanRequest:
             model=self.model,
             loss=self.loss,
             batch=self.batch,
-            decomposition=self.decomposition or self._table(),
+            decomposition=self.decomposition or self._decomposition_table(),
             optimizer=self.optimizer,
         )
         if source.is_imagined:
-            # What can be run is traced whole, once for planning and for running.
+            # A step that can run is traced in full, once for planning and for running.
             source = replace(source, for_planning=True)
         graph = source.graph(micro_batches=1)
         update = source.update()
@@ -135,31 +135,38 @@ class PlanRequest:
         return PlanningSession(request=self, source=source, base=base, pricing=pricing, watch=watch)
 
     def _with_reasons(self, update: Program) -> Program:
-        """The optimizer's step with the reasons why it is carried out whole, where it is."""
+        """Return the optimizer's step with the reasons why it cannot be split, if it cannot."""
         assert self.optimizer is not None
         if self.cluster.offload_memory is not None or self.cluster.num_devices > 1:
             undivided = why_undivided(self.optimizer, dims_of(update))
             update = replace(update, undivided=undivided)
         if self.cluster.offload_memory is not None:
-            update = replace(update, uncut=self._uncut(update))
+            update = replace(update, uncut=self._reasons_not_sliced(update))
         if self.cluster.num_devices > 1:
             update = replace(update, unparted=why_unparted(self.optimizer))
         return update
 
     def _has_room_for(self, graph: Graph) -> bool:
-        """On each rank for the step as plain PyTorch takes it, and as much again: blocks that are
-        kept for the next step leave gaps. Not by what is free just now: ranks are to agree."""
-        held = graph.resident_bytes(*Role) + graph.eager_peak_bytes
-        return 2 * held * self.cluster.ranks_of_a_host < memory_bytes()
+        """True if each rank has memory for twice the step of eager PyTorch.
 
-    def _table(self) -> str:
-        """For one device Inductor's own: what parts there are can be kept or computed again."""
+        The factor allows for fragmentation by blocks that are kept for the next step. Free memory
+        is not used, because all ranks must agree on the answer.
+        """
+        step_bytes = graph.resident_bytes(*Role) + graph.eager_peak_bytes
+        return 2 * step_bytes * self.cluster.ranks_of_a_host < memory_bytes()
+
+    def _decomposition_table(self) -> str:
+        """Return the decomposition table to capture with.
+
+        One device uses Inductor's own table: its small operators can be saved or recomputed one by
+        one.
+        """
         tables = DECOMPOSITIONS[self.runner]
         is_one = self.runner == "python" or self.cluster.num_devices == 1
         return tables[0] if is_one else "inductor-2"
 
-    def _uncut(self, update: Program) -> dict[str, str]:
-        """Why some parameters are not updated some rows at a time, by parameter."""
+    def _reasons_not_sliced(self, update: Program) -> dict[str, str]:
+        """Return why some parameters are not updated a few rows at a time, by parameter."""
         assert self.optimizer is not None
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         reason = why_uncut(self.optimizer)
@@ -173,9 +180,9 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanningSession:
-    """The step as captured and priced: all that planning needs to know.
+    """The captured and priced step: all that planning needs to know.
 
-    ``watch`` remembers the model as it was captured; None where it is only imagined.
+    ``watch`` remembers the model as it was captured; None if the step is only imagined.
     """
 
     request: PlanRequest
@@ -186,24 +193,27 @@ class PlanningSession:
 
     @property
     def prices(self) -> CostProvider:
-        """The prices of the step's operators, held against a whole step where one can be run."""
+        """The operator costs, calibrated against a whole step if one can be run."""
         return self.pricing.checked
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The cluster with the speeds of its ranks, which are measured where nobody said them."""
-        said = self.request.cluster
-        is_known = said.num_devices == 1 or not said.is_here or bool(said.speeds)
-        return said if is_known else self.prices.cluster
+        """The cluster with the speeds of its ranks, measured unless they were declared."""
+        declared = self.request.cluster
+        is_known = declared.num_devices == 1 or not declared.is_here or bool(declared.speeds)
+        return declared if is_known else self.prices.cluster
 
     @cached_property
     def search(self) -> StepSearch:
-        """Explored once, asked for any budget; its memory is that of generated Python."""
+        """The search on one device: explored once, asked for any budget.
+
+        Its memory is that of generated Python.
+        """
         return self.searching()
 
     @cached_property
     def layouts(self) -> LayoutSearch:
-        """On as many of the ranks as is fastest."""
+        """The search over parallel layouts on all numbers of ranks."""
         cluster = self.request.cluster
         return LayoutSearch(
             self.base,
@@ -218,14 +228,18 @@ class PlanningSession:
     def searching(
         self, *, lossy: frozenset[CallSite] = frozenset(), layout: tuple[Rule, ...] = ()
     ) -> StepSearch:
-        """``lossy`` are the values that may lose accuracy, ``layout`` where the step lies."""
+        """Make a search.
+
+        ``lossy`` are the activations that may lose accuracy, ``layout`` the rules of a parallel
+        layout.
+        """
         return StepSearch(
             self.base,
             trades=self.request.trades,
             source=self._priced_source,
             costs=self.prices.costs,
             lossy=lossy,
-            # Inductor may make two copies in one go, and hold them.
+            # Inductor may compute two copies of a value in one kernel, and hold both.
             repeats=self.request.runner != "inductor",
             layout=layout,
         )
@@ -235,22 +249,22 @@ class PlanningSession:
         return PricedSource(self.source, self.prices)
 
     def apply_rules_unpriced(self, rules: Sequence[Rule]) -> Program:
-        """The program after these rules, of which nothing is measured."""
+        """Return the program after these rules, without measuring any operator."""
         layout = ParallelLayout.of(rules)
-        _refuse_unlike_stages(layout, self.cluster.devices)
+        _refuse_unequal_stages(layout, self.cluster.devices)
         return apply_rules_on_ranks(self.base, rules, trades=TRADES, source=self.source)
 
     def apply_rules(self, rules: Sequence[Rule]) -> Program:
         layout = ParallelLayout.of(rules)
-        _refuse_unlike_stages(layout, self.prices.costs.on(layout.num_ranks).devices)
+        _refuse_unequal_stages(layout, self.prices.costs.on(layout.num_ranks).devices)
         program = apply_rules_on_ranks(self.base, rules, trades=TRADES, source=self._priced_source)
         if program.coded:
-            # Their own operators exist only now.
+            # The quantization operators exist only in the rewritten program.
             self.prices.measure(program.graph)
         return program
 
     def recomputed(self, rules: Sequence[Rule]) -> Program:
-        """The program after these rules, with all computed again that can be."""
+        """Return the program after these rules, with everything recomputed that can be."""
         program = self.apply_rules([rule for rule in rules if rule.trade != "offload_state"])
         (trade,) = (trade for trade in TRADES if trade.name == "recompute")
         offers, _ = trade.offers(program, self._priced_source)
@@ -258,7 +272,7 @@ class PlanningSession:
         return self.apply_rules((*rules, *to_rules(program.graph, values, trade=trade.name)))
 
     def offload_memory_for(self, rules: Sequence[Rule]) -> OffloadMemory | None:
-        """The offload memory that these rules move values to."""
+        """Return the offload memory that these rules use, if they use any."""
         return (
             self.request.cluster.offload_memory
             if any(r.trade in OFFLOAD_TRADES for r in rules)
@@ -266,15 +280,17 @@ class PlanningSession:
         )
 
     def used_ranks(self, rules: Sequence[Rule]) -> tuple[int, ...]:
-        """The ranks that a step by these rules lies on; empty where they are simply the first."""
+        """Return the ranks that a step by these rules uses; empty if they are the first ones."""
         ranks = ParallelLayout.of(rules).num_ranks
         subset = self.prices.costs.subsets.get(ranks)
         used = subset.ranks if subset is not None else ()
         return used if used != tuple(range(ranks)) else ()
 
     def note_on_links(self, rules: Sequence[Rule], seconds: float) -> tuple[str, ...]:
-        """Hosts behind slow links, and what a step takes with and without them, where it takes
-        ``seconds`` as planned."""
+        """Return notes on hosts behind slow links: the step time with and without these hosts.
+
+        ``seconds`` is the step time as planned.
+        """
         each = self.request.cluster.ranks_of_a_host
 
         def hosts_of(layout: ParallelLayout) -> frozenset[int]:
@@ -284,23 +300,25 @@ class PlanningSession:
 
         def least(is_allowed: Callable[[Collection[int]], bool]) -> float | None:
             allowed = [x for x in self.layouts.layouts if is_allowed(hosts_of(x))]
-            ways = (way for layout in allowed for way in self.layouts.ways.of(layout))
-            return min((way.seconds for way in ways), default=None)
+            candidates = (
+                candidate for layout in allowed for candidate in self.layouts.ways.of(layout)
+            )
+            return min((candidate.seconds for candidate in candidates), default=None)
 
         used = hosts_of(ParallelLayout.of(rules))
         return note_on_links(self.prices.host_rates, used, seconds, least)
 
-    def over(self, link: Link) -> "PlanningSession":
-        """The same step on ranks that another link joins."""
-        return self._at(self.prices.over(link))
+    def with_link(self, link: Link) -> "PlanningSession":
+        """Return the same step with another link between ranks."""
+        return self._with_prices(self.prices.with_link(link))
 
-    def settled(self) -> "PlanningSession":
-        """The same, where nothing is measured any more and nobody is told of progress."""
+    def without_measuring(self) -> "PlanningSession":
+        """Return the same step, with measuring and progress messages disabled."""
         quiet = replace(self.request, on_progress=lambda _: None)
-        return replace(self, request=quiet)._at(self.prices.settled())
+        return replace(self, request=quiet)._with_prices(self.prices.without_measuring())
 
-    def _at(self, prices: CostProvider) -> "PlanningSession":
-        """At other prices; what it took to find out how ranks may lie is not done again."""
+    def _with_prices(self, prices: CostProvider) -> "PlanningSession":
+        """Return the same step with other prices; the captured layouts are reused."""
         other = replace(self, pricing=LazyCosts(lambda: prices))
         if "layouts" in self.__dict__:
             other.__dict__["layouts"] = self.layouts.over(prices.costs, other._priced_source)
@@ -323,44 +341,44 @@ class PlanningSession:
 
     @cached_property
     def predicted_for(self) -> str:
-        """A digest of all that predictions of this step hang on: what a plan is made for, and the
-        optimizer's step."""
+        """A digest of everything that predictions depend on: target and optimizer step."""
         target = self.target()
-        # Ranks that were found to be alike are said to be so when the plan is read.
+        # Ranks that were measured to be equal have speeds of 1.0 when the plan is read.
         target = replace(target, speeds=target.speeds or (1.0,) * target.ranks)
-        said = f"{target}|{update_digest(self.base.update)}"
-        return sha256(said.encode()).hexdigest()[:16]
+        described = f"{target}|{update_digest(self.base.update)}"
+        return sha256(described.encode()).hexdigest()[:16]
 
     @cached_property
     def unplanned(self) -> Prediction:
-        """The captured graph with no trade applied, under the runner that was asked for."""
+        """The prediction of the captured graph with no trade applied, for the requested runner."""
         return self.priced(self.base)
 
     def priced(self, program: Program) -> Prediction:
-        """What the runner makes of a program is what is priced."""
-        base = self._base_as_run  # checked first, whatever is priced
+        """Predict the program as the runner executes it."""
+        base = self._executed_base  # calibrates the costs before any prediction
         lowered = base if program is self.base else self.as_executed(program)
         return predict(lowered, self.costs)
 
     @property
     def costs(self) -> CostTable:
-        """The price list of what runs."""
+        """The cost table of the program that runs."""
         is_compiled = self.request.runner == "inductor"
         return self.prices.compiled_costs if is_compiled else self.prices.costs
 
     @cached_property
-    def _base_as_run(self) -> Program:
+    def _executed_base(self) -> Program:
         lowered = self.as_executed(self.base)
         if self.request.runner == "inductor":
             self.prices.check_compiled(self.source, self.base, lowered)
         return lowered
 
     def as_executed(self, program: Program) -> Program:
-        """What the runner makes of a program: Inductor makes another one."""
+        """Return the program as the runner executes it: Inductor lowers it to another one."""
         if self.request.runner == "inductor":
             self.request.on_progress("lowering the step")
             kernels: dict[str, GeneratedKernel] = {}
-            with self.prices.as_a_rank():  # its threads are in what Inductor writes
+            # Inductor generates code for this number of threads.
+            with self.prices.threads_of_rank():
                 program = lower(program, kernels)
 
             def calls(names: Sequence[str]) -> dict[str, Any]:
@@ -372,13 +390,13 @@ class PlanningSession:
         return program
 
     def before(self) -> Prediction:
-        """Eager PyTorch: the same operators, what its own autograd keeps alive."""
+        """Predict eager PyTorch: the same operators, the activations that its autograd saves."""
         costs = self.prices.costs
         unplanned = predict(self.base, costs)
         metrics, peak = unplanned.metrics, unplanned.peak
         workspaces = {s: cost.workspace_bytes for s, cost in costs.operators.items()}
-        above = self.source.twin().peak_bytes(workspaces)
-        nbytes = max(peak.resident_bytes + above, self._update_peak())
+        saved_bytes = self.source.twin().peak_bytes(workspaces)
+        nbytes = max(peak.resident_bytes + saved_bytes, self._update_peak())
         return replace(
             unplanned,
             metrics=replace(metrics, memory_bytes=Estimate.within(nbytes, share=0.05)),
@@ -406,8 +424,11 @@ class PlanningSession:
         return tuple(found)
 
 
-def _refuse_unlike_stages(layout: ParallelLayout, devices: Sequence[Device]) -> None:
-    """Of a plan from a file; none is made so."""
+def _refuse_unequal_stages(layout: ParallelLayout, devices: Sequence[Device]) -> None:
+    """Raise Mismatch if a plan file puts pipeline stages on devices of unequal speed.
+
+    The search makes no such plan.
+    """
     ranks = layout.num_ranks
     if layout.pipeline > 1 and len({*devices[:ranks]}) > 1:
         raise Mismatch(

@@ -1,16 +1,17 @@
-"""Predictions that stand in the JSON beside a plan file, used again where they still hold.
+"""Predictions stored in the JSON file of a plan, reused if they still apply.
 
-Not for predicting anew: see api/planning.py. Not for the format of the file: see
-plans/prediction_file.py.
+Not for predicting again: see api/planning.py. Not for the file format: see
+plan_files/prediction_file.py.
 """
 
 from pathlib import Path
 
 from steelyard.errors import PlanFileError
 from steelyard.ir.program import Program
+from steelyard.plan_files.prediction_file import read_plan
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.plan import Decisions, Plan
-from steelyard.plans.prediction_file import explanation_path, read_plan
+from steelyard.plans.plan_on_file import explanation_path
 from steelyard.predict import peak_bytes
 from steelyard.predict.cost_table import CostTable
 from steelyard.report.document import tree_of
@@ -20,10 +21,10 @@ from steelyard.search import Floor
 def stored_plan(
     path: Path, decisions: Decisions, session: PlanningSession, program: Program
 ) -> Plan | str:
-    """The plan as it was predicted before, or the reason why it has to be predicted anew.
+    """Return the stored plan with its predictions, or the reason why it must be predicted again.
 
-    Whoever can write the file could make a plan look smaller than it is. So the peak is held
-    against what the program surely holds, which needs no measurement.
+    Anyone who can write the file could make a plan look smaller than it is. So the stored peak is
+    checked against a lower bound of the program's memory, which needs no measurement.
     """
     if path.suffix != ".toml" or not explanation_path(path).exists():
         return "no predictions stand beside the plan file"
@@ -44,9 +45,12 @@ def stored_plan(
 
 
 def _least_bytes(session: PlanningSession, program: Program) -> int:
-    """Bytes that the program holds at its peak, but for the workspace of kernels, which only a
-    measurement tells. A compiler may hold less than what was captured, and a stage of a pipeline
-    only its own part."""
+    """Return a lower bound of the program's peak in bytes.
+
+    The workspace of kernels is left out, because only a measurement shows it. A compiled program
+    may hold less than the captured graph, and a pipeline stage holds only its own layers; for
+    both, the bound is the floor of the step.
+    """
     if session.request.runner == "inductor" or program.pipeline is not None:
         offload_memory = session.request.cluster.offload_memory
         return Floor.of(session.base).least_bytes(

@@ -14,6 +14,7 @@ from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.ir.step_source import ShardedSource, StepSource
+from steelyard.plans.rule_table import RuleTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class Trade(Protocol):
     buys: ClassVar[tuple[str, ...]]
     is_exact: ClassVar[bool]
     is_bitwise: ClassVar[bool]
+    # The table of a plan file that holds one rule.
+    table: ClassVar[type[RuleTable]]
 
     def offers(
         self, program: Program, source: StepSource

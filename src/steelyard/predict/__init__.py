@@ -1,6 +1,7 @@
-"""THE predictor: a Program and the Costs of its operators -> what a step costs, and why.
+"""The predictor: a Program and the costs of its operators in, the predicted step out.
 
-Not for measuring or deciding; search scores with it and the receipt is held against it.
+Not for measuring or deciding; the search scores with it, and receipts compare measurements with
+it.
 """
 
 from steelyard.predict.collectives.curves import collective_curves

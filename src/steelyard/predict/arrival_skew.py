@@ -1,7 +1,7 @@
 """Arrival skew: how long a rank waits at an exchange because another rank arrives later.
 
-Ranks that run the same program do not take the same time for it. The difference grows with the time
-they compute between two exchanges. Not for the exchange itself: see hardware/link.py.
+Ranks that run the same program do not take the same time for it, and the difference grows with the
+time that they compute between two exchanges. Not for the exchange itself: see hardware/link.py.
 """
 
 import math
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from steelyard.ir.metrics import Estimate
 
-# Of what was measured. The skew of one run differs from that of the next: in repeated runs of the
-# same steps it was between a tenth and 2.5 times the mean.
+# Bounds of the interval, as multiples of the expected wait. In repeated runs of the same steps the
+# skew was between a tenth and 2.5 times the mean.
 _LEAST, _MOST = 0.0, 3.0
 
 
@@ -24,9 +24,13 @@ class Skew:
     long_wait: float
 
     def wait(self, computed_seconds: float) -> Estimate:
-        """The expected wait after ``computed_seconds`` since all ranks were last in step: a power
-        law through both measured points. Independent disturbances add up as the square root of the
-        time, a rank that stays slower for a while as the time itself."""
+        """Return the expected wait after ``computed_seconds`` since the ranks were last
+        synchronized.
+
+        It is a power law through both measured points: independent disturbances add up as the
+        square root of the time, and those of a rank that stays slower for a while as the time
+        itself.
+        """
         if computed_seconds <= 0:
             return Estimate.exactly(0.0)
         times = math.log(self.long_wait / self.short_wait)

@@ -1,6 +1,7 @@
-"""What operators cost on a device: seconds and kernel workspace per signature.
+"""The cost table of a step: seconds and kernel workspace per operator signature, and link costs.
 
-Measured where they could be, declared where not, and each says which. Not for measuring them.
+Costs are measured where possible and declared otherwise, and each says which. Not for measuring
+them: see measure/.
 """
 
 from collections.abc import Mapping
@@ -17,21 +18,21 @@ from steelyard.predict.arrival_skew import Skew
 from steelyard.predict.collectives.host_groups import RanksPerHost
 from steelyard.predict.rank_subsets import Subset
 
-# A roofline says which resource binds, not how well a kernel uses it: the published errors of
-# such models per operator lie between half and twice.
+# A roofline says which resource is the bottleneck, not how well a kernel uses it: the published
+# errors of such models per operator are between half and twice.
 _DECLARED_SHARE = 0.5
 FREE = NOTHING
-# Two threads of one physical core each compute at little more than half its speed. The same step of
-# a rank on one core of a virtual machine took 47 to 88 ms from one run to the next, and nothing
-# else ran there (docs/log.md, 2026-11-28).
+# Two threads that share one physical core each run at little more than half its speed. The same
+# step of a rank on one core of an otherwise idle virtual machine took 47 to 88 ms from one run to
+# the next (docs/log.md, 2026-11-28).
 _SHARED_CORE = Estimate(value=1.0, low=0.55, high=1.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCost:
-    """Seconds of one call, and bytes its kernel holds besides its results while it runs.
+    """The seconds of one call, and the bytes of workspace that its kernel needs while it runs.
 
-    Not ``is_measured`` where it was worked out from operators like it that were.
+    ``is_measured`` is False if the cost was derived from measured operators of the same kind.
     """
 
     seconds: Estimate
@@ -41,19 +42,23 @@ class OperatorCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostTable:
-    """The price list. ``whole_step`` is what a whole step took over the sum of its operators.
+    """The costs of operators and exchanges on a device and its links.
 
-    ``cut_steps`` says the same of the step in so many equal parts, whose small operators lose more
-    to what comes between them, in whatever way each is then computed. ``update_call_seconds`` is
-    what the optimizer's own Python takes for each of its operators. ``links`` says over which class
-    of link the ranks of each mesh axis are joined, and near and offload memory, which takes
-    ``far_bytes``; ``collective_curves`` what an exchange takes as a whole, by axis, kind, number of
-    ranks and how far they are apart, where it is known so. ``devices`` are those of the ranks,
-    where they are not all like ``device``; ``spread`` is over how many hosts they are, where
-    several of them have several ranks. ``subsets`` says for a number of ranks which of them a step
-    on so many lies on, where they are not the first or are joined otherwise than all. ``skew`` is
-    how long ranks wait for the last one at an exchange, where that was measured. ``shares_cores``:
-    each rank has cores that other virtual machines may use at the same time.
+    ``whole_step`` is the ratio of a measured step to the sum of its operators; ``cut_steps`` is
+    that ratio for a step in a given number of micro-batches, whose smaller operators lose more to
+    the overhead between them, however each is computed. ``update_call_seconds`` is the optimizer's
+    Python overhead per operator.
+
+    ``links`` gives the class of link of each mesh axis, and of the transfers between device memory
+    and offload memory, whose capacity is ``far_bytes``. ``collective_curves`` gives the time of
+    whole exchanges, by axis, kind, number of ranks and their distance, where these are known.
+    ``skew`` is the measured time that ranks wait for the last one at an exchange.
+
+    ``devices`` are the devices of the ranks if these differ from ``device``. ``spread`` is how the
+    ranks are distributed over hosts, if several hosts have several ranks. ``subsets`` gives, by
+    number of ranks, the ranks that a step on so many uses, if these are not the first ones or have
+    other links than all ranks. ``shares_cores`` is True if other virtual machines may use the
+    cores of the ranks at the same time.
     """
 
     device: Device
@@ -71,7 +76,7 @@ class CostTable:
     shares_cores: bool = False
 
     def on(self, num_ranks: int) -> "CostTable":
-        """The prices on so many ranks: with the devices and the links of the ones chosen."""
+        """Return the costs on so many ranks, with the devices and links of the chosen subset."""
         subset = self.subsets.get(num_ranks)
         if subset is None:
             return self
@@ -85,14 +90,14 @@ class CostTable:
         )
 
     def of_rank(self, rank: int) -> "CostTable":
-        """What the same takes on this rank's device."""
+        """Return the costs on the device of this rank."""
         return replace(self, device=self.devices[rank], devices=()) if self.devices else self
 
     def seconds(self, node: Node) -> Estimate:
         if node.is_free:
             return FREE
         if node.is_far:
-            return self.beside_seconds(node)
+            return self.exchange_device_seconds(node)
         known = self.operators.get(node.signature)
         slower = 1 / self.device.speed
         seconds = known.seconds.scaled(slower) if known else self.declared_seconds(node)
@@ -101,13 +106,13 @@ class CostTable:
         if (collective := node.collective) is None:
             return seconds
         if collective.axis == DATA and collective.is_sum:
-            # Each rank first looks for values that are not finite in what it adds.
+            # Each rank first checks its addends for non-finite values.
             read = collective.whole_bytes / self.device.bytes_per_second
             seconds = seconds + Estimate.within(read, share=_DECLARED_SHARE)
-        return seconds + self.beside_seconds(node)
+        return seconds + self.exchange_device_seconds(node)
 
-    def beside_seconds(self, node: Node) -> Estimate:
-        """What of them an exchange takes of the device while it is under way."""
+    def exchange_device_seconds(self, node: Node) -> Estimate:
+        """Return the device time that an exchange consumes while it is in flight."""
         collective = node.collective
         link = self.link_of(collective) if collective else None
         if collective is None or link is None:
@@ -117,7 +122,7 @@ class CostTable:
         return Estimate.within(own, share=_DECLARED_SHARE)
 
     def link_of(self, collective: Collective) -> Link | None:
-        """What it goes over; None where only exchanges as a whole are known."""
+        """Return the link of an exchange, or None if only the time of whole exchanges is known."""
         link = self.links.get(collective.link)
         if link is None or self.spread is None or collective.is_far:
             return link
@@ -134,27 +139,31 @@ class CostTable:
         known = self.operators.get(node.signature)
         if known is not None and (known.is_measured or node.body is None):
             return known.workspace_bytes
-        # What is not measured is at least what its calls show.
+        # The workspace computed from the calls is a lower bound where nothing was measured.
         return node.body.workspace_bytes if node.body is not None else 0
 
     def declared_seconds(self, node: Node) -> Estimate:
         if node.body is not None:
-            return Estimate.within(self._declared_within(node.body), share=_DECLARED_SHARE)
+            return Estimate.within(self._declared_body_seconds(node.body), share=_DECLARED_SHARE)
         device = self.device
         computing = node.flops / device.flops_in(node.product_format) if node.flops else 0.0
         seconds = device.call_seconds + max(computing, node.moved_bytes / device.bytes_per_second)
         return Estimate.within(seconds, share=_DECLARED_SHARE)
 
-    def _declared_within(self, body: Body) -> float:
-        """Its calls as if each were made once, the further parts' calls, and what is read anew."""
+    def _declared_body_seconds(self, body: Body) -> float:
+        """Return the declared seconds of a chunked body.
+
+        The first chunk pays all costs of its calls; each further one pays the call overhead and
+        reads again the inputs that are not chunked.
+        """
         nodes = body.calls[0][1]
-        again = sum(take.tensor.nbytes for take in body.takes if take.along is None)
-        calls = len(nodes) * self.device.call_seconds + again / self.device.bytes_per_second
+        reread = sum(take.tensor.nbytes for take in body.takes if take.along is None)
+        calls = len(nodes) * self.device.call_seconds + reread / self.device.bytes_per_second
         once = sum(self.declared_seconds(node).value for node in nodes if not node.is_free)
         return once + (body.parts - 1) * calls
 
     def exchange_seconds(self, collective: Collective) -> Estimate:
-        """What the exchange takes on its link, apart from the call that issues it."""
+        """Return the time of an exchange on its link, without the call that issues it."""
         ranks = collective.num_ranks, collective.stride
         whole = self.collective_curves.get((collective.link, collective.kind, *ranks))
         if whole is not None:
@@ -162,7 +171,7 @@ class CostTable:
             return Estimate.within(seconds, share=whole.doubt)
         link = self.links.get(collective.link)
         if collective.axis == PIPELINE and collective.kind is Exchange.ALL_REDUCE:
-            # That of stages is of messages; sums among them go as among any ranks.
+            # The link of the pipeline axis is for messages; sums among stages take the data link.
             link = self.links.get(DATA, link)
         if link is None and collective.is_pinned:
             raise BadInput(
@@ -192,7 +201,7 @@ class CostTable:
 
 
 class Missing(StrEnum):
-    """Why an operator was not measured."""
+    """The reason why an operator was not measured."""
 
     NO_TIME = "the time for measuring was used up"
     TOO_LARGE = "larger than the memory that is free"
@@ -203,7 +212,7 @@ class Missing(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unmeasured:
-    """One operator whose cost is declared, not measured."""
+    """An operator whose cost is declared, not measured."""
 
     signature: str
     why: Missing
@@ -212,9 +221,10 @@ class Unmeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """How a price list came about. ``notes`` are for the user: nothing here went by in silence.
+    """A report of how a cost table was made.
 
     Counts are of distinct operators; ``known`` ones were measured before and read from the cache.
+    ``notes`` tell the user of everything that was skipped or replaced.
     """
 
     measured: int = 0

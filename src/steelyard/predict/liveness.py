@@ -1,8 +1,8 @@
-"""Which bytes are alive at each line of a program, and what they are at its peak.
+"""Memory liveness of a program: the bytes alive at each line, and the tensors alive at its peak.
 
-The counterpart of run/: a value dies after the last line that reads it, a storage with the last
-value that lies on it, a kernel's workspace within its own line, what a backend holds of an exchange
-with the line that waits for it. Not for seconds: see timeline.py.
+The counterpart of run/: a value dies after the last line that reads it, a storage with its last
+value, a kernel's workspace within its own line, and the buffers of a backend for an exchange at
+the line that waits for it. Not for seconds: see timeline.py.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from steelyard.predict.cost_table import CostTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """Bytes above the resident ones: at each line while it runs, and after the last."""
+    """The bytes above the resident ones while each line runs, and after the last line."""
 
     bytes_at: tuple[int, ...]
     left_bytes: int
@@ -28,9 +28,11 @@ class Liveness:
 
 
 def liveness(program: Program, costs: CostTable | None, *, accumulating: bool = False) -> Liveness:
-    """``accumulating``: gradients exist already and are added into, so that none is kept.
+    """Return the liveness of a program.
 
-    Without costs, what kernels hold for themselves is left out: only a measurement knows it.
+    ``accumulating`` means that gradients exist already and are added into, so that no new gradient
+    is saved. Without ``costs``, kernel workspaces are left out, since only a measurement knows
+    them.
     """
     births, deaths = _lifetimes(program, accumulating=accumulating)
     for exchange, nbytes in held_underway(program):
@@ -52,7 +54,7 @@ def liveness(program: Program, costs: CostTable | None, *, accumulating: bool = 
 
 
 def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tuple[LiveTensor, ...]:
-    """What lies above the resident bytes while line ``index`` runs, largest first."""
+    """Return the tensors above the resident bytes while line ``index`` runs, largest first."""
     graph = program.graph
     owners, last = _owners_and_last_reads(program, accumulating=accumulating)
     found = []
@@ -62,7 +64,7 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
             found.append(
                 LiveTensor(
                     nbytes=graph.storages[key[0]].nbytes,
-                    what=_what(graph, instruction),
+                    what=_label(graph, instruction),
                     path=node.path,
                     line=node.line,
                     phase=node.phase,
@@ -70,20 +72,20 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
                 )
             )
     found += [
-        _underway(program.graph.by_name[program.instructions[exchange.issue].node], nbytes)
+        _in_flight_tensor(program.graph.by_name[program.instructions[exchange.issue].node], nbytes)
         for exchange, nbytes in held_underway(program)
         if exchange.issue <= index and (exchange.wait is None or index <= exchange.wait)
     ]
     return tuple(sorted(found, key=lambda h: -h.nbytes))
 
 
-def _what(graph: Graph, instruction: Instruction) -> str:
+def _label(graph: Graph, instruction: Instruction) -> str:
     node = graph.by_name[instruction.node]
     if node.is_far and node.op in _FETCHES:
         how = "in slices" if node.args[1:] else "fetched"
         return f"{_FETCHES[node.op]} ({how})"
     if node.is_far:
-        # Named for the value that comes back.
+        # The name is that of the value which is fetched.
         how = "in slices" if node.is_slicing else "fetched"
         return f"{graph.by_name[node.name.rpartition('.')[0]].op} ({how})"
     if node.op == ENCODE:
@@ -95,14 +97,14 @@ def _what(graph: Graph, instruction: Instruction) -> str:
 
 
 _FETCHES = {
-    f"{FAR_CALLS}{call}_{kind}": said
+    f"{FAR_CALLS}{call}_{kind}": name
     for call in ("fetch", "fetched", "begin", "room")
-    for kind, said in (("weight", "weight"), ("gradient", "gradient"), ("state", "optimizer state"))
+    for kind, name in (("weight", "weight"), ("gradient", "gradient"), ("state", "optimizer state"))
 }
 
 
 def held_underway(program: Program) -> list[tuple[Underway, int]]:
-    """What the backend keeps for itself of each exchange that is on its way."""
+    """Return the bytes that the backend allocates for each exchange in flight."""
     nodes = program.graph.by_name
     found = []
     for exchange in program.exchanges:
@@ -112,7 +114,7 @@ def held_underway(program: Program) -> list[tuple[Underway, int]]:
     return found
 
 
-def _underway(node: Node, nbytes: int) -> LiveTensor:
+def _in_flight_tensor(node: Node, nbytes: int) -> LiveTensor:
     what = f"{node.op} (on its way)"
     return LiveTensor(
         nbytes=nbytes, what=what, path=node.path, line=node.line, phase=node.phase,
@@ -120,13 +122,13 @@ def _underway(node: Node, nbytes: int) -> LiveTensor:
     )  # fmt: skip
 
 
-# A storage of the graph may exist several times in a program, once for each time it is computed:
-# the key is the storage and the number of the copy.
+# A storage of the graph may exist several times in a program, once for each time it is computed,
+# so the key is the storage and the number of the copy.
 _Key = tuple[int, int]
 
 
 def _lifetimes(program: Program, *, accumulating: bool) -> tuple[list[int], list[int]]:
-    """Bytes born and bytes dying at each line."""
+    """Return the bytes allocated and the bytes freed at each line."""
     births = [0] * len(program.instructions)
     deaths = [0] * len(program.instructions)
     owners, last = _owners_and_last_reads(program, accumulating=accumulating)
@@ -142,7 +144,7 @@ def _lifetimes(program: Program, *, accumulating: bool) -> tuple[list[int], list
 def _owners_and_last_reads(
     program: Program, *, accumulating: bool
 ) -> tuple[dict[_Key, tuple[int, Instruction]], dict[_Key, int]]:
-    """Who made each storage copy, and the last line at which a value on it is read."""
+    """Return which line made each storage copy, and the last line that reads a value on it."""
     graph = program.graph
     resident = _resident(graph)
     on: dict[str, tuple[_Key, ...]] = {}
@@ -156,9 +158,11 @@ def _owners_and_last_reads(
                 last[key] = max(last[key], index)
         if instruction.sink is not None:
             kind = instruction.sink.kind
-            keeps = kind is OutputKind.CARRIED or (kind is OutputKind.GRADIENT and not accumulating)
+            survives = kind is OutputKind.CARRIED or (
+                kind is OutputKind.GRADIENT and not accumulating
+            )
             for key in on.get(instruction.inputs[0], ()):
-                last[key] = end if keeps else last[key]
+                last[key] = end if survives else last[key]
             continue
         inherited = {key[0]: key for name in instruction.inputs for key in on.get(name, ())}
         keys: list[_Key] = []

@@ -1,7 +1,7 @@
-"""Operators of a step that may multiply and have no FLOP formula: named, with their share of it.
+"""Operators of a step that may multiply and have no FLOP formula: their names and shares of it.
 
-Nobody's prediction of a device that is not here holds with their work left out. Not for telling
-which operators those are: see operators/missing_flops.py.
+Predictions for a device that is not present are wrong if the work of these operators is left out.
+Not for detecting them: see operators/missing_flops.py.
 """
 
 from collections import defaultdict
@@ -17,7 +17,10 @@ _MOST_NAMED = 3
 
 
 def refuse_uncounted(graphs: Iterable[Graph]) -> None:
-    """Raise where a step for a declared cluster, on which nothing is measured, has any."""
+    """Raise CaptureRefused if a step for a declared cluster has such operators.
+
+    Nothing is measured on a declared cluster, so the FLOPs of every operator must be known.
+    """
     found = [(place, nodes) for graph in graphs for place, nodes in _by_place(graph).items()]
     if not found:
         return
@@ -34,7 +37,7 @@ def refuse_uncounted(graphs: Iterable[Graph]) -> None:
 
 
 def notes_on_uncounted(graphs: Iterable[Graph], costs: CostTable) -> Iterator[str]:
-    """A note for each operator and module, with its share of what the step computes."""
+    """Yield a note for each such operator and module, with its share of the step's computation."""
     graphs = tuple(graphs)
     whole = sum(_seconds(graph.nodes, costs) for graph in graphs)
     for graph in graphs:
@@ -52,7 +55,7 @@ def notes_on_uncounted(graphs: Iterable[Graph], costs: CostTable) -> Iterator[st
 
 
 def _by_place(graph: Graph) -> dict[tuple[str, str], list[Node]]:
-    """By operator, and by module with any index of a block."""
+    """Group nodes by operator and by module path, with block indices replaced by ``*``."""
     found: defaultdict[tuple[str, str], list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.is_uncounted and not node.is_free:
@@ -62,7 +65,7 @@ def _by_place(graph: Graph) -> dict[tuple[str, str], list[Node]]:
 
 
 def _packet(op: str) -> str:
-    """The name without the overload's, as ``torch.ops`` has it."""
+    """Return the operator's name without its overload, as ``torch.ops`` has it."""
     return ".".join(op.split(".")[:2])
 
 
@@ -74,7 +77,7 @@ def _at(pattern: str, nodes: Sequence[Node]) -> str:
         return f" in {paths[0]}"
     if pattern.strip("*."):
         return f" in {pattern}"
-    # Numbers alone, as of nn.Sequential, name nothing.
+    # A path of indices alone, as in nn.Sequential, is not informative.
     return f" in {paths[0]} and {len(paths) - 1} more modules"
 
 

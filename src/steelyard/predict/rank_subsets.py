@@ -1,10 +1,10 @@
-"""Subsets of the ranks: for each number of ranks, the ones that a step should lie on.
+"""Subsets of the ranks: for each number of ranks, which of them a step should use.
 
-The best-joined members come first. A member that computes slowly takes a smaller share of the
-batch, while one behind a slow link holds up every exchange of all; so links decide, and speeds only
-between members that are joined alike. One subset for each number of ranks is enough: two subsets of
-one size differ only in their slowest link and in their speeds, and the one chosen here has the
-fastest slowest link, and the highest speeds among those. Not for what a step takes on a subset: see
+The best-connected members come first. A member that computes slowly takes a smaller share of the
+batch, while one with a slow link delays every exchange; so links decide, and speeds only between
+members with equal links. One subset for each number of ranks is enough: two subsets of one size
+differ only in their slowest link and in their speeds, and the one chosen here has the fastest
+slowest link, and the highest speeds among those. Not for the cost of a step on a subset: see
 search/ranks/layout_search.py.
 """
 
@@ -15,22 +15,26 @@ from steelyard.hardware.link import Link
 from steelyard.hardware.topology import TopologyLevel
 from steelyard.ir.collective import Exchange
 
-# Times of two pairs that differ by less are noise of the measurement, and are taken to be equal.
+# Message times that differ by less than this factor are equal within measurement noise.
 ALIKE = 1.4
-# How a process that was started knows: that the store at which ranks meet is held by one that is
-# none of them, and which parts of the cores of how many the ranks have, "0,2/3".
+# Environment variables of a launched process. The first says that the rendezvous store is hosted
+# by a process that is not a rank; the second says which shares of the cores the ranks have:
+# "0,2/3" means shares 0 and 2 of 3.
 STORE_IS_HELD, PARTS_OF_CORES = "STEELYARD_STORE_IS_HELD", "STEELYARD_PARTS_OF_CORES"
-# A group is grown from each member in turn where there are at most so many members.
+# With at most this many members, a group is grown from each of them as the seed.
 _MOST_SEEDS = 32
-# Of up to so many hosts any number is a candidate.
-_FEW = 8
+# With at most this many hosts, every number of hosts is a candidate.
+_FEW_HOSTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subset:
-    """The ranks of one subset in ascending order, and the links among them, by mesh axis, where
-    these differ from those of all ranks; or what whole exchanges take, by axis, kind, number of
-    ranks and distance, where links are only declared."""
+    """The ranks of one subset in ascending order, with their links.
+
+    ``links``, by mesh axis, are the links among these ranks if they differ from those of all
+    ranks. ``collective_curves`` are the times of whole exchanges, by axis, kind, number of ranks
+    and distance, if links are only declared.
+    """
 
     ranks: tuple[int, ...]
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -40,11 +44,11 @@ class Subset:
 def best_joined(
     seconds: Sequence[Sequence[float]], speeds: Sequence[float] = ()
 ) -> dict[int, tuple[int, ...]]:
-    """For each number of members from 1 to all, the members to take, in ascending order.
+    """Return, for each number of members from 1 to all, which to take, in ascending order.
 
-    ``seconds[i][j]`` is the time of one message of a fixed size between members i and j, and
-    ``speeds`` are how fast each computes. Members are hosts or ranks. Where all are alike these are
-    the first ones.
+    Members are hosts or ranks. ``seconds[i][j]`` is the time of one message of a fixed size
+    between members i and j, and ``speeds`` are their compute speeds. If all are equal, the first
+    members are taken.
     """
     count = len(seconds)
     speeds = tuple(speeds) or (1.0,) * count
@@ -60,7 +64,7 @@ def best_joined(
 
 
 def slowest(members: Iterable[int], seconds: Sequence[Sequence[float]]) -> float:
-    """The time of a message between the two of these members that are joined worst."""
+    """Return the message time of the slowest pair of these members."""
     members = tuple(members)
     return max((seconds[i][j] for i in members for j in members if i != j), default=0.0)
 
@@ -68,20 +72,23 @@ def slowest(members: Iterable[int], seconds: Sequence[Sequence[float]]) -> float
 def better_joined(
     found: Mapping[int, tuple[int, ...]], seconds: Sequence[Sequence[float]]
 ) -> tuple[int, ...]:
-    """The numbers of members, largest first, whose subset has a clearly faster slowest link than
-    the next larger one that is named here, or than all: links in it are worth measuring apart."""
-    kept: list[int] = []
+    """Return the subset sizes, largest first, whose links are worth measuring separately.
+
+    Such a subset has a clearly faster slowest link than the next larger one returned here, or than
+    all members.
+    """
+    chosen: list[int] = []
     worst = slowest(found[len(seconds)], seconds)
     for number in range(len(seconds) - 1, 1, -1):
         own = slowest(found[number], seconds)
         if own * ALIKE < worst:
-            kept.append(number)
+            chosen.append(number)
             worst = own
-    return tuple(kept)
+    return tuple(chosen)
 
 
 def declared_seconds(tree: TopologyLevel) -> list[list[float]]:
-    """The time of a message of 1 MiB between each two devices of a declared cluster."""
+    """Return the time of a message of 1 MiB between each two devices of a declared cluster."""
     count = tree.num_devices
     seconds = [[0.0] * count for _ in range(count)]
     for i in range(count):
@@ -93,15 +100,18 @@ def declared_seconds(tree: TopologyLevel) -> list[list[float]]:
 
 
 def numbers_of_ranks(num_ranks: int, *, of_a_host: int = 1) -> tuple[int, ...]:
-    """On how many ranks a step may lie besides divisors of ``num_ranks``: on all ranks of some
-    hosts. Of many hosts only all but one, since each number has to be captured."""
+    """Return numbers of ranks that a step may use in addition to the divisors of ``num_ranks``.
+
+    These are all ranks of some of the hosts. With many hosts only all but one host are used, since
+    each number of ranks has to be captured.
+    """
     whole = range(of_a_host, num_ranks, of_a_host)
     others = [n for n in whole if num_ranks % n]
-    return tuple(others if len(whole) < _FEW else others[-1:])
+    return tuple(others if len(whole) < _FEW_HOSTS else others[-1:])
 
 
 def named(hosts: Sequence[int]) -> str:
-    """``host 2``, ``hosts 0 and 2`` or ``hosts 0, 1 and 2``."""
+    """Return ``host 2``, ``hosts 0 and 2`` or ``hosts 0, 1 and 2``."""
     if len(hosts) == 1:
         return f"host {hosts[0]}"
     return f"hosts {', '.join(map(str, hosts[:-1]))} and {hosts[-1]}"
@@ -117,12 +127,16 @@ def _seeds(ordered: Sequence[int], seconds: Sequence[Sequence[float]]) -> Sequen
 def _grown(
     seed: int, seconds: Sequence[Sequence[float]], speeds: Sequence[float]
 ) -> tuple[int, ...]:
-    """Members in order: starting with one, the best joined of the rest each time."""
+    """Return the members in the order in which a group grows from ``seed``.
+
+    Each step adds the remaining member with the fastest slowest link to the group; among equal
+    links, the member that computes fastest.
+    """
     order = [seed]
     worst = {m: seconds[seed][m] for m in range(len(seconds)) if m != seed}
     while worst:
-        alike = [m for m in worst if worst[m] <= ALIKE * min(worst.values())]
-        chosen = min(alike, key=lambda m: (-speeds[m], m))
+        equal = [m for m in worst if worst[m] <= ALIKE * min(worst.values())]
+        chosen = min(equal, key=lambda m: (-speeds[m], m))
         order.append(chosen)
         del worst[chosen]
         worst = {m: max(took, seconds[chosen][m]) for m, took in worst.items()}
@@ -134,8 +148,8 @@ def _best(
     seconds: Sequence[Sequence[float]],
     speeds: Sequence[float],
 ) -> tuple[int, ...]:
-    """The fastest slowest link; among those alike, the most speed, and then the lowest numbers."""
+    """Return the group with the fastest slowest link; ties go to speed, then to low numbers."""
     worst = {group: slowest(group, seconds) for group in groups}
     least = min(worst.values())
-    alike = [group for group in worst if worst[group] <= ALIKE * least]
-    return min(alike, key=lambda group: (-sum(speeds[m] for m in group), group))
+    equal = [group for group in worst if worst[group] <= ALIKE * least]
+    return min(equal, key=lambda group: (-sum(speeds[m] for m in group), group))

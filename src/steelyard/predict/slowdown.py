@@ -1,7 +1,7 @@
-"""How much longer a program takes than another of the same step, with what can be said of it.
+"""The slowdown of one program over another of the same step, with its uncertainty.
 
-A ratio is known better than either time: operators that both run cancel, and so does their error.
-Not for the times themselves: see step.py.
+A ratio is known better than either time, because operators that run in both programs cancel, and
+so do their errors. Not for the times themselves: see step.py.
 """
 
 from collections import Counter
@@ -10,16 +10,17 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
 from steelyard.predict.cost_table import CostTable
 
-# Measured beside predicted ratios of plans that only recompute (benchmarks/truth.py, one thread):
-# up to this much faster than their operators, since a smaller heap has fewer pages to fetch anew.
+# Measured ratios of plans that only recompute are up to this much faster than predicted from their
+# operators (benchmarks/truth.py, one thread): a smaller heap has fewer page faults.
 _OTHER_HEAP_SHARE = 0.06
 
 
 def slowdown(program: Program, base: Program, costs: CostTable) -> Estimate:
-    """Seconds of ``program`` over those of ``base``: forward and backward pass, no update.
+    """Return the seconds of ``program`` over those of ``base``, without the optimizer's update.
 
-    Step by step: what the program adds to its own graph's plain step, and that step, which has been
-    run in turns with ``base`` if it is in micro-batches, beside ``base``.
+    The ratio is a product of two: that of ``program`` to the plain step of its own graph, and that
+    of this plain step to ``base``. If the plain step is in micro-batches, the second ratio has
+    been measured in interleaved runs of both.
     """
     plain = program.with_graph(program.graph)
     before = _seconds(base, costs)
@@ -30,7 +31,7 @@ def slowdown(program: Program, base: Program, costs: CostTable) -> Estimate:
 
 
 def _added(program: Program, plain: Program, costs: CostTable) -> Estimate:
-    """By the operators: of two programs over one graph."""
+    """Return the ratio of two programs over one graph, from the difference of their operators."""
     ours, theirs = _calls(program), _calls(plain)
     nodes = {n.signature: n for n in plain.graph.nodes if not n.is_free}
     added = doubt = 0.0
@@ -41,7 +42,7 @@ def _added(program: Program, plain: Program, costs: CostTable) -> Estimate:
         doubt += abs(more) * max(cost.high - cost.value, cost.value - cost.low)
     before = _seconds(plain, costs)
     ratio = 1 + added / before
-    # Doubts of many operators are not all on one side.
+    # Errors of many operators do not all have the same sign.
     width = _OTHER_HEAP_SHARE * ratio + doubt / before / 2
     return Estimate(value=ratio, low=max(0.0, ratio - width), high=ratio + width)
 

@@ -1,7 +1,7 @@
-"""Price a program whole: resident bytes and liveness, seconds and bytes sent, the peak explained.
+"""Price a whole program: seconds, bytes sent, peak memory and the tensors alive at that peak.
 
-Peak = resident + the larger of the forward/backward pass and the optimizer's step.
-Not for what is alive where (liveness.py), nor when each line begins (timeline.py).
+Peak = resident + the larger of the forward/backward pass and the optimizer's step. Not for
+liveness per line (liveness.py), nor for when each line begins (timeline.py).
 """
 
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import Liveness, alive_at, liveness
 from steelyard.predict.pipeline.step import pipelined
 from steelyard.predict.timeline import Durations, play
-from steelyard.predict.unequal_ranks import kinds, together
+from steelyard.predict.unequal_ranks import combined_durations, rank_classes
 
-# What a predicted peak may miss by; the memory benchmark holds it there on generated Python.
+# Relative error of a predicted peak; the memory benchmark asserts it for generated Python code.
 PEAK_SHARE = 0.01
 
 
@@ -29,32 +29,35 @@ def predict(program: Program, costs: CostTable) -> Prediction:
     costs = costs.on(program.layout.num_ranks)
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).prediction()
-    # Of ranks with unequal shares of the batch, the one that holds most.
+    # If ranks take unequal shares of the batch, the peak is that of the rank that needs most.
     fullest, passes = max(
         ((one, _passes(one, costs)) for one in (program, *program.sibling_programs)),
         key=lambda found: max(p.nbytes for p in found[1]),
     )
     worst = max(passes, key=lambda p: p.nbytes)
-    takes = _durations(program, costs)
+    timing = _durations(program, costs)
     metrics = Metrics(
         accuracy_loss=UNKNOWN if program.is_lossy else EXACT,
         memory_bytes=Estimate.within(worst.nbytes, share=PEAK_SHARE),
         communication_bytes=Estimate.exactly(program.wire_bytes),
-        communication_seconds=takes.communication,
-        exposed_communication_seconds=takes.exposed,
-        computation_seconds=takes.computation,
-        step_seconds=takes.step,
+        communication_seconds=timing.communication,
+        exposed_communication_seconds=timing.exposed,
+        computation_seconds=timing.computation,
+        step_seconds=timing.step,
     )
     return Prediction(
         metrics=metrics,
-        peak=_explained(worst, fullest, costs),
+        peak=_peak_memory(worst, fullest, costs),
         flops=program.flops,
         timeline=_timeline(costs, passes),
     )
 
 
 def peak_bytes(program: Program, costs: CostTable) -> int:
-    """Only the second of the four amounts; what a search asks for thousands of times."""
+    """Return the predicted peak memory alone.
+
+    It skips the timing that ``predict`` does, since a search asks for it thousands of times.
+    """
     if program.pipeline is not None:
         on_ranks = costs.on(program.layout.num_ranks)
         return pipelined(program, program.pipeline, on_ranks).peak_bytes
@@ -62,7 +65,7 @@ def peak_bytes(program: Program, costs: CostTable) -> int:
 
 
 def rank_peak_bytes(program: Program, costs: CostTable) -> tuple[int, ...]:
-    """What each rank of the layout holds at its peak."""
+    """Return the peak bytes of each rank of the layout."""
     layout = program.layout
     costs = costs.on(layout.num_ranks)
     if program.pipeline is not None:
@@ -73,16 +76,16 @@ def rank_peak_bytes(program: Program, costs: CostTable) -> tuple[int, ...]:
 
 
 def kept_gradients_bytes(program: Program, costs: CostTable) -> int:
-    """How much higher the peak is where gradients are kept from before, and added into."""
+    """Return by how much the peak rises if gradients from earlier steps are accumulated into."""
     planned = _passes(program, costs)
     if program.earlier is not program:
-        # What is summed up is put by, and added behind the passes.
-        kept = program.graph.resident_bytes(Role.GRADIENT)
+        # The sums are stored separately during the passes and added to the gradients afterwards.
+        accumulated = program.graph.resident_bytes(Role.GRADIENT)
         in_passes = max(p.nbytes for p in planned if p.program is not program.update)
-        return max(0, in_passes + kept - max(p.nbytes for p in planned))
+        return max(0, in_passes + accumulated - max(p.nbytes for p in planned))
     later = liveness(program, costs, accumulating=True).peak_bytes
-    held = planned[0].base_bytes + planned[0].liveness.left_bytes
-    return max(0, held + later - max(p.nbytes for p in planned))
+    base = planned[0].base_bytes + planned[0].liveness.left_bytes
+    return max(0, base + later - max(p.nbytes for p in planned))
 
 
 def step_seconds(program: Program, costs: CostTable) -> Estimate:
@@ -93,10 +96,14 @@ def step_seconds(program: Program, costs: CostTable) -> Estimate:
 
 
 def least_possible_bytes(program: Program, costs: CostTable) -> int:
-    """What no recomputation can go below: resident bytes, and the one line that needs most."""
+    """Return a lower bound on peak memory that no recomputation can go below.
+
+    It is the resident bytes plus the needs of the single most demanding line, or the optimizer's
+    update if that needs more.
+    """
     graph, resident = program.graph, _resident_bytes(program, costs)
     inputs = {t.storage for node in graph.inputs() for t in node.outputs}
-    alone = 0
+    largest_line = 0
     for instruction in program.instructions:
         node = graph.by_name[instruction.node]
         if instruction.sink is not None or node.is_free:
@@ -104,14 +111,14 @@ def least_possible_bytes(program: Program, costs: CostTable) -> int:
         names = (node.name, *node.inputs)
         needed = {s for name in names for s in graph.storages_of(name)} - inputs
         nbytes = sum(graph.storages[s].nbytes for s in needed)
-        alone = max(alone, nbytes + costs.workspace_bytes(node))
+        largest_line = max(largest_line, nbytes + costs.workspace_bytes(node))
     update = _update_pass(program, costs, resident)
-    return max(resident + alone, update.nbytes if update else 0)
+    return max(resident + largest_line, update.nbytes if update else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """One stretch of the step: the first micro-batch, the last one, the optimizer's update."""
+    """One part of the step: the first micro-batch, the last one, or the optimizer's update."""
 
     program: Program
     liveness: Liveness
@@ -130,9 +137,9 @@ def _nbytes(program: Program, costs: CostTable) -> int:
 
 def _passes(program: Program, costs: CostTable) -> list[_Pass]:
     resident = _resident_bytes(program, costs)
-    beginning = program.passes[0]
-    first = liveness(beginning, costs)
-    passes = [_Pass(program=beginning, liveness=first, base_bytes=resident, base=())]
+    first_pass = program.passes[0]
+    first = liveness(first_pass, costs)
+    passes = [_Pass(program=first_pass, liveness=first, base_bytes=resident, base=())]
     gradients = first.left_bytes
     if program.repeats > 1:
         passes.append(
@@ -146,8 +153,8 @@ def _passes(program: Program, costs: CostTable) -> list[_Pass]:
         )
     update = _update_pass(program, costs, resident + gradients)
     if update is not None:
-        held = LiveTensor.of(gradients, "gradients", Role.GRADIENT)
-        passes.append(replace(update, base=(held,)))
+        base = LiveTensor.of(gradients, "gradients", Role.GRADIENT)
+        passes.append(replace(update, base=(base,)))
     return passes
 
 
@@ -160,46 +167,52 @@ def _update_pass(program: Program, costs: CostTable, base_bytes: int) -> _Pass |
 
 def _resident_bytes(program: Program, costs: CostTable) -> int:
     graph = program.graph
-    held = graph.resident_bytes(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.TANGENT)
-    held += graph.resident_bytes(Role.STATE)  # what codes of gradients have lost
-    # The global batch stays whole while its parts are worked on.
-    held += program.batch_bytes
+    resident = graph.resident_bytes(Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.TANGENT)
+    resident += graph.resident_bytes(Role.STATE)  # error feedback of compressed gradients
+    # The global batch stays allocated while its micro-batches are processed.
+    resident += program.batch_bytes
     if program.update is not None:
-        held += program.update.graph.resident_bytes(Role.STATE)
-    return held + _pieces_bytes(program) + _slots_bytes(program, costs)
+        resident += program.update.graph.resident_bytes(Role.STATE)
+    return resident + _pieces_bytes(program) + _slots_bytes(program, costs)
 
 
 def _pieces_bytes(program: Program) -> int:
-    """What moving values to offload memory and back takes for itself."""
+    """Return the bytes of the staging buffers for transfers to and from offload memory."""
     return 2 * OFFLOAD_PIECE_BYTES if program.is_moving else 0
 
 
 def _slots_bytes(program: Program, costs: CostTable) -> int:
-    """Room for what other ranks write here; of another host, for what is written there, too."""
-    held = sum(rounds.held_bytes for rounds in rounds_of(program.graph).values())
+    """Return the bytes of the message slots into which other ranks write.
+
+    If the ranks are on different hosts, the sender needs slots of its own too.
+    """
+    own_bytes = sum(rounds.held_bytes for rounds in rounds_of(program.graph).values())
     slots = costs.links.get(SLOTS)
-    return 2 * held if slots is not None and slots.is_remote else held
+    return 2 * own_bytes if slots is not None and slots.is_remote else own_bytes
 
 
 def _durations(program: Program, costs: CostTable) -> Durations:
-    """The whole step; each micro-batch has waited for its exchanges before the next begins."""
-    alike = kinds(program, costs)
-    return together(alike) if len(alike) > 1 else alike[0].alone
+    """Return the durations of the whole step.
+
+    Each micro-batch waits for its own exchanges before the next begins.
+    """
+    classes = rank_classes(program, costs)
+    return combined_durations(classes) if len(classes) > 1 else classes[0].uniform_durations
 
 
-def _explained(worst: _Pass, program: Program, costs: CostTable) -> PeakMemory:
+def _peak_memory(worst: _Pass, program: Program, costs: CostTable) -> PeakMemory:
     alive = worst.liveness
     resident = _resident_bytes(program, costs)
     if not worst.program.instructions:
         return PeakMemory(
             nbytes=worst.nbytes, resident_bytes=resident, workspace_bytes=0, at="", path="",
-            line="", phase=Phase.UPDATE, alive=(*_residents(program, costs), *worst.base),
+            line="", phase=Phase.UPDATE, alive=(*_resident_tensors(program, costs), *worst.base),
         )  # fmt: skip
     instruction = worst.program.instructions[alive.peak_index]
     node = worst.program.graph.by_name[instruction.node]
-    holdings = alive_at(worst.program, alive.peak_index, accumulating=worst.accumulating)
-    workspace = alive.peak_bytes - sum(h.nbytes for h in holdings)
-    everything = [*_residents(program, costs), *worst.base, *holdings]
+    live = alive_at(worst.program, alive.peak_index, accumulating=worst.accumulating)
+    workspace = alive.peak_bytes - sum(h.nbytes for h in live)
+    everything = [*_resident_tensors(program, costs), *worst.base, *live]
     return PeakMemory(
         nbytes=worst.nbytes,
         resident_bytes=resident,
@@ -212,9 +225,9 @@ def _explained(worst: _Pass, program: Program, costs: CostTable) -> PeakMemory:
     )
 
 
-def _residents(program: Program, costs: CostTable) -> list[LiveTensor]:
+def _resident_tensors(program: Program, costs: CostTable) -> list[LiveTensor]:
     graph = program.graph
-    held = [
+    tensors = [
         LiveTensor.of(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
         LiveTensor.of(graph.resident_bytes(Role.BUFFER), "buffers", Role.BUFFER),
         LiveTensor.of(program.batch_bytes, "the batch", Role.BATCH),
@@ -222,27 +235,27 @@ def _residents(program: Program, costs: CostTable) -> list[LiveTensor]:
         LiveTensor.of(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
     ]
     if lost := graph.resident_bytes(Role.STATE):
-        held.append(LiveTensor.of(lost, "what codes of gradients have lost", Role.STATE))
+        tensors.append(LiveTensor.of(lost, "what codes of gradients have lost", Role.STATE))
     if slots := _slots_bytes(program, costs):
-        held.append(LiveTensor.of(slots, "room for what other ranks write", Role.BUFFER))
+        tensors.append(LiveTensor.of(slots, "room for what other ranks write", Role.BUFFER))
     if pieces := _pieces_bytes(program):
-        held.append(LiveTensor.of(pieces, PIECES, Role.BUFFER))
+        tensors.append(LiveTensor.of(pieces, PIECES, Role.BUFFER))
     if program.update is not None:
         state = program.update.graph.resident_bytes(Role.STATE)
-        held.append(LiveTensor.of(state, "optimizer state", Role.STATE))
-    return held
+        tensors.append(LiveTensor.of(state, "optimizer state", Role.STATE))
+    return tensors
 
 
 def _timeline(costs: CostTable, passes: list[_Pass]) -> Timeline:
-    """The first micro-batch, the last one and the update, drawn out."""
+    """Concatenate the timelines of the first micro-batch, the last one and the update."""
     clock = 0.0
     begins: list[float] = []
-    held: list[int] = []
+    nbytes: list[int] = []
     phases: list[Phase] = []
-    for stretch in passes:
-        played = play(stretch.program, costs)
+    for one in passes:
+        played = play(one.program, costs)
         begins += [clock + begin for begin in played.begins]
-        held += [stretch.base_bytes + above for above in stretch.liveness.bytes_at]
-        phases += [instruction.phase for instruction in stretch.program.instructions]
+        nbytes += [one.base_bytes + above for above in one.liveness.bytes_at]
+        phases += [instruction.phase for instruction in one.program.instructions]
         clock += played.seconds
-    return Timeline(seconds=tuple(begins), nbytes=tuple(held), phases=tuple(phases))
+    return Timeline(seconds=tuple(begins), nbytes=tuple(nbytes), phases=tuple(phases))

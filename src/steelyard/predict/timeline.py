@@ -1,8 +1,9 @@
-"""When each line of a program begins, and how long the step waits for its exchanges.
+"""Begin times of each line of a program, and the time that the step waits for its exchanges.
 
-Two streams: the device works through the lines in order; each mesh axis carries one exchange after
-another, from the line that issues it on. The line that waits blocks the device until that one has
-arrived; a product that reads offload memory waits for each slice. Not for bytes: see liveness.py.
+There are two kinds of stream: the device works through the lines in order, and each mesh axis
+carries one exchange after another, starting at the line that issues it. The line that waits for an
+exchange blocks the device until that exchange has arrived. A product that reads offload memory
+waits for each slice. Not for bytes: see liveness.py.
 """
 
 from collections import deque
@@ -18,8 +19,10 @@ from steelyard.predict.cost_table import CostTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """One pass over the lines. ``exposed_seconds`` are those in which the device only waited;
-    ``spared_seconds`` what transfers would have slowed in that time, had anything run.
+    """The timing of one pass over the lines of a program.
+
+    In ``exposed_seconds`` the device only waited. ``spared_seconds`` is the slowdown that
+    transfers would have caused in that time if anything had run.
     """
 
     begins: tuple[float, ...]
@@ -30,7 +33,7 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """What a pass takes: working, exchanging, waiting for that, and in all."""
+    """The time of a pass: computation, communication, exposed communication, and in total."""
 
     computation: Estimate
     communication: Estimate
@@ -55,7 +58,7 @@ class Durations:
 
 
 def durations(program: Program, costs: CostTable) -> Durations:
-    """One pass over the program, without what repeats it and what follows."""
+    """Return the durations of one pass over the program, without repeats and the update."""
     nodes = [program.graph.by_name[i.node] for i in program.instructions if i.sink is None]
     whole = costs.whole_step_in(program.parts)
     computation = _total([costs.seconds(n) for n in nodes]).times(whole)
@@ -70,7 +73,7 @@ def durations(program: Program, costs: CostTable) -> Durations:
     return Durations(
         computation=_less(computation, expected.spared_seconds),
         communication=_total(communication),
-        # A slower link or a faster device can only mean more waiting; both together, the most.
+        # A slower link or a faster device can only increase the wait; both together maximize it.
         exposed=Estimate(
             value=expected.exposed_seconds,
             low=min(
@@ -129,15 +132,18 @@ def play(
     link: Pick = value,
     playing: "Playing | None" = None,
 ) -> Played:
-    """``device`` and ``link`` pick the end of the interval that is played; ``playing`` is whoever
-    keeps the clock, where somebody wants to watch."""
+    """Simulate one pass over the program and return its timing.
+
+    ``device`` and ``link`` pick the value or a bound of each estimate. ``playing`` is the clock to
+    use; pass one to record what happens.
+    """
     if playing is None:
         playing = Playing(costs, device(costs.whole_step_in(program.parts)), device, link)
     player = playing_through(program, playing)
     clock = None
     while True:
         try:
-            # Others are as far as this rank is.
+            # All other ranks are assumed to be at the same point as this one.
             clock = player.send(clock)
         except StopIteration as end:
             played: Played = end.value
@@ -145,7 +151,11 @@ def play(
 
 
 def playing_through(program: Program, playing: "Playing") -> Generator[float, float | None, Played]:
-    """Yields the clock at each exchange among ranks, and is sent when the last rank has come."""
+    """Simulate one pass as a generator that synchronizes with other ranks.
+
+    It yields its clock at each exchange among ranks, and is sent the time at which the last rank
+    reached that exchange.
+    """
     nodes = program.graph.by_name
     awaited = {e.wait: e.issue for e in program.exchanges}
     begins: list[float] = []
@@ -167,31 +177,31 @@ def playing_through(program: Program, playing: "Playing") -> Generator[float, fl
         if node.collective is not None and node.is_slicing:
             playing.begin_slices(node)
         elif node.collective is not None:
-            all_here = None if node.is_far else (yield playing.clock)
-            arrives[index] = playing.issue(node.collective, not_before=all_here or 0.0)
+            last_rank_at = None if node.is_far else (yield playing.clock)
+            arrives[index] = playing.issue(node.collective, not_before=last_rank_at or 0.0)
     return playing.played(begins)
 
 
 class Playing:
-    """The clock of the device, and until when each axis's link is busy."""
+    """The device clock of a simulated pass, and until when the link of each axis is busy."""
 
     def __init__(
         self, costs: CostTable, whole: float, device: Pick = value, link: Pick = value
     ) -> None:
         self._costs, self._whole, self._device, self._link = costs, whole, device, link
-        self.clock = self._exposed = self._beside = self._spared = self._at_most = 0.0
-        self._idle_from: dict[str, float] = {}
-        # When the ranks were last in step: they are at the beginning, and behind an exchange that
-        # all of them waited for.
-        self._in_step_at = 0.0
-        # Of each weight that is read slice by slice: when the next ones arrive, of which exchange.
+        self.clock = self._exposed = self._overlapped = self._spared = self._most_spared = 0.0
+        self._link_free_at: dict[str, float] = {}
+        # The time at which all ranks were last synchronized: the beginning, or the end of an
+        # exchange that all of them waited for.
+        self._synchronized_at = 0.0
+        # For each weight that is read in slices: its exchange, and when the next slices arrive.
         self._slicing: dict[Argument, deque[tuple[Collective, deque[float]]]] = {}
 
     def played(self, begins: Sequence[float]) -> Played:
-        spared = min(self._spared, self._at_most)
+        spared = min(self._spared, self._most_spared)
         return Played(
             begins=tuple(begins),
-            seconds=self.clock + self._beside - spared,
+            seconds=self.clock + self._overlapped - spared,
             exposed_seconds=self._exposed,
             spared_seconds=spared,
         )
@@ -201,40 +211,43 @@ class Playing:
         self._exposed += stall
         self.clock += stall
         if stall and not issued.is_far:
-            self._in_step_at = self.clock
+            self._synchronized_at = self.clock
         link = self._costs.link_of(issued)
         if link is None:
-            return  # known as a whole, and nothing of what it takes of the device
+            return  # only the total time is known, not the share of the device that it takes
         disturbs = link.disturbs / self._costs.device.speed * self._whole
         self._spared += stall * disturbs
-        # Of a transfer: waiting may take longer.
-        self._at_most += issued.sent_bytes / link.bytes_per_second * disturbs
+        # A wait may last longer than its transfer; at most the transfer's slowdown is spared.
+        self._most_spared += issued.sent_bytes / link.bytes_per_second * disturbs
 
     def run(self, node: Node) -> None:
-        beside = self._device(self._costs.beside_seconds(node)) * self._whole
-        # Spread over what runs while the exchange is under way.
-        self._beside += beside
-        self.take(node, self._device(self._costs.seconds(node)) * self._whole - beside)
+        exchanging = self._device(self._costs.exchange_device_seconds(node)) * self._whole
+        # This time is spread over the operators that run while the exchange is in flight.
+        self._overlapped += exchanging
+        self.take(node, self._device(self._costs.seconds(node)) * self._whole - exchanging)
 
     def take(self, node: Node, seconds: float) -> None:  # noqa: ARG002 - for whoever watches
-        """The device works on this for so long."""
+        """Advance the clock by the time that the device spends on this node."""
         self.clock += seconds
 
     def issue(self, collective: Collective, *, not_before: float = 0.0) -> float:
-        """When it arrives."""
+        """Issue an exchange and return when it arrives."""
         begin = max(self.begins(collective), not_before)
         arrival = begin + self._link(self._costs.exchange_seconds(collective))
         if self._costs.skew is not None and not collective.is_far:
-            arrival += self._link(self._costs.skew.wait(self.clock - self._in_step_at))
-        self._idle_from[collective.link] = arrival
+            arrival += self._link(self._costs.skew.wait(self.clock - self._synchronized_at))
+        self._link_free_at[collective.link] = arrival
         return arrival
 
     def begins(self, collective: Collective) -> float:
-        """When one that is issued now has the link."""
-        return max(self.clock, self._idle_from.get(collective.link, 0.0))
+        """Return when an exchange issued now gets the link."""
+        return max(self.clock, self._link_free_at.get(collective.link, 0.0))
 
     def begin_slices(self, node: Node) -> None:
-        """The first two; each further one when the room of the last but one is free."""
+        """Issue the transfers of the first two slices.
+
+        Each further one is issued when the buffer of the last but one slice is free.
+        """
         assert node.collective is not None
         parts = node.collective.hops
         one = replace(node.collective, sent_bytes=node.collective.sent_bytes // parts, hops=1)
@@ -242,7 +255,7 @@ class Playing:
         self._slicing.setdefault(node.args[0], deque()).append((one, arriving))
 
     def carry_out(self, node: Node) -> None:
-        """Slice by slice: wait for it, compute with it while the next is on its way."""
+        """Run a sliced product: wait for each slice and compute with it while the next arrives."""
         (weights, *_), body = node.args, node.body
         assert body is not None
         assert isinstance(weights, tuple)

@@ -1,7 +1,7 @@
-"""A predicted step drawn out: what each rank does when, and what is on its way.
+"""A trace of a predicted step: spans of each rank's work, its waits and its transfers.
 
-The same clock as the predicted seconds, so that the picture ends where the figure does. Not for
-pictures: see report/perfetto.py.
+It uses the same clock as the predicted seconds, so the trace ends at the predicted step time. Not
+for drawing it: see report/perfetto.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,9 +14,14 @@ from steelyard.ir.trace_span import DEVICE, WAITING, Span
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.pipeline.step import pipelined
 from steelyard.predict.timeline import Playing, play
-from steelyard.predict.unequal_ranks import RankClass, in_step, kinds, met
+from steelyard.predict.unequal_ranks import (
+    RankClass,
+    play_synchronized,
+    rank_classes,
+    synchronized_clocks,
+)
 
-# Ranks that do the same are drawn so often, and no more.
+# Ranks that do the same work are drawn at most this many times.
 _MOST_RANKS = 64
 
 
@@ -25,45 +30,49 @@ def spans(program: Program, costs: CostTable) -> tuple[Span, ...]:
     if program.pipeline is not None:
         return pipelined(program, program.pipeline, costs).spans()
     ranks = range(min(program.layout.num_ranks, _MOST_RANKS))
-    alike = kinds(program, costs)
-    if len(alike) > 1:
-        return tuple(_of_unlike_ranks(alike, program, costs, ranks))
-    one = list(_of_one_rank(program, alike[0].costs))
+    classes = rank_classes(program, costs)
+    if len(classes) > 1:
+        return tuple(_spans_of_unequal_ranks(classes, program, costs, ranks))
+    one = list(_spans_of_one_rank(program, classes[0].costs))
     return tuple(replace(span, rank=rank) for rank in ranks for span in one)
 
 
-def _of_unlike_ranks(
-    alike: Sequence[RankClass], program: Program, costs: CostTable, ranks: Iterable[int]
+def _spans_of_unequal_ranks(
+    classes: Sequence[RankClass], program: Program, costs: CostTable, ranks: Iterable[int]
 ) -> Iterator[Span]:
-    """As their step is reckoned: each rank's update of the step before, and the micro-batches."""
+    """Yield the spans of ranks whose clocks differ.
+
+    Like their predicted step, they begin with each rank's update of the previous step, followed by
+    the micro-batches.
+    """
     drawn: dict[tuple[int, object], list[Span]] = {}
     clocks = []
-    for kind in alike:
-        update = kind.program.update
-        own = drawn[kind.program.share, kind.costs.device] = []
-        recording = _Recording(update or kind.program, kind.costs)
+    for each in classes:
+        update = each.program.update
+        own = drawn[each.program.share, each.costs.device] = []
+        recording = _Recording(update or each.program, each.costs)
         clocks.append(
-            play(update, kind.costs, playing=recording).seconds if update is not None else 0.0
+            play(update, each.costs, playing=recording).seconds if update is not None else 0.0
         )
         own += recording.spans
     for number in range(program.repeats):
-        watched: list[_Recording] = []
+        recordings: list[_Recording] = []
 
-        def watching(kind: RankClass, watched: list["_Recording"] = watched) -> Playing:
-            watched.append(_Recording(kind.program, kind.costs))
-            return watched[-1]
+        def record(rank_class: RankClass, recordings: list["_Recording"] = recordings) -> Playing:
+            recordings.append(_Recording(rank_class.program, rank_class.costs))
+            return recordings[-1]
 
-        played = in_step(alike, begins=clocks, number=number, watching=watching)
-        for own, recording in zip(drawn.values(), watched, strict=True):
+        played = play_synchronized(classes, begins=clocks, number=number, make_clock=record)
+        for own, recording in zip(drawn.values(), recordings, strict=True):
             own += recording.spans
-        clocks = met(alike, played, number=number)
+        clocks = synchronized_clocks(classes, played, number=number)
     for rank in ranks:
-        of = drawn[program.layout.share_of(rank), costs.of_rank(rank).device]
-        yield from (replace(span, rank=rank) for span in of)
+        own = drawn[program.layout.share_of(rank), costs.of_rank(rank).device]
+        yield from (replace(span, rank=rank) for span in own)
 
 
-def _of_one_rank(program: Program, costs: CostTable) -> Iterator[Span]:
-    """Every micro-batch, each behind the one before, and the update."""
+def _spans_of_one_rank(program: Program, costs: CostTable) -> Iterator[Span]:
+    """Yield the spans of all micro-batches, one after another, and of the update."""
     clock = 0.0
     for part in (*program.passes, *((program.update,) if program.update else ())):
         recording = _Recording(part, costs)
@@ -73,7 +82,7 @@ def _of_one_rank(program: Program, costs: CostTable) -> Iterator[Span]:
 
 
 class _Recording(Playing):
-    """Notes down what the clock goes through."""
+    """A clock that records a span for each operator, wait and transfer."""
 
     def __init__(self, program: Program, costs: CostTable) -> None:
         super().__init__(costs, costs.whole_step_in(program.parts).value)
@@ -82,20 +91,20 @@ class _Recording(Playing):
     def wait(self, issued: Collective, arrival: float) -> None:
         begin = self.clock
         super().wait(issued, arrival)
-        self._note(WAITING, f"for {issued.kind.value}", issued.axis, begin, self.clock)
+        self._record(WAITING, f"for {issued.kind.value}", issued.axis, begin, self.clock)
 
     def take(self, node: Node, seconds: float) -> None:
         begin = self.clock
         super().take(node, seconds)
-        self._note(DEVICE, node.op, node.path, begin, self.clock)
+        self._record(DEVICE, node.op, node.path, begin, self.clock)
 
     def issue(self, collective: Collective, *, not_before: float = 0.0) -> float:
         begin = max(self.begins(collective), not_before)
         arrival = super().issue(collective, not_before=not_before)
-        self._note(f"link {collective.link}", collective.kind.value, "", begin, arrival)
+        self._record(f"link {collective.link}", collective.kind.value, "", begin, arrival)
         return arrival
 
-    def _note(self, stream: str, name: str, where: str, begin: float, end: float) -> None:
+    def _record(self, stream: str, name: str, where: str, begin: float, end: float) -> None:
         if end > begin:
             self.spans.append(
                 Span(

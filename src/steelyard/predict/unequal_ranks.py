@@ -1,8 +1,8 @@
-"""Ranks that do unequal work, or work at unequal speed: how they play their programs together.
+"""Step durations for ranks that do unequal work or compute at unequal speed.
 
-Each has a clock of its own, and an exchange begins when the last rank has come to it. Ranks go from
-step to step without waiting but there: so a step is reckoned from the end of one's last exchange to
-that of the next, the optimizer's update first. Not for ranks that are alike: see timeline.py.
+Each rank class has its own clock, and an exchange begins when the last rank has reached it. Ranks
+wait for each other only at exchanges, so a step is measured from the end of a step's last exchange
+to the end of the next step's, the optimizer's update first. Not for equal ranks: see timeline.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ from steelyard.predict.timeline import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankClass:
-    """Ranks that are alike: the first of them, what it does, and what that costs there."""
+    """A class of equal ranks: the first of them, its program, and the costs on its device."""
 
     rank: int
     program: Program
     costs: CostTable
 
     @property
-    def alone(self) -> Durations:
-        """As if all ranks were of this kind."""
+    def uniform_durations(self) -> Durations:
+        """The durations of a step if all ranks were of this class."""
         program, update = self.program, self.program.update
         takes = durations(program, self.costs)
         if program.repeats > 1:
@@ -48,104 +48,125 @@ class RankClass:
         return 0.0 if update is None else play(update, self.costs, device=pick).seconds
 
 
-def kinds(program: Program, costs: CostTable) -> tuple[RankClass, ...]:
-    """One for each share of the batch and each class of device, among the ranks it lies on."""
+def rank_classes(program: Program, costs: CostTable) -> tuple[RankClass, ...]:
+    """Return one class for each pair of a batch share and a device class in the layout."""
     if program.layout.num_ranks == 1 or not (program.sibling_programs or costs.devices):
         return (RankClass(rank=program.rank, program=program, costs=costs),)
     programs = {known.share: known for known in (program, *program.sibling_programs)}
     found: dict[tuple[int, object], RankClass] = {}
     for rank in range(program.layout.num_ranks):
         share, own = program.layout.share_of(rank), costs.of_rank(rank)
-        if share in programs:  # of a program that is a rank's alone, what others do is not known
-            kind = RankClass(rank=rank, program=programs[share], costs=own)
-            found.setdefault((share, own.device), kind)
+        if share in programs:  # a program for a single rank does not describe the other ranks
+            one = RankClass(rank=rank, program=programs[share], costs=own)
+            found.setdefault((share, own.device), one)
     return tuple(found.values())
 
 
 def rank_seconds(program: Program, costs: CostTable) -> tuple[float, ...]:
-    """What each rank works in a step, without what it waits."""
+    """Return the computation seconds of each rank in a step, waiting excluded."""
     costs = costs.on(program.layout.num_ranks)
-    alike = kinds(program, costs)
-    known = {(k.program.share, k.costs.device): k.alone.computation.value for k in alike}
+    classes = rank_classes(program, costs)
+    known = {
+        (k.program.share, k.costs.device): k.uniform_durations.computation.value for k in classes
+    }
     layout = program.layout
     return tuple(
         known[layout.share_of(rank), costs.of_rank(rank).device] for rank in range(layout.num_ranks)
     )
 
 
-def together(alike: Sequence[RankClass]) -> Durations:
-    """What is said of working and waiting is of the rank that works longest; the step is of all."""
-    ones = [kind.alone for kind in alike]
-    busiest = max(range(len(alike)), key=lambda n: ones[n].computation.value)
-    expected = _step(alike, busiest, device=value, link=value)
-    quick = _step(alike, busiest, device=low, link=low)
-    slow = _step(alike, busiest, device=high, link=high)
+def combined_durations(classes: Sequence[RankClass]) -> Durations:
+    """Return the durations of a step on ranks of several classes.
+
+    Computation, communication and exposed time are those of the rank that computes longest; the
+    step's time is that of all ranks.
+    """
+    per_class = [rank_class.uniform_durations for rank_class in classes]
+    busiest = max(range(len(classes)), key=lambda n: per_class[n].computation.value)
+    expected = _step(classes, busiest, device=value, link=value)
+    quick = _step(classes, busiest, device=low, link=low)
+    slow = _step(classes, busiest, device=high, link=high)
     return Durations(
-        computation=ones[busiest].computation,
-        communication=ones[busiest].communication,
+        computation=per_class[busiest].computation,
+        communication=per_class[busiest].communication,
         exposed=Estimate(
             value=expected.exposed,
-            low=min(expected.exposed, _step(alike, busiest, device=high, link=low).exposed),
-            high=max(expected.exposed, _step(alike, busiest, device=low, link=high).exposed),
+            low=min(expected.exposed, _step(classes, busiest, device=high, link=low).exposed),
+            high=max(expected.exposed, _step(classes, busiest, device=low, link=high).exposed),
         ),
         step=Estimate(value=expected.seconds, low=quick.seconds, high=slow.seconds),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RankProgress:
+class _StepTime:
     seconds: float
     exposed: float
 
 
-def _step(alike: Sequence[RankClass], busiest: int, *, device: Pick, link: Pick) -> _RankProgress:
-    """The micro-batches behind each rank's update; those between the first and the last are
-    alike."""
-    clocks = [kind.update_seconds(device) for kind in alike]
-    last, exposed = alike[0].program.repeats - 1, 0.0
+def _step(classes: Sequence[RankClass], busiest: int, *, device: Pick, link: Pick) -> _StepTime:
+    """Play the update of each rank class and then the micro-batches.
+
+    Micro-batches between the first and the last are equal, so one of them is played and
+    multiplied.
+    """
+    clocks = [rank_class.update_seconds(device) for rank_class in classes]
+    last, exposed = classes[0].program.repeats - 1, 0.0
     passes = [(0, 1)] if last == 0 else [(0, 1), (1, last - 1), (last, 1)]
     for number, times in passes:
         if times:
-            played = in_step(alike, begins=clocks, number=number, device=device, link=link)
-            ends = met(alike, played, number=number)
+            played = play_synchronized(
+                classes, begins=clocks, number=number, device=device, link=link
+            )
+            ends = synchronized_clocks(classes, played, number=number)
             clocks = [begin + times * (end - begin) for begin, end in zip(clocks, ends)]
             exposed += times * played[busiest].exposed_seconds
-    return _RankProgress(seconds=max(clocks), exposed=exposed)
+    return _StepTime(seconds=max(clocks), exposed=exposed)
 
 
-def met(alike: Sequence[RankClass], played: Sequence[Played], *, number: int) -> list[float]:
-    """The clocks behind a pass: of ranks that exchange in it, the last one's."""
+def synchronized_clocks(
+    classes: Sequence[RankClass], played: Sequence[Played], *, number: int
+) -> list[float]:
+    """Return each class's clock after a pass.
+
+    If ranks exchange data in the pass, all end with the last one.
+    """
     ends = [one.seconds for one in played]
-    program = alike[0].program.passes[number]
+    program = classes[0].program.passes[number]
     issued = (program.graph.by_name[name].collective for name in program.graph.collectives)
     return [max(ends)] * len(ends) if any(c and not c.is_far for c in issued) else ends
 
 
-def in_step(
-    alike: Sequence[RankClass],
+def play_synchronized(
+    classes: Sequence[RankClass],
     *,
     begins: Sequence[float],
     number: int = 0,
     device: Pick = value,
     link: Pick = value,
-    watching: Callable[[RankClass], Playing] | None = None,
+    make_clock: Callable[[RankClass], Playing] | None = None,
 ) -> list[Played]:
-    """Micro-batch ``number`` of each kind, from where its clock stands; ``watching`` makes who
-    keeps the clocks, where somebody wants to watch."""
+    """Play micro-batch ``number`` of each class, starting from its clock in ``begins``.
+
+    ``make_clock``, if given, creates the ``Playing`` of each class, so that a caller can record
+    it.
+    """
     players = []
-    for kind, begin in zip(alike, begins, strict=True):
-        whole = device(kind.costs.whole_step_in(kind.program.parts))
-        playing = watching(kind) if watching else Playing(kind.costs, whole, device, link)
+    for rank_class, begin in zip(classes, begins, strict=True):
+        whole = device(rank_class.costs.whole_step_in(rank_class.program.parts))
+        playing = (
+            make_clock(rank_class) if make_clock else Playing(rank_class.costs, whole, device, link)
+        )
         playing.clock = begin
-        players.append(playing_through(kind.program.passes[number], playing))
+        players.append(playing_through(rank_class.program.passes[number], playing))
     played: list[Played] = []
-    come: list[float | None] = [None] * len(players)
+    reached: list[float | None] = [None] * len(players)
     while not played:
-        # All exchange the same in the same order, so all come to the next one, or to the end.
-        asked = max((clock for clock in come if clock is not None), default=None)
-        for place, player in enumerate(players):
+        # All ranks issue the same exchanges in order, so all reach the next one, or the end.
+        last = max((clock for clock in reached if clock is not None), default=None)
+        for index, player in enumerate(players):
             try:
-                come[place] = player.send(asked)
+                reached[index] = player.send(last)
             except StopIteration as end:
                 played.append(end.value)
     assert len(played) == len(players), "ranks exchange different things"

@@ -1,2 +1,2 @@
-"""Plans and receipts as text, JSON and HTML: one tree, several renderers; without torch.
-Not for computing figures: every number shown was made elsewhere."""
+"""Plans and receipts as text, JSON and HTML: one document tree, several renderers; without torch.
+Not for computing figures: every number shown is computed elsewhere."""

@@ -1,6 +1,6 @@
-"""The table of a plan or receipt: the amounts before, without trades, planned and measured.
+"""The table of a plan or receipt: amounts of eager, without trades, planned and measured.
 
-Not for what is said below it: see document.py.
+Not for the text below the table: see document.py.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import RunMeasurement
 from steelyard.report.quantities import Cell, Quantity, Unit, cell, estimate_of
 
-# A miss smaller than this shows as nothing, and pointing at nothing helps nobody.
+# A miss smaller than this is displayed as zero, so it is not marked as the largest.
 _LEAST_MISS = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AmountRow:
-    """One of the four amounts, or the step; ``miss`` is measured over predicted, less one."""
+    """One of the four amounts, or the step time; ``miss`` is measured / predicted - 1."""
 
     key: str
     label: str
@@ -38,7 +38,7 @@ def rows_of(plan: Plan, measured: RunMeasurement | None) -> tuple[AmountRow, ...
             label="accuracy loss",
             before=before.accuracy_loss,
             unplanned=bare.accuracy_loss,
-            # How it was probed is said in a note.
+            # A note describes the probe.
             plan=after.accuracy_loss.partition(" (")[0],
         ),
         _row("memory_bytes", "memory (peak/rank)", plan, found.memory_bytes),
@@ -71,10 +71,13 @@ def _row(key: str, label: str, plan: Plan, measured: float | None) -> AmountRow:
 
 
 def outside(rows: Sequence[AmountRow]) -> list[str]:
-    """On one device computation is the whole step; what they missed alike is said once."""
+    """Return notes for measurements outside the predicted interval, one per distinct miss.
+
+    On one device, computation and step have the same figures and so share a note.
+    """
     labels: dict[str, list[str]] = {}
     for row in rows:
         if row.is_outside and isinstance(row.plan, Quantity):
-            said = f"measured {row.measured}, predicted {row.plan.interval}"
-            labels.setdefault(said, []).append(row.label)
-    return [f"{' and '.join(names)}: {said}" for said, names in labels.items()]
+            text = f"measured {row.measured}, predicted {row.plan.interval}"
+            labels.setdefault(text, []).append(row.label)
+    return [f"{' and '.join(names)}: {text}" for text, names in labels.items()]

@@ -1,6 +1,7 @@
-"""What there is to say about a plan or a receipt, as one tree that every renderer draws.
+"""The report of a plan or a receipt as one document tree, which all renderers draw.
 
-Holds figures with their units and the words between them; not how they are laid out.
+Contains figures with their units and the text around them. Not for formatting: see text.py,
+html.py and json.py.
 """
 
 from collections import Counter
@@ -20,7 +21,7 @@ from steelyard.report.peak_groups import PeakTree, peak_of
 from steelyard.report.quantities import Quantity, Unit, amount, cell, exactly
 from steelyard.units import format_bytes, format_seconds
 
-# Two sums of the same times may differ by their rounding; nobody pays or saves that.
+# Differences below this are rounding errors of sums of the same times, not time paid or saved.
 _NO_TIME = 1e-9
 
 
@@ -43,9 +44,11 @@ class TakenOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportDocument:
-    """``stands_in`` says which machine was measured in place of a declared cluster.
-    ``unplanned_peak`` is that of the graph without trades, where any are applied: what ran out
-    of memory before there was a plan.
+    """All figures and texts of a report.
+
+    ``stands_in`` names the machine that was measured in place of a declared cluster.
+    ``unplanned_peak`` is the peak of the graph without trades, if any are applied: it explains
+    an out-of-memory error that preceded the plan.
     """
 
     name: str
@@ -83,7 +86,7 @@ class ReportDocument:
 
     @property
     def measured_is(self) -> str:
-        """The head of what was measured, marked where that was not on what was planned for."""
+        """The title of the measured column, marked if another machine than planned was measured."""
         return "measured*" if self.stands_in else "measured"
 
 
@@ -92,8 +95,8 @@ _PAID_IN = dict.fromkeys(
     "communication",
 )
 
-# What buys communication, and pays for it with memory.
-_SENT_OTHERWISE = (*CODE_TRADES, "sparse_gradients", "shared_memory_transfer")
+# Trades that buy communication time and pay with memory or computation.
+_BUYS_COMMUNICATION = (*CODE_TRADES, "sparse_gradients", "shared_memory_transfer")
 
 
 def tree_of(subject: Plan | Receipt) -> ReportDocument:
@@ -156,7 +159,10 @@ def _tree(plan: Plan, measured: RunMeasurement | None) -> ReportDocument:
 
 
 def _slowdown(plan: Plan) -> str:
-    """The plan beside its own graph without trades: known better than either time."""
+    """Describe the plan's slowdown over its graph without trades.
+
+    The ratio is known more precisely than either time.
+    """
     ratio = plan.slowdown
     if ratio is None or not plan.decisions.rules:
         return ""
@@ -166,45 +172,48 @@ def _slowdown(plan: Plan) -> str:
 
 
 def _probe(plan: Plan) -> list[str]:
-    """What stands behind the word for a lossy plan's accuracy."""
+    """Return a note that explains the probed accuracy loss of a lossy plan."""
     _, _, probe = plan.predicted.metrics.accuracy_loss.partition(" (")
-    said = "how far the loss drifted from that of a twin without; no promise of a final accuracy"
-    return [f"accuracy loss ({probe}: {said}"] if probe else []
+    meaning = "how far the loss drifted from that of a twin without; no promise of a final accuracy"
+    return [f"accuracy loss ({probe}: {meaning}"] if probe else []
 
 
 def _verdict(plan: Plan, measured: RunMeasurement | None) -> tuple[str, bool]:
-    """Whether it fits, which is the question most people came with."""
-    said, fits = _memory_verdict(plan, measured)
+    """Return a sentence on whether the plan fits its budget, and True if it does."""
+    text, fits = _memory_verdict(plan, measured)
     bound = plan.decisions.budget.accuracy_loss
     lost = plan.predicted.metrics.accuracy_loss
     match keeps(lost, bound):
         case None:
-            said += "; how much accuracy it loses is not known"
+            text += "; how much accuracy it loses is not known"
         case False:
             short = lost.partition(" (")[0]
-            said = f"DOES NOT FIT: accuracy loss {short}, at most {bound * 100:g} % allowed; {said}"
+            text = f"DOES NOT FIT: accuracy loss {short}, at most {bound * 100:g} % allowed; {text}"
             fits = False
-    return said, fits
+    return text, fits
 
 
 def _memory_verdict(plan: Plan, measured: RunMeasurement | None) -> tuple[str, bool]:
     budget = plan.decisions.budget.memory_bytes
     if budget is None:
         return "no bound on memory was given", True
-    held = plan.predicted.metrics.memory_bytes.value
-    figure = f"~{format_bytes(held)}"
+    peak_bytes = plan.predicted.metrics.memory_bytes.value
+    figure = f"~{format_bytes(peak_bytes)}"
     if measured is not None and measured.memory_bytes is not None:
-        held, figure = measured.memory_bytes, format_bytes(measured.memory_bytes)
-    fits = held <= budget
-    said = f"{'fits' if fits else 'DOES NOT FIT'}: {figure} of {format_bytes(budget)}"
+        peak_bytes, figure = measured.memory_bytes, format_bytes(measured.memory_bytes)
+    fits = peak_bytes <= budget
+    text = f"{'fits' if fits else 'DOES NOT FIT'}: {figure} of {format_bytes(budget)}"
     over = plan.before.metrics.memory_bytes.value - budget
     eager = f"eager PyTorch is ~{format_bytes(over)} over" if over > 0 else "so does eager PyTorch"
-    return f"{said}; {eager}" if over > 0 or fits else said, fits
+    return f"{text}; {eager}" if over > 0 or fits else text, fits
 
 
 def _with_verb(verb: str, opposite: str, about: str) -> str:
-    """Beside the plan without it a trade may pay less than nothing: cut in parts, a batch may stay
-    in the processor's cache."""
+    """Prefix an amount with ``verb``, or with ``opposite`` if it is negative.
+
+    A trade may cost less than nothing: a micro-batch, for example, may fit into the processor's
+    cache.
+    """
     return f"{opposite} {about.replace('~-', '~')}" if about[:2] == "~-" else f"{verb} {about}"
 
 
@@ -215,19 +224,19 @@ def _about(value: float, unit: Unit, of: str) -> str:
 
 def _paid(taken: SelectedTrade) -> str:
     seconds = _about(taken.pays_seconds, Unit.SECONDS, _PAID_IN.get(taken.trade, "computation"))
-    if taken.trade in _SENT_OTHERWISE and taken.buys_bytes < 0:
+    if taken.trade in _BUYS_COMMUNICATION and taken.buys_bytes < 0:
         memory = _about(-taken.buys_bytes, Unit.BYTES, "memory")
-        # What is saved besides is not paid, and would make the memory look so.
+        # Time saved is omitted: next to the memory it would read as if it were paid too.
         return f"{seconds}, {memory}" if taken.pays_seconds > 0 else memory
-    if taken.trade in _SENT_OTHERWISE and taken.pays_seconds < -_NO_TIME:
-        # What an exchange takes of the processor while it is under way counts as computation.
+    if taken.trade in _BUYS_COMMUNICATION and taken.pays_seconds < -_NO_TIME:
+        # The processor time that a collective takes while it runs counts as computation.
         return f"{seconds} (exchanging fewer bytes takes less of the processor)"
     return seconds
 
 
 def _bought(taken: SelectedTrade) -> str:
     memory = _about(taken.buys_bytes, Unit.BYTES, "memory")
-    if taken.trade in _SENT_OTHERWISE:
+    if taken.trade in _BUYS_COMMUNICATION:
         return _about(taken.buys_seconds, Unit.SECONDS, "communication")
     if not taken.buys_seconds:
         return memory
@@ -243,7 +252,7 @@ def _least_is(plan: Plan) -> str:
 
 
 def _taken_is(plan: Plan) -> str:
-    """What is taken, what is taken in part and what is not, add up to all that was on offer."""
+    """Count the offers taken, and those in part; with those refused they add up to all offers."""
     left = Counter(r.left for r in plan.refused)
     whole = max(0, plan.num_offers - left[Remaining.WHOLE] - left[Remaining.REST])
     in_part = f", and {left[Remaining.REST]} in part" if left[Remaining.REST] else ""
@@ -251,24 +260,26 @@ def _taken_is(plan: Plan) -> str:
 
 
 def _refused(plan: Plan) -> tuple[Rejection, ...]:
-    """Where gradients go as they are, why not in the fastest of the codes comes first: with ranks
-    to share a step it is what people ask."""
-    is_coded = any(rule.trade in CODE_TRADES for rule in plan.decisions.rules)
-    codes = [r for r in plan.refused if r.trade in CODE_TRADES and r.left is Remaining.WHOLE]
-    if is_coded or not codes:
+    """Return the refused offers; without gradient compression, the fastest codec comes first.
+
+    Why gradients are not compressed is the usual question about a data-parallel plan.
+    """
+    is_compressed = any(rule.trade in CODE_TRADES for rule in plan.decisions.rules)
+    codecs = [r for r in plan.refused if r.trade in CODE_TRADES and r.left is Remaining.WHOLE]
+    if is_compressed or not codecs:
         return plan.refused
-    fastest = codes[0]
+    fastest = codecs[0]
     return fastest, *(refusal for refusal in plan.refused if refusal is not fastest)
 
 
 def _refused_is(plan: Plan) -> str:
     left = Counter(r.left for r in plan.refused)
-    said = f"{left[Remaining.WHOLE]} of {plan.num_offers} offers"
+    text = f"{left[Remaining.WHOLE]} of {plan.num_offers} offers"
     if left[Remaining.REST]:
-        said += f", the rest of {left[Remaining.REST]}"
+        text += f", the rest of {left[Remaining.REST]}"
     if left[Remaining.NEVER]:
-        said += f", and {left[Remaining.NEVER]} that cannot be offered"
-    return said
+        text += f", and {left[Remaining.NEVER]} that cannot be offered"
+    return text
 
 
 def refused_label(refusal: Rejection) -> str:
@@ -276,13 +287,13 @@ def refused_label(refusal: Rejection) -> str:
 
 
 def _as_of(plan: Plan) -> str:
-    """Of when the reasons are, where they speak of other times than the table does."""
+    """Return a note if the reasons were computed with another step time than the table shows."""
     if plan.planned_seconds is None:
         return ""
-    then = format_seconds(plan.planned_seconds)
-    if then == format_seconds(plan.predicted.metrics.step_seconds.value):
+    planned = format_seconds(plan.planned_seconds)
+    if planned == format_seconds(plan.predicted.metrics.step_seconds.value):
         return ""
-    return f"offers, curve and next cent are of when it was planned, at ~{then} a step"
+    return f"offers, curve and next cent are of when it was planned, at ~{planned} a step"
 
 
 def _next_cent(plan: Plan) -> str:
@@ -297,38 +308,38 @@ def _next_cent(plan: Plan) -> str:
 
 def _ran(measured: RunMeasurement) -> tuple[str, ...]:
     count = measured.steps - measured.first_step + 1
-    said = [f"{count} step{'s' if count != 1 else ''}"]
+    facts = [f"{count} step{'s' if count != 1 else ''}"]
     if measured.passes and measured.passes != count:
-        said[0] += f" ({measured.passes} calls of step.backward)"
+        facts[0] += f" ({measured.passes} calls of step.backward)"
     if measured.first_step > 1 and count:
-        said[0] += f" ({measured.first_step} to {measured.steps})"
+        facts[0] += f" ({measured.first_step} to {measured.steps})"
     if measured.first_loss is not None and measured.last_loss is not None:
-        said.append(f"loss {measured.first_loss:.6g} to {measured.last_loss:.6g}")
+        facts.append(f"loss {measured.first_loss:.6g} to {measured.last_loss:.6g}")
     if measured.rss_bytes is not None:
-        said.append(f"the whole process held {format_bytes(measured.rss_bytes)} (RSS)")
-    return tuple(said)
+        facts.append(f"the whole process held {format_bytes(measured.rss_bytes)} (RSS)")
+    return tuple(facts)
 
 
 def describe_rule(rule: Rule) -> str:
-    """A decision as one line, for plans whose reasons are not known."""
+    """Describe a rule in one line, for plans without explanations of their trades."""
     if rule.trade == "accumulate":
         return f"{rule.trade}: micro_batches {rule.degree}"
     if rule.trade == "shard_batch":
-        among = f"{rule.degree} ranks" + (f" as {spelled(rule.shares)}" if rule.shares else "")
-        return f"{rule.trade}: {among}, {format_bytes(rule.bucket_bytes)} at a time"
+        ranks = f"{rule.degree} ranks" + (f" as {spelled(rule.shares)}" if rule.shares else "")
+        return f"{rule.trade}: {ranks}, {format_bytes(rule.bucket_bytes)} at a time"
     if rule.trade == "shard_tensor":
         return f"{rule.trade}: {rule.module} by dim {rule.dim} on {rule.degree} ranks"
     if rule.trade == "shard_states":
         twice = ", gathered twice" if rule.times > 1 else ""
         size = rule.bucket_bytes
-        together = f", {format_bytes(size)} at a time" if size else ""
-        among = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
-        return f"{rule.trade}: {among}{twice}{together}"
+        bucket = f", {format_bytes(size)} at a time" if size else ""
+        shards = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
+        return f"{rule.trade}: {shards}{twice}{bucket}"
     if rule.trade == "shared_memory_transfer":
         return f"{rule.trade}: messages of {rule.op}"
-    if rule.trade in _SENT_OTHERWISE:
-        code = f" as {rule.op}" if rule.op else f" of rank {rule.degree}" if rule.degree else ""
-        return f"{rule.trade}: {rule.module} ({rule.count}){code}"
+    if rule.trade in _BUYS_COMMUNICATION:
+        codec = f" as {rule.op}" if rule.op else f" of rank {rule.degree}" if rule.degree else ""
+        return f"{rule.trade}: {rule.module} ({rule.count}){codec}"
     if rule.trade == "shard_pipeline":
         return f"{rule.trade}: {rule.op} on {rule.degree} ranks, a stage ends behind {rule.module}"
     if rule.trade == "overlap":

@@ -1,6 +1,6 @@
-"""A failure in a few lines that end in what to do next, or as a JSON object.
+"""Render a failure as a few lines that end with what to do next, or as a JSON object.
 
-Not for what Steelyard's own errors mean: errors.py says that.
+Not for the exception classes: see steelyard/errors.py.
 """
 
 import sysconfig
@@ -18,7 +18,7 @@ _MOST_LINES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What happened, what was expected, what to do next, and the exit code that says it."""
+    """A failure: what happened, what was expected, what to do next, and the exit code."""
 
     kind: str
     happened: str
@@ -38,19 +38,19 @@ class Failure:
 
     @classmethod
     def unexpected(cls, error: BaseException, *, doing: str, exit_code: int) -> Self:
-        """Something raised that nobody foresaw, most often in the user's own lines."""
+        """Describe an exception that Steelyard does not raise, most often from user code."""
         name = type(error).__name__
-        said = printable(str(error).strip().split("\n")[0], most=300)
+        message = printable(str(error).strip().split("\n")[0], most=300)
         where = users_line(error)
         remedy = f"correct {where}, or see the traceback with --debug"
-        if isinstance(error, MemoryError) or "allocate memory" in said or "OutOfMemory" in name:
+        if isinstance(error, MemoryError) or "allocate memory" in message or "OutOfMemory" in name:
             remedy = "plan with a smaller --memory; see the traceback with --debug"
         elif not where:
             remedy = "see the traceback with --debug, and report it if it is not yours"
         return cls(
             kind=name,
             happened=f"{doing} failed{f' at {where}' if where else ''}\n"
-            f"  {name}{f': {said}' if said else ''}",
+            f"  {name}{f': {message}' if message else ''}",
             remedy=remedy,
             exit_code=exit_code,
         )
@@ -67,18 +67,21 @@ class Failure:
 
 
 def failure_lines(failure: Failure, *, width: int) -> tuple[Line, ...]:
-    """At most twelve lines; what happened may be cut, what to do next is not."""
+    """Render at most twelve lines; the cause may be truncated, but not the remedy."""
     happened = words(f"steelyard: {failure.happened}", width=width, tone=Tone.BAD)
     expected = words(f"expected: {failure.expected}", width=width)[:3] if failure.expected else ()
     remedy = words(f"next: {failure.remedy}", width=width, tone=Tone.STRONG)[: _MOST_LINES - 5]
-    room = _MOST_LINES - len(remedy) - len(expected)
-    if len(happened) > room:
-        happened = (*happened[: room - 1], (("  ...", Tone.BAD),))
+    most_happened = _MOST_LINES - len(remedy) - len(expected)
+    if len(happened) > most_happened:
+        happened = (*happened[: most_happened - 1], (("  ...", Tone.BAD),))
     return (*happened, *expected, *remedy)
 
 
 def users_line(error: BaseException) -> str:
-    """``train.py:12 in workload``: the innermost line that is neither installed nor ours."""
+    """Return the innermost user code line of a traceback, as ``train.py:12 in workload``.
+
+    Lines of installed packages and of Steelyard are skipped.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

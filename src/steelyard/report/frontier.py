@@ -1,6 +1,6 @@
-"""The memory-time curve of a plan, with the plan itself on it.
+"""The memory-time curve (Pareto front) of a plan, with the plan itself on it.
 
-Not for how it is drawn: see svg.py.
+Not for drawing the curve: see svg.py and text.py.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from steelyard.report.quantities import Quantity, Unit, estimate_of, exactly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """One plan of the memory-time curve; ``more_flops`` is beside the graph without trades."""
+    """One plan of the memory-time curve; ``more_flops`` is relative to the graph without trades."""
 
     memory: Quantity
     step: Quantity
@@ -23,7 +23,7 @@ class CurvePoint:
 
 
 def curve_of(plan: Plan) -> tuple[CurvePoint, ...]:
-    """The curve with this plan on it: few plans stand for many, and it may lie between two."""
+    """Return the curve, with this plan added: the curve is a sample and may not contain it."""
     points = list(plan.frontier)
     if points and not any(_is_of(plan, p) for p in points):
         points.append(_as_point(plan))
@@ -31,15 +31,15 @@ def curve_of(plan: Plan) -> tuple[CurvePoint, ...]:
 
 
 def _is_of(plan: Plan, point: FrontierPoint) -> bool:
-    """By its rules: of one program, the search and a later prediction may count other times."""
+    """True if the point has the plan's rules; times may differ between search and prediction."""
     return sorted(point.rules) == sorted(plan.decisions.rules)
 
 
 def _as_point(plan: Plan) -> FrontierPoint:
-    metrics, then, rules = plan.predicted.metrics, plan.planned_seconds, plan.decisions.rules
+    metrics, planned, rules = plan.predicted.metrics, plan.planned_seconds, plan.decisions.rules
     return FrontierPoint(
         memory_bytes=int(metrics.memory_bytes.value),
-        step_seconds=metrics.step_seconds.value if then is None else then,
+        step_seconds=metrics.step_seconds.value if planned is None else planned,
         flops=plan.predicted.flops,
         micro_batches=max((r.degree for r in rules if r.trade == "accumulate"), default=1),
         rules=rules,
@@ -65,7 +65,7 @@ def _point(point: FrontierPoint, plan: Plan) -> CurvePoint:
 
 
 def _predicted(value: float, like: Prediction, key: str) -> Quantity:
-    """Points of the curve come from the same predictor, so their intervals are as wide."""
+    """Scale the plan's interval to a point: both come from the same predictor."""
     around = estimate_of(like.metrics, key)
     unit = Unit.BYTES if key == "memory_bytes" else Unit.SECONDS
     if not around.value:

@@ -1,6 +1,6 @@
-"""The tree as one HTML page that needs nothing else: no network, no script, no font.
+"""Render the document tree as one self-contained HTML page: no network, no script, no font.
 
-Every figure that is drawn also stands as text. Not for the drawings: see svg.py.
+Every figure that is drawn is also given as text. Not for the drawings: see svg.py.
 """
 
 import base64
@@ -78,7 +78,7 @@ def to_html(tree: ReportDocument) -> str:
     ]  # fmt: skip
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        # Nothing may be loaded or run, whatever a name in the plan turns out to hold.
+        # Nothing may be loaded or run, whatever text a name in the plan contains.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         f"style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -131,17 +131,17 @@ def _columns(tree: ReportDocument) -> list[str]:
 
 
 def _row(row: AmountRow, tree: ReportDocument) -> str:
-    """Each cell says what it is of, for screens so narrow that the head is left out."""
+    """Render a row; each cell names its column, for narrow screens that hide the header."""
     interval = row.plan.interval if isinstance(row.plan, Quantity) and row.plan.value else ""
     miss = "" if row.miss is None else format_share(row.miss)
     mark = " largest miss" if row.is_largest else ""
     cells = [row.before, row.unplanned, row.plan, interval, row.measured, f"{miss}{mark}"]
     bad = " bad" if row.is_outside else ""
-    said = "".join(
+    cells_html = "".join(
         f'<td class="n{bad if column == "miss" else ""}" data-of="{column}">{_safe(cell)}</td>'
         for column, cell in zip(_columns(tree), cells)
     )
-    return f'<tr><th scope="row">{_safe(row.label)}</th>{said}</tr>'
+    return f'<tr><th scope="row">{_safe(row.label)}</th>{cells_html}</tr>'
 
 
 def _ranks(tree: ReportDocument) -> str:
@@ -177,8 +177,8 @@ def _memory(tree: ReportDocument) -> str:
 
 
 def _place(where: str, line: str) -> str:
-    said = ", ".join(p for p in (where, line) if p)
-    return f"(<code>{_safe(said)}</code>)" if said else ""
+    text = ", ".join(p for p in (where, line) if p)
+    return f"(<code>{_safe(text)}</code>)" if text else ""
 
 
 def _taken(tree: ReportDocument) -> str:
@@ -264,7 +264,7 @@ def _group(group: Group) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[str], *, kind: str = "") -> str:
-    """A head that begins with ``>`` stands over numbers, to the right."""
+    """Render a table; a head that begins with ``>`` marks a right-aligned column of numbers."""
     head = "".join(
         f'<th scope="col" class="n">{h[1:]}</th>' if h[:1] == ">" else f'<th scope="col">{h}</th>'
         for h in heads

@@ -1,30 +1,30 @@
-"""The tree as JSON for programs; the keys and their meaning are kept within a schema version.
+"""Render the document tree as JSON; keys and meanings are stable within a schema version.
 
     schema        "steelyard.plan/1" or "steelyard.receipt/1"
-    plan, title   the plan's name and what it is for
+    plan, title   the plan's name, and the model and data it is for
     budget        text; budget_bytes: the bound on memory or null
-    fits          whether the peak (measured, else predicted) and what is known of the accuracy loss
-                  are within the budget
+    fits          true if the peak (measured, else predicted) and the known accuracy loss are
+                  within the budget
     amounts       in order: accuracy_loss, memory_bytes, communication_seconds,
                   computation_seconds, step_seconds; each has before, unplanned, plan, measured
-                  (null where there is none) and miss (measured / predicted - 1, or null).
+                  (null if not measured) and miss (measured / predicted - 1, or null).
                   A figure is {value, unit, low, high}; low and high are null in a measurement.
-                  Accuracy is a word: "exact", "unknown", or what a probe saw, "0.02 ± 0.01 %".
+                  Accuracy is text: "exact", "unknown", or the result of a probe, "0.02 ± 0.01 %".
     rules         the decisions: trade, module, op, nth, count, degree, lag, lead
     taken         trade, label, pays, buys, rules
-    refused       trade, label, reason, left: the "whole" offer, the "rest" of one that was taken in
-                  part, or "never" of what could not be offered and is not in num_offers
+    refused       trade, label, reason, left: "whole" for a whole offer, "rest" for the rest of one
+                  taken in part, "never" for one that cannot be offered (not in num_offers)
     frontier      memory, step, more_flops, micro_batches, is_this_plan, accuracy_loss
     peak          nbytes, at, where, line, phase, resident_bytes, workspace_bytes, rest, and
                   alive: nbytes, share, count, where, line, what, role; largest first
-    unplanned_peak the same of the graph without trades, or null where none are applied
-    as_of         of when the reasons are, where they are older than the prediction, or ""
-    ranks         of several ranks, in their order: rank, predicted_bytes, measured_bytes (null
-                  where no step was metered) and miss; empty in a plan, and where there is one
-    stands_in     which machine was measured, where the plan is for a declared cluster; else ""
+    unplanned_peak the same for the graph without trades, or null if no trades are applied
+    as_of         a note if the reasons are older than the prediction, else ""
+    ranks         for several ranks, in order: rank, predicted_bytes, measured_bytes (null if no
+                  step was metered) and miss; empty in a plan, and for a single rank
+    stands_in     the machine that was measured, if the plan is for a declared cluster; else ""
     next_cent, least_bytes, least_within, largest, ran, notes, runner, num_offers
 
-Not for reading plans back: that is plans/prediction_file.py, from the file beside the plan file.
+Not for reading plans: plan_files/prediction_file.py reads the prediction file next to a plan file.
 """
 
 import json
@@ -98,12 +98,12 @@ def _peak(peak: PeakTree) -> dict[str, Any]:
 
 
 def decisions_to_json(decisions: Decisions) -> dict[str, Any]:
-    """What a plan file alone says, where its predictions are missing or no longer its own."""
+    """Render the decisions of a plan file without predictions, or with outdated ones."""
     return {"plan": decisions.name, "budget": str(decisions.budget), **asdict(decisions)}
 
 
 def dumps(document: dict[str, Any]) -> str:
-    """One document, one line of ASCII: no terminal and no encoding can spoil it."""
+    """Serialise a document to one line of ASCII, safe for any terminal and encoding."""
     return json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n"
 
 

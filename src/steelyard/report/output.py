@@ -1,6 +1,6 @@
-"""What a command hands to whoever called it: text or JSON on a stream, and a page if asked for.
+"""The output of commands: text or JSON on stdout, and an HTML page on request.
 
-Not for what is said (document.py) nor for how it is drawn (text.py, json.py, html.py).
+Not for the contents (document.py) nor for rendering (text.py, json.py, html.py).
 """
 
 import shlex
@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from steelyard.errors import BadInput
 from steelyard.hardware.diagnosis import DoctorRow, Verdict
-from steelyard.plans.prediction_file import PlanOnFile, explanation_path
+from steelyard.plans.plan_on_file import PlanOnFile, explanation_path
 from steelyard.plans.scaling_laws import Scaling
 from steelyard.report import json as as_json
 from steelyard.report import scaling as scaling_report
@@ -31,7 +31,7 @@ def show(
     what_if: ReportDocument | None = None,
     why_not: str = "",
 ) -> None:
-    """A plan or receipt, and what else was asked about it."""
+    """Write a plan or receipt, with the answers to ``--what-if`` and ``--why-not`` questions."""
     if in_json:
         document = as_json.to_json(tree)
         if what_if is not None:
@@ -68,7 +68,7 @@ def show_json(document: dict[str, Any]) -> None:
 
 
 def write_page(tree: ReportDocument, path: Path | None) -> None:
-    """The page that was asked for, if one was."""
+    """Write the HTML page to ``path``; None writes nothing."""
     if path is None:
         return
     from steelyard.report.html import to_html
@@ -78,7 +78,7 @@ def write_page(tree: ReportDocument, path: Path | None) -> None:
         write_whole(path, page, option="--html")
         return
     try:
-        # A pipe or a device, such as /dev/stdout, is written into and not replaced.
+        # A pipe or a device, such as /dev/stdout, must be written to, not replaced.
         path.write_bytes(page)
     except OSError as error:
         raise BadInput(
@@ -89,7 +89,10 @@ def write_page(tree: ReportDocument, path: Path | None) -> None:
 
 
 def show_decisions(found: PlanOnFile, path: Path, *, in_json: bool) -> None:
-    """A plan file whose predictions are missing, or were made before it was edited."""
+    """Write the decisions of a plan file without valid predictions.
+
+    They are missing, or older than the last edit of the plan.
+    """
     if in_json:
         status = "edited" if found.is_edited else "not predicted"
         document = as_json.decisions_to_json(found.decisions)
@@ -103,12 +106,12 @@ def _decisions(found: PlanOnFile, path: Path, width: int) -> list[Line]:
     target = decisions.target
     batch = ", ".join(f"{e.name} {e.dtype} {list(e.shape)}" for e in target.batch)
     script = path.name.removesuffix(".toml").removesuffix(".plan") + ".py"
-    beside = explanation_path(path).name
+    explanation = explanation_path(path).name
     why = (
-        f"{path.name} was edited: the predictions in {beside} are of the plan before the edit "
+        f"{path.name} was edited: the predictions in {explanation} are of the plan before the edit "
         "and are not shown"
         if found.is_edited
-        else f"there are no predictions beside it ({beside})"
+        else f"there are no predictions beside it ({explanation})"
     )
     lines = [
         *words(f"plan {decisions.name}  budget: {decisions.budget}", width=width, tone=Tone.STRONG),
@@ -132,8 +135,8 @@ def show_diagnosis(rows: Sequence[DoctorRow], *, in_json: bool) -> None:
     width = terminal.width_of(sys.stdout)
     lines: list[Line] = []
     for row in rows:
-        said = f"{row.verdict.value:<4}  {row.name}: {row.value}"
-        lines += shown(headed(said[:6], said[6:], width, head_tone=_TONES[row.verdict]))
+        text = f"{row.verdict.value:<4}  {row.name}: {row.value}"
+        lines += shown(headed(text[:6], text[6:], width, head_tone=_TONES[row.verdict]))
         if row.remedy:
             lines += shown(headed(" " * 6, row.remedy, width, Tone.STRONG))
     terminal.write(lines, sys.stdout)

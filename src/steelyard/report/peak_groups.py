@@ -1,6 +1,6 @@
-"""What is alive at a peak, in groups that people can read.
+"""Group the tensors alive at a memory peak by module and source line.
 
-Not for how they are drawn: see text.py and html.py.
+Not for rendering the groups: see text.py and html.py.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _MOST_GROUPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What is alive at the peak and was made by one source line, in modules that look alike."""
+    """Tensors alive at the peak, made by one source line in modules of equal ``starred_path``."""
 
     nbytes: int
     share: float
@@ -38,17 +38,17 @@ class PeakTree:
 
 
 def short_op(op: str) -> str:
-    """``aten.bmm.default`` -> ``bmm``; what is no operator's name is left alone."""
-    name, _, again = op.partition(" ")
+    """Shorten an operator name: ``aten.bmm.default`` -> ``bmm``; other texts are unchanged."""
+    name, _, suffix = op.partition(" ")
     parts = name.split(".")
     short = parts[1] if len(parts) == 3 and all(parts) else name
-    return f"{short} {again}" if again else short
+    return f"{short} {suffix}" if suffix else short
 
 
-def alike(path: str) -> str:
-    """``blocks.3.mlp`` -> ``blocks.*.mlp``: modules that differ in an index only read as one.
+def starred_path(path: str) -> str:
+    """Replace indices in a module path by stars: ``blocks.3.mlp`` -> ``blocks.*.mlp``.
 
-    A last index below another stays: layers of one Sequential inside a block are not alike.
+    A final index below another one stays: the layers of a Sequential inside a block differ.
     """
     parts = path.split(".")
     starred = ["*" if part.isdigit() else part for part in parts]
@@ -59,10 +59,10 @@ def alike(path: str) -> str:
 
 def peak_of(peak: PeakMemory) -> PeakTree:
     members: dict[tuple[str, str, str], list[LiveTensor]] = {}
-    for holding in peak.alive:
-        named = bool(holding.path or holding.line)
-        key = (alike(holding.path), holding.line, "" if named else holding.what)
-        members.setdefault(key, []).append(holding)
+    for tensor in peak.alive:
+        named = bool(tensor.path or tensor.line)
+        key = (starred_path(tensor.path), tensor.line, "" if named else tensor.what)
+        members.setdefault(key, []).append(tensor)
     groups = sorted((_group(m, peak) for m in members.values()), key=lambda g: -g.nbytes)
     rest = groups[_MOST_GROUPS:]
     return PeakTree(
@@ -83,7 +83,7 @@ def _group(members: list[LiveTensor], peak: PeakMemory) -> Group:
     first = members[0]
     nbytes = sum(m.nbytes for m in members)
     paths = dict.fromkeys(m.path for m in members)
-    where = first.path if len(paths) == 1 else f"{alike(first.path)} ({len(paths)})"
+    where = first.path if len(paths) == 1 else f"{starred_path(first.path)} ({len(paths)})"
     if not first.path:
         where = "(the loss)" if first.line else f"({first.role.value})"
     return Group(

@@ -1,7 +1,7 @@
-"""A predicted step as a trace: JSON that Perfetto and chrome://tracing open, a row for each stream.
+"""Export a predicted step as a trace for Perfetto and chrome://tracing, one row per stream.
 
-The Trace Event Format (Google, 2016): complete events with microseconds. Not for what goes on when:
-see predict/trace.py.
+Uses complete events of the Trace Event Format (Google, 2016), in microseconds. Not for computing
+the spans: see predict/trace.py.
 """
 
 import json
@@ -17,7 +17,7 @@ _MICRO = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRow:
-    """What one rank's step comes to; the rest of its time it has nothing to do."""
+    """The busy and waiting time of one rank in a step; it is idle for the rest of the step."""
 
     rank: int
     step_seconds: float
@@ -61,15 +61,15 @@ def to_trace(spans: Sequence[Span], *, title: str) -> str:
     for span in spans:
         rows.setdefault((span.rank, span.stream), len(rows))
     ranks = dict.fromkeys(rank for rank, _ in rows)
-    named = [_named("process_name", rank, 0, f"rank {rank}") for rank in ranks]
-    named += [_named("thread_name", rank, row, stream) for (rank, stream), row in rows.items()]
+    named = [_metadata("process_name", rank, 0, f"rank {rank}") for rank in ranks]
+    named += [_metadata("thread_name", rank, row, stream) for (rank, stream), row in rows.items()]
     events = [*named, *(_event(span, rows[span.rank, span.stream]) for span in spans)]
     document = {"displayTimeUnit": "ms", "otherData": {"title": title}, "traceEvents": events}
     return json.dumps(document) + "\n"
 
 
-def _named(what: str, rank: int, row: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": row, "args": {"name": name}}
+def _metadata(kind: str, rank: int, row: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": {"name": name}}
 
 
 def _event(span: Span, row: int) -> dict[str, Any]:

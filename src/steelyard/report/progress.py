@@ -1,6 +1,6 @@
-"""Where a run stands: a bar for whoever watches; a log gets the notes only.
+"""Show the progress of a run: a progress bar on a terminal, only notes in a log.
 
-Not for training: what happens here can never stop a step.
+Not for training: errors while writing never stop a step.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StepProgress(Protocol):
-    """One step that was taken. A metered one has ``peak_bytes``, and no honest ``seconds``."""
+    """A completed step. A metered one has ``peak_bytes`` but no valid ``seconds``."""
 
     @property
     def step(self) -> int: ...
@@ -35,7 +35,7 @@ class StepProgress(Protocol):
 
 
 class TrainingProgress:
-    """Shows each step it is told of on a terminal; says nothing where it is ``quiet``."""
+    """Shows each reported step on a terminal; writes nothing if ``quiet``."""
 
     def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
         self._stream = stream
@@ -64,13 +64,13 @@ class TrainingProgress:
         try:
             self._bar = self._bar or _Bar(self._stream, step.steps)
             self._bar.show(step.step, line_of(step, self._metered))
-        except OSError:  # the reader left; the training goes on
+        except OSError:  # the reader closed the stream; training continues
             self._quiet = True
             self._bar = None
             quieten(self._stream)
 
     def note(self, text: str) -> None:
-        """Something worth a line of its own while the run goes on."""
+        """Write a note on a separate line while the run continues."""
         if self._quiet:
             return
         with contextlib.suppress(OSError):
@@ -90,7 +90,7 @@ def line_of(step: StepProgress, metered_bytes: int | None) -> str:
 
 
 class Status:
-    """What is being done while there is nothing to show yet; only for whoever watches."""
+    """A spinner with the current activity, shown only on a terminal."""
 
     def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
         self._live: Live | None = None
@@ -128,13 +128,16 @@ class Status:
 
 
 def _shares_the_screen() -> bool:
-    """Whether prints have to go round what is drawn: rich sends them to its own stream, which is
-    stderr, and a file or a pipe behind stdout would miss them."""
+    """True if stdout is a terminal, so that rich must redirect prints around its display.
+
+    Rich sends redirected prints to its own stream, stderr; if stdout is a file or a pipe, they
+    would be missing from it.
+    """
     return is_terminal(sys.stdout)
 
 
 class _Bar:
-    """rich's bar; imported when the first step is shown, and never for a log."""
+    """A rich progress bar; rich is imported at the first step, and never for a log."""
 
     def __init__(self, stream: TextIO, steps: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -159,8 +162,8 @@ class _Bar:
         self._task = self._progress.add_task("", total=steps, said="")
         self._progress.start()
 
-    def show(self, step: int, said: str) -> None:
-        self._progress.update(self._task, completed=step, said=said)
+    def show(self, step: int, text: str) -> None:
+        self._progress.update(self._task, completed=step, said=text)
 
     def note(self, text: str) -> None:
         self._progress.console.print(f"note: {printable(text)}")

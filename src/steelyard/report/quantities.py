@@ -1,6 +1,6 @@
-"""Amounts with their units, predicted and measured ones told apart.
+"""Amounts with units; predicted amounts have an interval, measured ones do not.
 
-Not for what they are amounts of: see document.py.
+Not for naming the amounts: see document.py.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """An amount; ``~`` stands before every one that was predicted, nothing before the others."""
+    """An amount; its text begins with ``~`` if it was predicted."""
 
     value: float
     unit: Unit
@@ -29,7 +29,7 @@ class Quantity:
         return self.low is not None
 
     def __str__(self) -> str:
-        # A zero that cannot be anything else is a fact, not a prediction.
+        # A zero with an interval of zero width is certain and needs no ``~``.
         if not self.value and not self.high:
             return "none"
         return ("~" if self.is_predicted else "") + amount(self.value, self.unit)
@@ -44,7 +44,7 @@ class Quantity:
 
 
 Cell = Quantity | str
-"""A figure, or a word where there is none: ``exact``, or ``-`` for not measured."""
+"""A figure, or a text in its place: ``exact``, or ``-`` for not measured."""
 
 
 def amount(value: float, unit: Unit) -> str:

@@ -1,7 +1,6 @@
-"""Each rank's memory, predicted and measured: all of few ranks, and of many the worst and a range.
+"""Predicted and measured memory per rank: every rank if they are few, else the worst and a range.
 
-Not for the rank that holds most by prediction, which the table of amounts is about: see
-amounts_table.py.
+Not for the rank with the highest predicted peak, which the main table shows: see amounts_table.py.
 """
 
 from collections.abc import Sequence
@@ -9,12 +8,12 @@ from collections.abc import Sequence
 from steelyard.plans.receipt import RankMemory
 from steelyard.units import format_bytes, format_share
 
-# So many ranks have a line each; of more, those few that missed most.
+# Up to _MOST ranks are shown one by one; of more, only the _FEW with the largest misses.
 _MOST, _FEW = 8, 3
 
 
 def lines_of(ranks: Sequence[RankMemory]) -> tuple[str, ...]:
-    """One line for each rank that is shown, and one for the others."""
+    """Return one line for each rank that is shown, and one for the others."""
     shown = shown_of(ranks)
     rest = [one for one in ranks if one not in shown]
     return (*map(_line, shown), *([_range(rest)] if rest else []))
@@ -45,8 +44,8 @@ def _range(rest: Sequence[RankMemory]) -> str:
         return f"{head} not measured, {predicted}"
     some = f" ({len(measured)} of them)" if len(measured) < len(rest) else ""
     misses = [one.miss for one in rest if one.miss is not None]
-    said = f", {format_share(min(misses))} to {format_share(max(misses))}" if misses else ""
-    return f"{head} measured{some} {_between(measured, '')}, {predicted}{said}"
+    miss = f", {format_share(min(misses))} to {format_share(max(misses))}" if misses else ""
+    return f"{head} measured{some} {_between(measured, '')}, {predicted}{miss}"
 
 
 def _between(nbytes: Sequence[int], mark: str) -> str:

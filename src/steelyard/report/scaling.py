@@ -1,6 +1,6 @@
-"""How a step scales, as a table and as JSON.
+"""Render a scaling study (step time over numbers of devices) as tables and as JSON.
 
-Not for how it was found: see api/scaling_study.py.
+Not for computing the study: see api/scaling_study.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ _TOO_FEW = "no law is fitted to fewer than two numbers of devices"
 
 
 def rendered(scaling: Scaling, *, width: int) -> list[Line]:
-    """Two tables: Amdahl's of the batch as it is, Gustafson's of one that grows."""
+    """Render two tables: the fixed batch with Amdahl's law, the growing one with Gustafson's."""
     same = [
         _row(
             point,
@@ -61,7 +61,7 @@ def _amdahl(scaling: Scaling) -> str:
         )
     if not share:
         return "Amdahl: as if all of the step shrank; more devices may compute less again"
-    return f"Amdahl: as if {_plainly(share)} of the step on {first:,} devices did not shrink"
+    return f"Amdahl: as if {_unsigned_share(share)} of the step on {first:,} devices did not shrink"
 
 
 def _gustafson(scaling: Scaling) -> str:
@@ -76,10 +76,10 @@ def _gustafson(scaling: Scaling) -> str:
         )
     if not share:
         return "Gustafson: as if all of the step grew with the batch"
-    return f"Gustafson: as if {_plainly(share)} of the step on any number did not grow"
+    return f"Gustafson: as if {_unsigned_share(share)} of the step on any number did not grow"
 
 
-def _plainly(share: float) -> str:
+def _unsigned_share(share: float) -> str:
     return format_share(share).lstrip("+")
 
 
@@ -89,11 +89,11 @@ def _with_times(scaling: Scaling) -> list[tuple[ScalePoint, float]]:
 
 def _table(title: str, law: str, rows: Sequence[tuple[str, ...]]) -> list[Line]:
     head = ("devices", "layout", "step", "speed-up", law, "hours", "USD")
-    kept = [i for i, _ in enumerate(head) if any(row[i] for row in rows)]
-    widths = {i: max(len(row[i]) for row in (head, *rows)) for i in kept}
+    filled = [i for i, _ in enumerate(head) if any(row[i] for row in rows)]
+    widths = {i: max(len(row[i]) for row in (head, *rows)) for i in filled}
     lines: list[Line] = [((title, Tone.STRONG),)]
     for number, row in enumerate((head, *rows)):
-        cells = (f"{row[i]:{'<' if i == _LAYOUT else '>'}{widths[i]}}" for i in kept)
+        cells = (f"{row[i]:{'<' if i == _LAYOUT else '>'}{widths[i]}}" for i in filled)
         tone = Tone.PLAIN if number else Tone.FAINT
         lines.append(((f"  {'  '.join(cells)}", tone),))
     return lines

@@ -1,7 +1,7 @@
-"""Lines before they are written: what they say, and how each part sounds.
+"""Lines of styled text: spans of text with a tone, wrapping and columns.
 
-Whatever a name holds, nothing in it reaches a terminal to be obeyed. Not for colours, which
-terminal.py decides, nor for what is said.
+``shown`` escapes control characters, so that no name in a plan can control the terminal. Not for
+colours: see terminal.py; nor for the contents: see document.py.
 """
 
 import re
@@ -21,7 +21,7 @@ class Tone(StrEnum):
 
 
 class Zoom(StrEnum):
-    """How near to look: the receipt, then its offers, then what is alive at the peak."""
+    """The level of detail: the receipt, its offers, the peak's live tensors, or the curve."""
 
     RECEIPT = "receipt"
     OFFERS = "offers"
@@ -40,12 +40,12 @@ def plain(lines: Iterable[Line]) -> str:
 
 
 def words(text: str, *, width: int, tone: Tone = Tone.PLAIN) -> tuple[Line, ...]:
-    """Free text, wrapped; for what is no part of a tree."""
+    """Wrap free text into lines, for output that is not part of a document tree."""
     return shown([line for part in text.split("\n") for line in headed("", part, width, tone)])
 
 
 def shown(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """The one door to the terminal."""
+    """Make all text printable; every line passes here before it is written to a terminal."""
     return tuple(
         tuple((printable(text, most=10_000), tone) for text, tone in line) for line in lines
     )
@@ -54,7 +54,7 @@ def shown(lines: Sequence[Line]) -> tuple[Line, ...]:
 def headed(
     head: str, text: str, width: int, tone: Tone = Tone.PLAIN, *, head_tone: Tone = Tone.PLAIN
 ) -> list[Line]:
-    """``head`` in a column of its own and ``text`` wrapped beside it, or below it where narrow."""
+    """Render ``head`` in a left column and ``text`` wrapped to its right, or below if narrow."""
     if width < NARROW and len(head) > 4:
         head = head.rstrip()
         lines = folded(f"{head} {text}", width, indent="  ")
@@ -79,12 +79,12 @@ _UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 def unbroken(text: str) -> str:
-    """``text`` with each number tied to its unit."""
+    """Return ``text`` with a no-break space between each number and its unit."""
     return _AMOUNT.sub(_UNBROKEN, text)
 
 
 def folded(text: str, width: int, *, indent: str = "") -> list[str]:
-    """Lines of at most ``width``; a number stays with its unit."""
+    """Wrap text to lines of at most ``width``, without separating a number from its unit."""
     safe = unbroken(printable(text, most=2000))
     lines = textwrap.wrap(safe, max(16, width), subsequent_indent=indent)
     return [l.replace(_UNBROKEN, " ") for l in lines] or [""]

@@ -1,6 +1,7 @@
-"""Drawings as inline SVG: memory over a step, and the memory-time curve.
+"""Draw inline SVG: memory over one step, and the memory-time curve.
 
-Colours are CSS classes of the page; every figure drawn stands as text beside it, see html.py.
+Colours are CSS classes of the page. Not for the page, which repeats every figure as text: see
+html.py.
 """
 
 import math
@@ -19,7 +20,7 @@ _TICKS = 5
 
 
 class _Axes:
-    """From bytes and seconds to places on the drawing."""
+    """Maps values (bytes, seconds) to coordinates of the drawing."""
 
     def __init__(self, *, x: tuple[float, float], y: tuple[float, float]) -> None:
         self._x, self._y = x, y
@@ -36,7 +37,7 @@ class _Axes:
 
 
 def timeline(tree: ReportDocument) -> str:
-    """Bytes held at each instruction, the peak marked, the graph without trades behind it."""
+    """Draw the live bytes at each instruction, with the peak and the graph without trades."""
     plan = tree.timeline.thinned(_MOST_INSTANTS) if tree.timeline else None
     if plan is None or not plan.nbytes:
         return ""
@@ -44,7 +45,7 @@ def timeline(tree: ReportDocument) -> str:
     drawn = [plan, bare] if bare and bare.nbytes else [plan]
     top = max(*(max(t.nbytes) for t in drawn), tree.budget_bytes or 0) * 1.06
     axes = _Axes(x=(0.0, max(t.seconds[-1] for t in drawn) or 1.0), y=(0.0, top))
-    parts = [_phases(plan, axes), _rules(axes, top)]
+    parts = [_phases(plan, axes), _grid(axes, top)]
     if len(drawn) == 2:
         parts.append(f'<polyline class="bare" points="{_steps(drawn[1], axes)}"/>')
     floor = f"{axes.y(0):.1f}"
@@ -61,7 +62,7 @@ def timeline(tree: ReportDocument) -> str:
 
 
 def curve(points: Sequence[CurvePoint]) -> str:
-    """Step time upwards, memory to the right, this plan filled."""
+    """Draw step time (upwards) over memory (to the right); this plan is a filled circle."""
     if len(points) < 2:
         return ""
     memory, step = [p.memory.value for p in points], [p.step.value for p in points]
@@ -76,9 +77,9 @@ def curve(points: Sequence[CurvePoint]) -> str:
     for point in points:
         x, y = axes.x(point.memory.value), axes.y(point.step.value)
         kind = "here" if point.is_this_plan else "point"
-        said = escape(f"{point.memory}, {point.step} a step")
+        hint = escape(f"{point.memory}, {point.step} a step")
         parts.append(
-            f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{said}</title></circle>'
+            f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{hint}</title></circle>'
         )
     for value in (min(memory), max(memory)):
         anchor = "start" if value == min(memory) else "end"
@@ -98,7 +99,7 @@ def _svg(parts: Sequence[str], label: str) -> str:
 
 
 def _steps(timeline: Timeline, axes: _Axes) -> str:
-    """Memory holds until the next instruction: a staircase, not a slope."""
+    """Return the points of a step function: memory is constant until the next instruction."""
     corners: list[str] = []
     height = ""
     for seconds, nbytes in zip(timeline.seconds, timeline.nbytes, strict=True):
@@ -111,7 +112,7 @@ def _steps(timeline: Timeline, axes: _Axes) -> str:
 
 
 def _phases(timeline: Timeline, axes: _Axes) -> str:
-    """Bands behind the curve, with their names."""
+    """Draw a labelled background band for each phase."""
     parts: list[str] = []
     began = [
         (seconds, phase)
@@ -132,8 +133,8 @@ def _phases(timeline: Timeline, axes: _Axes) -> str:
     return "".join(parts)
 
 
-def _rules(axes: _Axes, top: float) -> str:
-    """Horizontal lines at round amounts."""
+def _grid(axes: _Axes, top: float) -> str:
+    """Draw horizontal grid lines at round amounts."""
     step = 2.0 ** math.ceil(math.log2(top / _TICKS))
     parts = []
     for index in range(int(top / step) + 1):
@@ -147,11 +148,13 @@ def _peak_mark(timeline: Timeline, axes: _Axes) -> str:
     index = max(range(len(timeline.nbytes)), key=timeline.nbytes.__getitem__)
     x, y = axes.x(timeline.seconds[index]), axes.y(timeline.nbytes[index])
     anchor = "end" if x > _WIDTH / 2 else "start"
-    aside = -9 if anchor == "end" else 9
+    offset = -9 if anchor == "end" else 9
     return (
         _line("peak", x, y, x, _HEIGHT - _BOTTOM)
         + f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
-        + _text(x + aside, y - 7, f"peak ~{format_bytes(timeline.nbytes[index])}", anchor, "strong")
+        + _text(
+            x + offset, y - 7, f"peak ~{format_bytes(timeline.nbytes[index])}", anchor, "strong"
+        )
     )
 
 
@@ -165,7 +168,7 @@ def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
-def _text(x: float, y: float, said: str, anchor: str, kind: str = "said") -> str:
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "said") -> str:
     return (
-        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(said)}</text>'
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
     )

@@ -1,6 +1,6 @@
-"""Lines on their way out: colour only where somebody looks, and never a character too many.
+"""Write lines to a stream: with colour on a terminal, as plain text elsewhere.
 
-The last place that decides anything about looks. Not for what is said: see text.py.
+Not for the contents: see text.py.
 """
 
 import os
@@ -39,7 +39,7 @@ def write(lines: Iterable[Line], stream: TextIO) -> None:
 
 
 def console(stream: TextIO) -> "Console":
-    """A rich console that changes nothing of what it is given."""
+    """Return a rich console without highlighting, markup or emoji substitution."""
     from rich.console import Console
 
     return Console(
@@ -60,7 +60,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def wants_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """NO_COLOR as no-color.org has it: present and not empty."""
+    """True for a capable terminal without NO_COLOR (no-color.org: present and not empty)."""
     return (
         is_terminal(stream)
         and not environ.get("NO_COLOR")
@@ -75,13 +75,13 @@ def width_of(stream: TextIO) -> int:
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """``text`` with what the stream cannot say written as escapes."""
+    """Return ``text`` with characters that the stream cannot encode written as escapes."""
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def quieten(stream: TextIO) -> None:
-    """Nobody reads this stream any more; let what is still buffered go nowhere."""
+    """Redirect a stream whose reader has left to the null device, with its buffered output."""
     try:
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, stream.fileno())

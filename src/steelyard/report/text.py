@@ -1,6 +1,6 @@
-"""The tree as plain lines of a given width; tones are marked, colour is decided by terminal.py.
+"""Render the document tree as lines of text of a given width, with tones.
 
-Not for what is said: see document.py.
+Colours are decided by terminal.py. Not for the contents: see document.py.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ from steelyard.safe_text import printable
 from steelyard.units import format_bytes, format_share
 
 _MOST_REFUSED = 4
-# Of what would be alive without the plan.
+# The number of groups shown of the peak without trades.
 _FEW_GROUPS = 5
-_HEAD = 12  # the column in which the words left of each line end
+_HEAD = 12  # width of the column of heads
 
 
 def text_of(subject: Plan | Receipt, *, width: int = 100) -> str:
-    """What ``print(plan)`` shows."""
+    """Return the text that ``print(plan)`` shows."""
     return plain(render(tree_of(subject), width=width)).rstrip("\n")
 
 
@@ -66,7 +66,7 @@ def _header(tree: ReportDocument, width: int) -> list[Line]:
 
 
 def _column(head: str, text: str, width: int, tone: Tone = Tone.PLAIN) -> list[Line]:
-    """``head`` in a column of its own, ``text`` wrapped beside it."""
+    """Render ``head`` in the left column and ``text`` wrapped to its right."""
     return headed(f"{head:<{_HEAD}}", text, width, tone, head_tone=Tone.STRONG)
 
 
@@ -136,7 +136,7 @@ def _cells(row: AmountRow, is_receipt: bool) -> list[str]:
 
 
 def _stacked(rows: list[tuple[AmountRow, list[str]]], titles: list[str], width: int) -> list[Line]:
-    """Where the table is too wide: each amount on lines of its own."""
+    """Render each amount on separate lines, for widths that the table does not fit."""
     lines: list[Line] = []
     for row, cells in rows:
         lines.append(((row.label, Tone.STRONG),))
@@ -149,7 +149,7 @@ def _stacked(rows: list[tuple[AmountRow, list[str]]], titles: list[str], width: 
 
 def _taken(tree: ReportDocument, width: int) -> list[Line]:
     if tree.rules and not tree.taken:
-        # Checked or edited by hand: decisions that no search weighed.
+        # The plan was checked or edited by hand, so no search explained its decisions.
         lines: list[Line] = [((f"decisions ({len(tree.rules)})", Tone.STRONG),)]
         return lines + [l for r in tree.rules for l in indented(describe_rule(r), width)]
     head = f"taken ({tree.taken_is})"
@@ -159,7 +159,7 @@ def _taken(tree: ReportDocument, width: int) -> list[Line]:
 
 
 def _offers_taken(taken: Sequence[TakenOffer], width: int) -> list[Line]:
-    """One line each where all fit, if need be without the words; else two."""
+    """Render each offer on one line, shortened if necessary, or on two if they do not all fit."""
     columns = [(t.trade, t.label, t.paying, t.buying) for t in taken]
     short = [
         (t.trade, t.label, *(" ".join(c.split()[:3]) for c in (t.paying, t.buying))) for t in taken
@@ -184,7 +184,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _refused(tree: ReportDocument, width: int, *, most: int | None = None) -> list[Line]:
-    """With ``most``, what was refused for one reason is said together."""
+    """Render the refused offers; with ``most``, those with the same reason are grouped."""
     if not tree.refused:
         return []
     lines: list[Line] = [((f"refused ({tree.refused_is})", Tone.STRONG),)]
@@ -195,10 +195,10 @@ def _refused(tree: ReportDocument, width: int, *, most: int | None = None) -> li
     labels: dict[tuple[str, str], list[str]] = {}
     for r in tree.refused:
         labels.setdefault((r.trade, r.reason), []).append(refused_label(r))
-    for (trade, reason), alike in list(labels.items())[:most]:
-        others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-        lines += indented(f"{trade}  {alike[0]}{others}: {reason}", width)
-    rest = sum(len(alike) for alike in list(labels.values())[most:])
+    for (trade, reason), group in list(labels.items())[:most]:
+        others = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        lines += indented(f"{trade}  {group[0]}{others}: {reason}", width)
+    rest = sum(len(group) for group in list(labels.values())[most:])
     if rest:
         lines += indented(f"and {rest} more: --zoom offers", width)
     return lines
@@ -235,13 +235,13 @@ def _peak(tree: ReportDocument, width: int) -> list[Line]:
         width,
     )
     activations = peak.nbytes - peak.resident_bytes - peak.workspace_bytes
-    said = (
+    text = (
         f"~{format_bytes(peak.resident_bytes)} stay for the whole step, "
         f"~{format_bytes(activations)} live only now"
     )
     if peak.workspace_bytes:
-        said += f", ~{format_bytes(peak.workspace_bytes)} are workspace of the kernel"
-    lines += _column("of which", said, width)
+        text += f", ~{format_bytes(peak.workspace_bytes)} are workspace of the kernel"
+    lines += _column("of which", text, width)
     lines += headed("", "alive at the peak, by module and source line", width, Tone.STRONG)
     lines += _groups(peak.groups, width)
     if peak.num_rest:
@@ -251,7 +251,7 @@ def _peak(tree: ReportDocument, width: int) -> list[Line]:
 
 
 def _unplanned_peak(tree: ReportDocument, width: int) -> list[Line]:
-    """What would be alive without the plan, largest first: what an out-of-memory error was of."""
+    """Render the largest groups alive at the peak without trades: they explain an OOM error."""
     peak = tree.unplanned_peak
     if peak is None:
         return []
@@ -286,10 +286,10 @@ def _made_by(group: Group) -> str:
     return f"{names} x{group.count}" if group.count > 1 else names
 
 
-def _cut(text: str, room: int) -> str:
-    """The end of a path says more than its start."""
+def _cut(text: str, width: int) -> str:
+    """Cut the start of a text that is too long: the end of a path is more specific."""
     text = printable(text, most=500)
-    return text if len(text) <= room else "..." + text[len(text) - max(1, room - 3) :]
+    return text if len(text) <= width else "..." + text[len(text) - max(1, width - 3) :]
 
 
 # --- the memory-time curve ------------------------------------------------------------------------
@@ -303,23 +303,23 @@ def _frontier(tree: ReportDocument, width: int) -> list[Line]:
     for p in tree.curve:
         text = (
             f"{'*' if p.is_this_plan else ' '} {p.memory!s:>9}  {p.step!s:>9} "
-            f"{_whole_share(p.more_flops):>7}  {p.micro_batches}{_accuracy(p)}"
+            f"{_signed_percent(p.more_flops):>7}  {p.micro_batches}{_accuracy(p)}"
         )
         lines.append(((text, Tone.STRONG if p.is_this_plan else Tone.PLAIN),))
     lines += _plot(tree.curve, width)
     if any(p.is_this_plan for p in tree.curve):
-        said = "* this plan; FLOPs beside the graph without trades"
-        lines += headed("", said, width, Tone.FAINT)
+        legend = "* this plan; FLOPs beside the graph without trades"
+        lines += headed("", legend, width, Tone.FAINT)
     lines += _as_of(tree, width)
     return [*lines, *_last(tree, width)]
 
 
 def _accuracy(point: CurvePoint) -> str:
-    """Said where some is lost, or may be."""
+    """Return the accuracy loss of a point, or an empty string if it is exact."""
     return "" if point.accuracy_loss == EXACT else f"  accuracy loss {point.accuracy_loss}"
 
 
-def _whole_share(share: float) -> str:
+def _signed_percent(share: float) -> str:
     return f"{share * 100:+z.0f} %"
 
 
@@ -327,7 +327,7 @@ _PLOT_LINES = 10
 
 
 def _plot(curve: Sequence[CurvePoint], width: int) -> list[Line]:
-    """Step time upwards, memory to the right."""
+    """Plot step time (upwards) over memory (to the right)."""
     if len(curve) < 2:
         return []
     memory = [p.memory.value for p in curve]

@@ -1,2 +1,4 @@
-"""From a plan and a live model to a step that runs as the plan says.
-Not for decisions: what a plan leaves open is an error here."""
+"""Run a plan on a live model: the training step, its runners, checkpoints and launcher.
+
+Not for decisions: a setting that the plan leaves open is an error here.
+"""

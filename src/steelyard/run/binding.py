@@ -1,6 +1,6 @@
-"""Tie a program's inputs, by name, to live tensors: the model's for good, the batch's each time.
+"""Bind the named inputs of a program to live tensors: the model's once, the batch's every step.
 
-Not for deciding whether the model is still the same: see model_guards.py.
+Not for deciding whether the model is still the captured one: see model_guards.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ Sink = Callable[[torch.Tensor], object]
 
 
 def live_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Every tensor of the model under the name that a graph gives it."""
+    """Return every parameter, buffer and constant of the model under its name in the graph."""
     return {
         **{f"parameter:{name}": p for name, p in model.named_parameters()},
         **{f"buffer:{name}": b for name, b in model.named_buffers()},
@@ -36,14 +36,15 @@ def live_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dic
 
 
 class BatchLayout:
-    """What a batch must look like: structure, dtypes, devices and plain values; shapes apart.
+    """The captured form of a batch: structure, dtypes, devices and non-tensor values, but not
+    shapes.
 
-    What stands under a key that is ``unread``, such as the names of files, may be anything.
+    Values under the ``unread`` keys, such as file names, are ignored.
     """
 
     def __init__(self, batch: Any, *, unread: frozenset[str] = frozenset()) -> None:
         self.unread = unread
-        batch = self._read_part(batch)
+        batch = self._drop_unread(batch)
         self.names = tuple(
             f"batch:{_torch.keystr(path)}" for path, _ in _torch.tree_flatten_with_path(batch)[0]
         )
@@ -52,37 +53,38 @@ class BatchLayout:
         self._plain = [None if _is_tensor(x) else x for x in leaves]
 
     def leaves(self, batch: Any) -> list[Any]:
-        """The batch's leaves in planned order, or a Mismatch."""
-        batch = self._read_part(batch)
+        """Return the batch's leaves in captured order; raise Mismatch if the batch has another
+        form."""
+        batch = self._drop_unread(batch)
         leaves, spec = _torch.tree_flatten(batch)
         if spec != self._spec:
-            leaves = self._reordered(batch, spec)
+            leaves = self._in_captured_order(batch, spec)
         for name, leaf, kind, plain in zip(self.names, leaves, self._kinds, self._plain):
             if kind is None:
                 if leaf is not plain and not _same_value(leaf, plain):
-                    raise _other_batch(name, f"is {leaf!r}"[:80], f"{plain!r}"[:80])
+                    raise _batch_mismatch(name, f"is {leaf!r}"[:80], f"{plain!r}"[:80])
             elif not isinstance(leaf, torch.Tensor):
-                raise _other_batch(name, f"is {leaf!r}"[:80], f"a tensor of {kind[0]}")
+                raise _batch_mismatch(name, f"is {leaf!r}"[:80], f"a tensor of {kind[0]}")
             elif (leaf.dtype, leaf.device) != kind:
                 now = f"is {leaf.dtype} on {leaf.device}"
-                raise _other_batch(name, now, f"{kind[0]} on {kind[1]}")
+                raise _batch_mismatch(name, now, f"{kind[0]} on {kind[1]}")
             elif leaf.requires_grad:
-                raise _other_batch(name, "requires a gradient", "a batch without gradients")
+                raise _batch_mismatch(name, "requires a gradient", "a batch without gradients")
         return leaves
 
-    def _read_part(self, batch: Any) -> Any:
+    def _drop_unread(self, batch: Any) -> Any:
         if not self.unread or type(batch) is not dict:
             return batch
         return {key: None if key in self.unread else value for key, value in batch.items()}
 
-    def _reordered(self, batch: Any, spec: Any) -> list[Any]:
-        """A dict with its keys in another order is the same batch; anything else is not."""
+    def _in_captured_order(self, batch: Any, spec: Any) -> list[Any]:
+        """Return the leaves in captured order; only the order of dict keys may differ."""
         found = {_torch.keystr(p): leaf for p, leaf in _torch.tree_flatten_with_path(batch)[0]}
         wanted = [name.removeprefix("batch:") for name in self.names]
-        if sorted(found) != sorted(wanted) or not _same_but_for_order(self._spec, spec):
+        if sorted(found) != sorted(wanted) or not _equal_up_to_key_order(self._spec, spec):
             raise Mismatch(
-                f"the batch has another structure: {_list_of(found)}",
-                expected=_list_of(wanted),
+                f"the batch has another structure: {_first_names(found)}",
+                expected=_first_names(wanted),
                 remedy="give batches as the one that was planned with, or plan again",
             )
         return [found[name] for name in wanted]
@@ -90,7 +92,8 @@ class BatchLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BatchPart:
-    """How one leaf of the batch reaches one input; ``rows`` are those of a unit of it."""
+    """The input slot that one leaf of the batch feeds; ``rows`` is the number of rows per unit,
+    or None to pass the whole leaf."""
 
     leaf: int
     slot: int
@@ -98,9 +101,9 @@ class _BatchPart:
 
 
 class BoundProgram:
-    """A program with its model's tensors in place; the batch and the tangent are filled in.
+    """A program bound to its model's tensors; batch and tangent are filled in for every run.
 
-    ``earlier`` is what micro-batches before the last carry out, mostly the same.
+    ``earlier`` runs all micro-batches but the last; often it is the same program.
     """
 
     def __init__(
@@ -111,15 +114,15 @@ class BoundProgram:
         live: Mapping[str, Any],
         names: Sequence[str],
         shapes: Shapes,
-        far_sink: Callable[[nn.Parameter], Sink | None] = lambda _: None,
+        offload_sink: Callable[[nn.Parameter], Sink | None] = lambda _: None,
         residuals: ErrorFeedback | None = None,
     ) -> None:
-        """``far_sink`` says where a gradient goes that does not stay; ``residuals`` holds what
-        codes of gradients have lost so far."""
+        """Bind ``emitted``. ``offload_sink`` returns the sink of an offloaded gradient;
+        ``residuals`` holds the error-feedback residuals of compressed gradients."""
         self.program = program
         self.repeats, self.parts = program.repeats, program.parts
         portions = program.layout.portions
-        # Of each part of the batch, all ranks' in turn, how many of the batch's units it is.
+        # The number of batch units in each micro-batch, over all ranks in rank order.
         self.sizes = tuple(size for size in portions for _ in range(program.repeats))
         self._units, self._size = program.units, program.share
         counted = program.graph.counted if program.parts > 1 else ()
@@ -133,8 +136,8 @@ class BoundProgram:
         self._tangent: int | None = None
         self._share: int | None = None
         self._loss_so_far: int | None = None
-        # What of gradients is added up over micro-batches before ranks exchange it.
-        self._so_far: dict[int, nn.Parameter] = {}
+        # Slots of gradients that are accumulated over micro-batches before they are all-reduced.
+        self._accumulated: dict[int, nn.Parameter] = {}
         for slot, name in enumerate(emitted.inputs):
             if name == "tangent":
                 self._tangent = slot
@@ -143,16 +146,16 @@ class BoundProgram:
             elif name == LOSS_SO_FAR:
                 self._loss_so_far = slot
             elif name.startswith(SO_FAR):
-                self._so_far[slot] = live[name.removeprefix(SO_FAR)]
+                self._accumulated[slot] = live[name.removeprefix(SO_FAR)]
             elif name.startswith(RESIDUAL):
                 assert residuals is not None
                 self._template[slot] = residuals.of(program.graph, nodes[name])
             elif name in live:
-                self._template[slot] = _fitting(name, live[name], nodes[name].outputs)
-            elif nodes[name].outputs or name in names:  # else nothing reads it, see BatchLayout
-                leaf = _leaf_of(name, names)
+                self._template[slot] = _checked_tensor(name, live[name], nodes[name].outputs)
+            elif nodes[name].outputs or name in names:  # else no node reads it: see BatchLayout
+                leaf = _leaf_index(name, names)
                 planned = nodes[name].outputs[0] if nodes[name].outputs else None
-                rows = _rows(name, planned, shapes[leaf], program)
+                rows = _rows_per_unit(name, planned, shapes[leaf], program)
                 self._parts.append(_BatchPart(leaf=leaf, slot=slot, rows=rows))
                 if planned is not None:
                     self._strides.append((name, leaf, planned))
@@ -165,25 +168,27 @@ class BoundProgram:
             (o.kind, live.get(o.target), slots.get(o.target)) for o in outputs
         ]
         self._sinks = [
-            far_sink(target) if kind is OutputKind.FAR_GRADIENT else _sink(kind, target)
+            offload_sink(target) if kind is OutputKind.FAR_GRADIENT else _sink(kind, target)
             for kind, target, _ in self._targets
         ]
         self._writes_batch = None in self._sinks
-        self.made_in_slices = gradients_in_slices(program)
-        # Ranks that drew the same numbers for other samples would train on half of the noise.
-        self.draws_apart = program.layout.batch > 1 and any(
+        self.sliced_gradients = gradients_in_slices(program)
+        # If data-parallel ranks drew the same random numbers for different samples, training
+        # would see only a fraction of the intended noise.
+        self.draws_per_rank = program.layout.batch > 1 and any(
             n.is_random for n in program.graph.nodes
         )
-        # Whether what it returns is the loss of all micro-batches.
-        self.tells_all = self._loss_so_far is not None
+        # True if the program returns the loss summed over all micro-batches so far.
+        self.returns_total_loss = self._loss_so_far is not None
         self.earlier = self
         if emitted.earlier is not None:
             self.earlier = BoundProgram(
                 program.earlier, emitted.earlier, live=live, names=names, shapes=shapes,
-                far_sink=far_sink, residuals=residuals,
+                offload_sink=offload_sink, residuals=residuals,
             )  # fmt: skip
 
     def check_strides(self, leaves: Sequence[Any]) -> None:
+        """Raise Mismatch if a leaf of the batch has other strides than at capture."""
         for name, leaf, planned in self._strides:
             stride = leaves[leaf].stride()
             if stride != planned.stride and not _same_layout(leaves[leaf].shape, stride, planned):
@@ -199,36 +204,40 @@ class BoundProgram:
         index: int,
         tangent: torch.Tensor,
         share: torch.Tensor | None = None,
-        so_far: torch.Tensor | None = None,
+        loss_so_far: torch.Tensor | None = None,
     ) -> list[Any]:
-        """What the program takes for part ``index`` of the global batch; ``share`` is what its
-        loss weighs, where the program puts the losses of ranks together, and ``so_far`` what those
-        of earlier micro-batches add up to."""
+        """Return the program's inputs for micro-batch ``index`` of the global batch.
+
+        ``share`` is the weight of this rank's loss if the program sums the losses of the ranks;
+        ``loss_so_far`` is the summed loss of the earlier micro-batches.
+        """
         inputs = self._inputs_at(leaves, sum(self.sizes[:index]), tangent, share)
-        for slot, parameter in self._so_far.items():
+        for slot, parameter in self._accumulated.items():
             inputs[slot] = parameter.grad
         if self._loss_so_far is not None:
-            inputs[self._loss_so_far] = so_far
+            inputs[self._loss_so_far] = loss_so_far
         return inputs
 
     def counts(self, leaves: Sequence[Any]) -> list[list[int]]:
-        """For each mean in the loss, how many targets it counts in each part, all ranks' alike."""
-        # Its own shape is all that the program takes: the last stretch of it may overlap.
-        nothing, found = torch.zeros((), device="cpu"), []
+        """Return, for every mean in the loss, the number of counted targets per micro-batch of
+        all ranks."""
+        # The program only accepts its own batch shape, so the last window may overlap the one
+        # before.
+        no_tangent, found = torch.zeros((), device="cpu"), []
         starts = [*range(0, self._units - self._size, self._size), self._units - self._size]
-        stretches = [self._inputs_at(leaves, start, nothing, None) for start in starts]
+        windows = [self._inputs_at(leaves, start, no_tangent, None) for start in starts]
         for counter in self.counters:
             units = [0] * self._units
-            for start, inputs in zip(starts, stretches, strict=True):
+            for start, inputs in zip(starts, windows, strict=True):
                 units[start : start + self._size] = counter.count(inputs, units=self._size)
-            each = iter(units)
-            found.append([sum(islice(each, size)) for size in self.sizes])
+            unit_counts = iter(units)
+            found.append([sum(islice(unit_counts, size)) for size in self.sizes])
         return found
 
     def _inputs_at(
         self, leaves: Sequence[Any], start: int, tangent: torch.Tensor, share: torch.Tensor | None
     ) -> list[Any]:
-        """From unit ``start`` of the batch on."""
+        """Return the program's inputs for the part of the batch that starts at unit ``start``."""
         inputs = self._template.copy()
         for part in self._parts:
             leaf, rows = leaves[part.leaf], part.rows
@@ -241,37 +250,42 @@ class BoundProgram:
             inputs[self._share] = share
         return inputs
 
-    def put_by(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """The gradients of earlier steps that ranks have summed up: for them to be added to, when
-        those of this step are."""
-        before = [(p, p.grad) for p in self._so_far.values() if p.grad is not None]
-        for parameter, _ in before:
+    def detach_reduced_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Detach and return the already reduced gradients of earlier steps, which must not be
+        reduced twice; the caller adds them after this step."""
+        earlier_gradients = [(p, p.grad) for p in self._accumulated.values() if p.grad is not None]
+        for parameter, _ in earlier_gradients:
             parameter.grad = None
-        return before
+        return earlier_gradients
 
-    def put_back(self, before: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """What was put by, and nothing that one rank alone has added up since."""
-        for parameter in self._so_far.values():
+    def restore_gradients(
+        self, earlier_gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]
+    ) -> None:
+        """Restore the detached gradients, discarding what this rank alone accumulated since."""
+        for parameter in self._accumulated.values():
             parameter.grad = None
-        for parameter, gradient in before:
+        for parameter, gradient in earlier_gradients:
             parameter.grad = gradient
 
-    def given(self, leaves: Sequence[Any], index: int, tangent: torch.Tensor) -> dict[str, Any]:
-        """Of part ``index``, by name, what is not the model's."""
+    def batch_inputs(
+        self, leaves: Sequence[Any], index: int, tangent: torch.Tensor
+    ) -> dict[str, Any]:
+        """Return the batch inputs and the tangent of micro-batch ``index``, by name."""
         inputs = dict(zip(self.emitted.inputs, self.inputs(leaves, index, tangent)))
         return {n: v for n, v in inputs.items() if n.startswith(("batch:", "tangent"))}
 
     def sinks_for(
-        self, inputs: Sequence[Any], late: list[tuple[torch.Tensor, torch.Tensor]] | None
+        self, inputs: Sequence[Any], deferred: list[tuple[torch.Tensor, torch.Tensor]] | None
     ) -> Sequence[Any]:
-        """Where each output goes; gradients of parameters with hooks are put off into ``late``."""
-        if late is None and not self._writes_batch:
+        """Return one sink per output; gradients of parameters with hooks are appended to
+        ``deferred``."""
+        if deferred is None and not self._writes_batch:
             return self._sinks
         sinks = list(self._sinks)
         for index, (kind, target, slot) in enumerate(self._targets):
             is_gradient = kind in (OutputKind.GRADIENT, OutputKind.FAR_GRADIENT)
-            if is_gradient and late is not None and _torch.any_hooks([target]):
-                sinks[index] = _put_off(target, late)
+            if is_gradient and deferred is not None and _torch.any_hooks([target]):
+                sinks[index] = _defer(target, deferred)
             elif target is None:
                 assert slot is not None
                 sinks[index] = inputs[slot].copy_
@@ -279,7 +293,8 @@ class BoundProgram:
 
 
 class _Gradient:
-    """What autograd does at a leaf: the first gradient is taken, later ones are added in place."""
+    """A gradient sink that accumulates like autograd at a leaf: assign the first, add later ones
+    in place."""
 
     __slots__ = ("_parameter",)
 
@@ -289,15 +304,16 @@ class _Gradient:
     def __call__(self, value: torch.Tensor) -> None:
         before = self._parameter.grad
         if before is None:
-            # A view holds what it is a view of, also when `_Sum` has laid it on other memory.
+            # A view keeps the storage alive even after `_Sum` has moved the gradient to another
+            # one.
             self._parameter.grad = value.detach()
         else:
             before.add_(value)
 
 
 class _Sum:
-    """What all ranks' gradients add up to, where this rank's own was. Whoever holds that tensor
-    holds the sum, and what it lay on is free."""
+    """A sink that replaces the rank's own gradient by the sum over all ranks, in the same tensor
+    object: every reference to it sees the sum, and the old storage is freed."""
 
     __slots__ = ("_parameter",)
 
@@ -305,13 +321,13 @@ class _Sum:
         self._parameter = parameter
 
     def __call__(self, value: torch.Tensor) -> None:
-        held = self._parameter.grad
-        assert held is not None
-        held.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        own = self._parameter.grad
+        assert own is not None
+        own.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
 
 def _sink(kind: OutputKind, target: torch.Tensor | None) -> Sink | None:
-    """None for a batch that the model writes into: it is another tensor each time."""
+    """Return None for a batch leaf that the model writes into: that tensor changes every step."""
     if target is None:
         return None
     if kind is OutputKind.SUMMED:
@@ -319,8 +335,8 @@ def _sink(kind: OutputKind, target: torch.Tensor | None) -> Sink | None:
     return _Gradient(target) if kind is OutputKind.GRADIENT else target.copy_
 
 
-def _put_off(target: torch.Tensor, late: list[tuple[torch.Tensor, torch.Tensor]]) -> Sink:
-    return lambda value: late.append((target, value))
+def _defer(target: torch.Tensor, deferred: list[tuple[torch.Tensor, torch.Tensor]]) -> Sink:
+    return lambda value: deferred.append((target, value))
 
 
 def shapes_of(leaves: Sequence[Any]) -> Shapes:
@@ -328,7 +344,8 @@ def shapes_of(leaves: Sequence[Any]) -> Shapes:
 
 
 def check_trained(program: Program, model: nn.Module) -> None:
-    """The program gives a gradient to each trainable parameter, or knows that it has none."""
+    """Raise Mismatch unless the program has a gradient for each trainable parameter, or lists it
+    as unused."""
     graph = program.graph
     planned = {
         o.target.partition(":")[2] for o in graph.outputs if o.kind is OutputKind.GRADIENT
@@ -336,14 +353,14 @@ def check_trained(program: Program, model: nn.Module) -> None:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     if planned != trained:
         raise Mismatch(
-            f"the model trains {_list_of(trained - planned) or 'no further parameter'} and not "
-            f"{_list_of(planned - trained) or 'fewer'} than the plan",
+            f"the model trains {_first_names(trained - planned) or 'no further parameter'} and not "
+            f"{_first_names(planned - trained) or 'fewer'} than the plan",
             expected="the parameters that the step was captured with",
             remedy="plan again for this model",
         )
 
 
-def _fitting(name: str, tensor: Any, planned: tuple[Tensor, ...]) -> Any:
+def _checked_tensor(name: str, tensor: Any, planned: tuple[Tensor, ...]) -> Any:
     if planned and isinstance(tensor, torch.Tensor):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if (tuple(tensor.shape), dtype) != (planned[0].shape, planned[0].dtype):
@@ -355,7 +372,7 @@ def _fitting(name: str, tensor: Any, planned: tuple[Tensor, ...]) -> Any:
     return tensor
 
 
-def _leaf_of(name: str, names: Sequence[str]) -> int:
+def _leaf_index(name: str, names: Sequence[str]) -> int:
     if name not in names:
         raise Mismatch(
             f"the program needs {name.replace(':', ' ', 1)}, which is not there",
@@ -365,10 +382,11 @@ def _leaf_of(name: str, names: Sequence[str]) -> int:
     return names.index(name)
 
 
-def _rows(
+def _rows_per_unit(
     name: str, planned: Tensor | None, shape: torch.Size | None, program: Program
 ) -> int | None:
-    """How many rows of this leaf are a unit; None where each part takes the whole."""
+    """Return the number of rows of this leaf per unit, or None if every micro-batch takes it
+    whole."""
     if planned is None or shape is None or tuple(shape) == planned.shape:
         return None
     units, size = program.units, program.share
@@ -385,26 +403,37 @@ def _rows(
 
 
 def _same_layout(shape: torch.Size, stride: tuple[int, ...], planned: Tensor) -> bool:
-    """Strides count only along dimensions that have more than one element."""
+    """True if the strides agree along all dimensions with more than one element; the others do
+    not matter."""
     pairs = zip(shape, planned.shape, stride, planned.stride, strict=True)
     return 0 in shape or all(s == p for n, m, s, p in pairs if n > 1 and m > 1)
 
 
-def _same_but_for_order(planned: Any, given: Any) -> bool:
-    if planned.type is not given.type or planned.num_children != given.num_children:
+def _equal_up_to_key_order(planned: Any, actual: Any) -> bool:
+    """True if two tree specs differ at most in the order of dict keys."""
+    if planned.type is not actual.type or planned.num_children != actual.num_children:
         return False
-    ours, theirs = planned.children(), given.children()
+    planned_children, actual_children = planned.children(), actual.children()
     if isinstance(planned.type, type) and issubclass(planned.type, dict):
-        ours = sorted(zip(map(repr, _keys(planned)), ours), key=lambda pair: pair[0])
-        theirs = sorted(zip(map(repr, _keys(given)), theirs), key=lambda pair: pair[0])
-        return all(k == j and _same_but_for_order(a, b) for (k, a), (j, b) in zip(ours, theirs))
-    if planned.context != given.context:
+        planned_children = sorted(
+            zip(map(repr, _keys(planned)), planned_children), key=lambda pair: pair[0]
+        )
+        actual_children = sorted(
+            zip(map(repr, _keys(actual)), actual_children), key=lambda pair: pair[0]
+        )
+        return all(
+            k == j and _equal_up_to_key_order(a, b)
+            for (k, a), (j, b) in zip(planned_children, actual_children)
+        )
+    if planned.context != actual.context:
         return False
-    return all(_same_but_for_order(a, b) for a, b in zip(ours, theirs, strict=True))
+    return all(
+        _equal_up_to_key_order(a, b) for a, b in zip(planned_children, actual_children, strict=True)
+    )
 
 
 def _keys(spec: Any) -> list[Any]:
-    # A defaultdict's context is its factory and then its keys.
+    # A defaultdict's context is its factory, then its keys.
     context = spec.context
     return list(context[1] if context and isinstance(context[-1], list) else context)
 
@@ -423,7 +452,7 @@ def _same_value(a: Any, b: Any) -> bool:
     )
 
 
-def _other_batch(name: str, now: str, expected: str) -> Mismatch:
+def _batch_mismatch(name: str, now: str, expected: str) -> Mismatch:
     return Mismatch(
         f"{name} {now}",
         expected=f"{expected}, as the step was captured",
@@ -431,6 +460,6 @@ def _other_batch(name: str, now: str, expected: str) -> Mismatch:
     )
 
 
-def _list_of(names: Any) -> str:
+def _first_names(names: Any) -> str:
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

@@ -1,6 +1,7 @@
-"""Write a program as Python source: one line per instruction, each value dropped when it dies.
+"""Generate Python source from a program: one line per instruction, each value deleted after its
+last use.
 
-Takes no decisions; the order and the copies are the program's. Not for calling it: see step.py.
+Takes no decisions; order and copies are the program's. Not for running the source: see step.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,18 +27,18 @@ from steelyard.offload.activations import Slots
 from steelyard.offload.parameters import OffloadedTensors
 from steelyard.offload.tier import OffloadFile
 from steelyard.operators import copy_laid_out, operator_named
-from steelyard.run.fast_bindings import Room, made_in, quickest
-from steelyard.run.finite_check import FiniteWatch, places_in, watched
+from steelyard.run.fast_bindings import OutputBuffer, fastest_call, writing_into
+from steelyard.run.finite_check import FiniteWatch, checked_call, finite_check_places
 
-_ALONE: Mapping[str, Channel] = MappingProxyType({})
+_NO_CHANNELS: Mapping[str, Channel] = MappingProxyType({})
 _GIVE_WAY = "give_way"
-# Takes values in a list that it empties, so that what it reads last is freed.
+# Takes its inputs in a list that it empties, so that an input is freed after its last use.
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """Lines that are carried out in one go; ``source`` is what a compiler made of them."""
+    """Instructions compiled into one call; ``source`` is the code that the compiler generated."""
 
     takes: tuple[str, ...]
     gives: tuple[str, ...]
@@ -50,9 +51,13 @@ Line = Instruction | Fused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """``run(inputs, sinks)`` takes the inputs in the order of ``inputs``, and a callable a sink.
-    ``earlier`` is what micro-batches before the last carry out, where that is less; ``carriers``
-    are to be told when a step begins: what carries exchanges in place of torch's own calls."""
+    """Generated code: ``run(inputs, sinks)`` takes values in the order of ``inputs`` and one
+    callable per sink.
+
+    ``earlier`` is the code for all micro-batches but the last, if that is less. ``carriers``
+    replace torch's own collectives; ``begin()`` has to be called on them at the start of each
+    step.
+    """
 
     source: str
     inputs: tuple[str, ...]
@@ -64,17 +69,20 @@ class Emitted:
 def emit(
     program: Program,
     *,
-    channels: Mapping[str, Channel] = _ALONE,
+    channels: Mapping[str, Channel] = _NO_CHANNELS,
     offload_file: OffloadFile | None = None,
     tensors: OffloadedTensors | None = None,
     fusing: Callable[[Program], Iterable[Line]] = lambda program: program.instructions,
-    rooms: Mapping[str, Room] = MappingProxyType({}),
+    output_buffers: Mapping[str, OutputBuffer] = MappingProxyType({}),
     watch: FiniteWatch | None = None,
 ) -> Emitted:
-    """``channels`` are the live process groups of the mesh axes that the program speaks over,
-    ``tensors`` the weights and gradients that lie in offload memory; ``fusing`` puts lines
-    together; ``rooms`` say of nodes where what they make may lie; ``watch`` sees what is exchanged
-    before it is."""
+    """Generate and compile the Python code of a program.
+
+    ``channels`` are the live process groups of the mesh axes the program communicates over;
+    ``tensors`` are the offloaded weights and gradients; ``fusing`` groups instructions into fused
+    calls; ``output_buffers`` supply memory for the results of some nodes; ``watch`` checks values
+    before they are exchanged.
+    """
     check_channels(program, channels)
     slots = _slots(program, offload_file)
     carriers = _carriers(program, channels)
@@ -82,19 +90,22 @@ def emit(
 
     def emitted(program: Program) -> Emitted:
         return _emitted(
-            _Writer(program, tuple(fusing(program)), channels, slots, tensors, rooms, watch)
+            _Writer(
+                program, tuple(fusing(program)), channels, slots, tensors, output_buffers, watch
+            )
         )
 
-    whole = replace(emitted(program), carriers=tuple(carriers.values()))
+    complete = replace(emitted(program), carriers=tuple(carriers.values()))
     if program.earlier is program:
-        return whole
-    return replace(whole, earlier=emitted(program.earlier))
+        return complete
+    return replace(complete, earlier=emitted(program.earlier))
 
 
 def _carriers(
     program: Program, channels: Mapping[str, Channel]
 ) -> dict[str, SharedMemoryCollectives | DirectCollectives]:
-    """Of the axes that it speaks over. Where nothing is really exchanged, there are calls."""
+    """Return the collectives that replace torch's own, by mesh axis. Simulated channels have
+    none."""
     nodes, carriers = (
         program.graph.by_name,
         dict[str, SharedMemoryCollectives | DirectCollectives](),
@@ -121,7 +132,8 @@ def _emitted(writer: "_Writer") -> Emitted:
 
 
 def _slots(program: Program, offload_file: OffloadFile | None) -> Slots | None:
-    """Room in offload memory for what the program moves; its sends number the slots."""
+    """Reserve offload memory for the values that the program offloads; its sends number the
+    slots."""
     nodes = program.graph.by_name
     sizes = {
         nodes[i.node].args[0]: c.sent_bytes
@@ -151,12 +163,12 @@ class _Writer:
         channels: Mapping[str, Channel],
         slots: Slots | None,
         tensors: OffloadedTensors | None,
-        rooms: Mapping[str, Room],
+        output_buffers: Mapping[str, OutputBuffer],
         watch: FiniteWatch | None = None,
     ) -> None:
-        self._program, self._rooms = program, rooms
+        self._program, self._output_buffers = program, output_buffers
         self._watch = watch
-        self._watched = places_in(program.graph) if watch is not None else {}
+        self._checked_nodes = finite_check_places(program.graph) if watch is not None else {}
         self._lines = lines
         self.fused = tuple(line for line in lines if isinstance(line, Fused))
         self._channels = channels
@@ -172,61 +184,66 @@ class _Writer:
         lines = ["def run(inputs, sinks):"]
         if arguments:
             lines.append(f"    {', '.join(arguments)}, = inputs")
-        deaths, giving = self._deaths(), self._gives_way()
-        if giving:
+        deaths, yield_points = self._deaths(), self._yield_points()
+        if yield_points:
             self.scope[_GIVE_WAY] = ThreadScheduling()
         sinks = 0
         for index, line in enumerate(self._lines):
             dead = deaths[index]
             if isinstance(line, Fused):
-                lines += self._go(line, dead)
+                lines += self._fused_call(line, dead)
                 dead = [value for value in dead if value in line.gives]
             elif line.sink is not None:
                 lines.append(f"    sinks[{sinks}]({self._name(line.inputs[0])})")
                 sinks += 1
             else:
                 lines.append(f"    {self._name(line.value)} = {self._call(line)}")
-            if index in giving:
+            if index in yield_points:
                 lines.append(f"    {_GIVE_WAY}()")
             if dead:
                 lines.append(f"    del {', '.join(self._name(v) for v in dead)}")
         lines.append(f"    return {self._name(self._program.loss) if self._program.loss else None}")
         return "\n".join(lines) + "\n"
 
-    def _go(self, line: Fused, dead: Sequence[str]) -> list[str]:
-        """The call, after which nothing here holds what it reads last."""
+    def _fused_call(self, line: Fused, dead: Sequence[str]) -> list[str]:
+        """Return the source lines of a fused call; inputs that die in it are deleted before the
+        call."""
         name = f"go_{self.fused.index(line)}"
         self.scope[name] = line.run
         last = [self._name(value) for value in dead if value not in line.gives]
-        given = f"{', '.join(map(self._name, line.gives))}, = " if line.gives else ""
+        assigned = f"{', '.join(map(self._name, line.gives))}, = " if line.gives else ""
         return [
-            f"    taken = [{', '.join(map(self._as_compiled, line.takes))}]",
+            f"    taken = [{', '.join(map(self._fused_argument, line.takes))}]",
             *([f"    del {', '.join(last)}"] if last else []),
-            f"    {given}{name}(taken)",
+            f"    {assigned}{name}(taken)",
         ]
 
-    def _as_compiled(self, value: str) -> str:
-        """What was made by a line that stands alone has the strides that it was captured with, as
-        those lines that are compiled were told; where its storage begins, they do not ask."""
-        node = self._standing.get(value)
+    def _fused_argument(self, value: str) -> str:
+        """Return an argument of a fused call, with the strides it was captured with.
+
+        Fused code is compiled for these strides but for any storage offset; values made by
+        uncompiled lines may differ.
+        """
+        node = self._uncompiled.get(value)
         if node is None or node.collective is not None or node.waits_for:
             return self._name(value)
         (planned,) = node.outputs
-        self.scope["as_told"] = as_told
-        return f"as_told({self._name(value)}, {planned.stride!r})"
+        self.scope["with_strides"] = with_strides
+        return f"with_strides({self._name(value)}, {planned.stride!r})"
 
     @cached_property
-    def _standing(self) -> dict[str, Node]:
+    def _uncompiled(self) -> dict[str, Node]:
         nodes = self._program.graph.by_name
         return {
             line.value: nodes[line.node] for line in self._lines if isinstance(line, Instruction)
         }
 
-    def _gives_way(self) -> frozenset[int]:
-        """Behind which lines those have a turn who carry what is on its way: such as take time."""
+    def _yield_points(self) -> frozenset[int]:
+        """Return the lines that compute while a collective is in flight; after them gloo's
+        threads get the core."""
         nodes = self._program.graph.by_name
         issued: dict[str, int] = {}
-        moving: set[int] = set()
+        in_flight: set[int] = set()
         for index, line in enumerate(self._lines):
             if isinstance(line, Fused) or line.sink is not None:
                 continue
@@ -234,8 +251,8 @@ class _Writer:
             if node.collective is not None and not node.collective.is_far:
                 issued[line.value] = index
             elif node.waits_for and (issue := issued.get(line.inputs[0])) is not None:
-                moving.update(range(issue + 1, index))
-        return frozenset(i for i in moving if self._takes_time(self._lines[i]))
+                in_flight.update(range(issue + 1, index))
+        return frozenset(i for i in in_flight if self._takes_time(self._lines[i]))
 
     def _takes_time(self, line: Line) -> bool:
         if isinstance(line, Fused):
@@ -243,15 +260,16 @@ class _Writer:
         return line.sink is None and not self._program.graph.by_name[line.node].is_free
 
     def _deaths(self) -> list[list[str]]:
-        """The values that nothing reads after each line; the loss and the inputs live on."""
+        """Return, for each line, the values that no later line reads; the loss and the inputs
+        stay alive."""
         last: dict[str, int] = {}
         for index, line in enumerate(self._lines):
             made, read = _made_and_read(line)
             last.update(dict.fromkeys((*made, *read), index))
-        kept = {node.name for node in self._program.graph.inputs()} | {self._program.loss}
+        persistent = {node.name for node in self._program.graph.inputs()} | {self._program.loss}
         deaths: list[list[str]] = [[] for _ in self._lines]
         for name, index in last.items():
-            if name not in kept:
+            if name not in persistent:
                 deaths[index].append(name)
         return deaths
 
@@ -262,14 +280,15 @@ class _Writer:
             return self._name(values[node.inputs[0]])
         args = [self._argument(a, values) for a in node.args]
         if node.op in _BY_STRIDES:
-            args[0] = self._laid_out(args[0], node.inputs[0])
+            args[0] = self._restrided(args[0], node.inputs[0])
         if node.is_getitem:
             return f"{args[0]}[{args[1]}]"
         args += [f"{key}={self._argument(a, values)}" for key, a in node.kwargs]
         return f"{self._operator(node)}({', '.join(args)})"
 
-    def _laid_out(self, argument: str, of: str) -> str:
-        """What is read by strides lies as it was captured, whatever its kernel made of it."""
+    def _restrided(self, argument: str, of: str) -> str:
+        """Return the argument of an ``as_strided`` call in its captured layout: its kernel may
+        have chosen another."""
         (planned,) = self._program.graph.by_name[of].outputs
         self.scope["as_captured"] = as_captured
         return f"as_captured({argument}, {planned.stride!r}, {planned.offset})"
@@ -287,40 +306,40 @@ class _Writer:
         return repr(argument)
 
     def _operator(self, node: Node) -> str:
-        call = self._far_call(node) or self._exchanging(node) or self._computing(node)
-        if self._watch is not None and node.name in self._watched:
-            call = watched(call, self._watch, self._watched[node.name])
+        call = self._offload_call(node) or self._exchange_call(node) or self._compute_call(node)
+        if self._watch is not None and node.name in self._checked_nodes:
+            call = checked_call(call, self._watch, self._checked_nodes[node.name])
         name = self._operators.get(call)
         if name is None:
             name = self._operators[call] = f"{node.op.split('.')[1]}_{len(self._operators)}"
             self.scope[name] = call
         return name
 
-    def _computing(self, node: Node) -> Callable[..., Any]:
-        room = self._rooms.get(node.name)
-        return quickest(node) if room is None else made_in(room, node)
+    def _compute_call(self, node: Node) -> Callable[..., Any]:
+        buffer = self._output_buffers.get(node.name)
+        return fastest_call(node) if buffer is None else writing_into(buffer, node)
 
-    def _far_call(self, node: Node) -> Callable[..., Any] | None:
+    def _offload_call(self, node: Node) -> Callable[..., Any] | None:
         if node.is_far_product:
             (names, *_), body = node.args, node.body
             assert isinstance(names, tuple)
             assert body is not None
-            # Of one loop all are of the one kind, or all of the other.
-            caller = self._caller(names[0])
-            assert caller is not None
-            return caller.products.carrying_out(body)
+            # All operands of a loop are of the same kind, persistent or per step.
+            owner = self._offload_owner(names[0])
+            assert owner is not None
+            return owner.products.carrying_out(body)
         if node.op == SENT_PRODUCTS:
             assert self._tensors is not None
             return self._tensors.gradients.rows
         if not node.is_far:
             return None
-        caller = self._caller(node.args[0])
-        bound: Callable[..., Any] = getattr(caller, node.op.removeprefix(FAR_CALLS))
+        owner = self._offload_owner(node.args[0])
+        bound: Callable[..., Any] = getattr(owner, node.op.removeprefix(FAR_CALLS))
         return bound
 
-    def _exchanging(self, node: Node) -> Callable[..., Any] | None:
-        """What waits for other ranks or codes for them, and counts for how long; and what stands in
-        place of torch's own calls."""
+    def _exchange_call(self, node: Node) -> Callable[..., Any] | None:
+        """Return the call for a collective, a wait or a gradient codec: timed, or replacing
+        torch's own."""
         if node.is_far:
             return None
         if node.op in CODED_CALLS and DATA in self._channels:
@@ -333,8 +352,9 @@ class _Writer:
         assert collective is not None
         return self._channels[collective.axis].waiting
 
-    def _caller(self, name: Argument) -> OffloadedTensors | Slots | None:
-        """What has a place for good is named; what has one for a step has a number."""
+    def _offload_owner(self, name: Argument) -> OffloadedTensors | Slots | None:
+        """Return the owner of an offloaded value: named values persist over steps, numbered ones
+        are slots of one step."""
         return self._tensors if isinstance(name, str) else self._slots
 
     def _name(self, value: str) -> str:
@@ -348,6 +368,8 @@ _BY_STRIDES = frozenset({"aten.as_strided.default", "aten.as_strided_copy.defaul
 
 
 def as_captured(x: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    """Return ``x`` with the captured strides, copied if needed; raise RunFailed if a storage
+    offset differs."""
     if x.stride() == stride and x.storage_offset() == offset:
         return x
     if offset:
@@ -359,13 +381,15 @@ def as_captured(x: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.
     return copy_laid_out(x, list(x.shape), list(stride))
 
 
-def as_told(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+def with_strides(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return ``x`` with these strides, copied if its own differ."""
     if all(n < 2 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
         return x
     return copy_laid_out(x, list(x.shape), list(stride))
 
 
-# Views that differ from their argument in shape and strides only; a conjugate does not, and counts.
+# Views that differ from their argument only in shape and strides. A conjugate view does not
+# qualify.
 _RESHAPING = frozenset({
     "aten.expand.default", "aten.permute.default", "aten.slice.Tensor", "aten.squeeze.dim",
     "aten.squeeze.dims", "aten.transpose.int", "aten.view.default",
@@ -373,7 +397,7 @@ _RESHAPING = frozenset({
 
 
 def _is_identity(program: Program, node: Node) -> bool:
-    """A view that is its argument over again (``expand`` to the same shape) needs no call."""
+    """True if a view equals its argument, as ``expand`` to the same shape; it needs no call."""
     if node.op not in _RESHAPING or not node.is_view:
         return False
     return node.outputs == program.graph.by_name[node.inputs[0]].outputs

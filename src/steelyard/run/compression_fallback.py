@@ -1,7 +1,8 @@
-"""Whether gradients go in codes in the step to come, and in which: as they are at first, then as
-the plan says, and in ones that lose less where too much is held back or the loss rises.
+"""Select the gradient codec of each step: none during warm-up, then the plan's, then less lossy
+ones.
 
-All ranks see the same figures and decide alike. Not for what was lost: see run/error_feedback.py.
+Falls back to the next codec if the residual grows too large or the loss rises. All ranks see the
+same figures and make the same decision. Not for the residuals: see run/error_feedback.py.
 """
 
 import math
@@ -9,20 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-# Steps from one look to the next.
+# The number of steps between two checks.
 EVERY = 50
-# What codes hold back, of the gradient of a step. A contraction to nine tenths of it ends there.
+# Upper bound of the residual's norm relative to a step's gradient. A codec that is a contraction
+# to nine tenths converges to this value.
 MOST_HELD = 10.0
-# By how much the loss may lie above the least of all stretches; and of what the first one was, as
-# one that has come near to nothing goes up and down by a multiple of itself.
-_MOST_RISE, _LEAST_RISE = 0.2, 0.05
+# Bounds on the rise of the mean loss, relative to the lowest mean of all windows and to the first
+# mean; the latter because a loss near zero fluctuates by a multiple of itself.
+_MAX_RISE, _MAX_RISE_OF_FIRST = 0.2, 0.05
 
-Agreed = Callable[[Sequence[float]], Sequence[float]]
+MaxOverRanks = Callable[[Sequence[float]], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """``held`` is what was held back in each look, where something is."""
+    """A record of the guard's checks; ``held`` is the relative residual at each check."""
 
     exact_steps: int
     held: tuple[float, ...]
@@ -30,41 +32,46 @@ class Seen:
 
 
 class CompressionFallback:
-    """``rungs`` are the plan's codes and those that lose less, the last of which are none;
-    ``agreed`` are the most that any rank says."""
+    """Decides which codec a step uses.
+
+    ``rungs`` is the number of codecs in fallback order, from the plan's to none at the end;
+    ``max_over_ranks`` returns the maxima of figures over all ranks.
+    """
 
     def __init__(self, rungs: int, *, warm_up: int = 0) -> None:
         assert rungs > 1, "nothing goes in codes"
-        self._rungs, self.agreed = rungs, cast("Agreed", list)
+        self._rungs, self.max_over_ranks = rungs, cast("MaxOverRanks", list)
         self.warm_up = warm_up
-        self._down = 0
+        self._fallbacks = 0
         self._losses: list[float] = []
-        self._least = self._first = math.inf
+        self._lowest_mean = self._first_mean = math.inf
         self._exact_steps = 0
-        self._held: list[float] = []
+        self._residuals: list[float] = []
         self._reasons: list[str] = []
 
     @property
     def rung(self) -> int:
-        """In this step."""
-        return self._rungs - 1 if self.warm_up else self._down
+        """The index of this step's codec in the fallback order."""
+        return self._rungs - 1 if self.warm_up else self._fallbacks
 
     @property
     def state(self) -> tuple[int, int]:
-        """What a checkpoint has to hold."""
-        return self.warm_up, self._down
+        """The state to save in a checkpoint."""
+        return self.warm_up, self._fallbacks
 
-    def go_on(self, warm_up: int, down: int) -> None:
-        self.warm_up, self._down = warm_up, min(down, self._rungs - 1)
+    def load_state(self, warm_up: int, fallbacks: int) -> None:
+        self.warm_up, self._fallbacks = warm_up, min(fallbacks, self._rungs - 1)
 
     def seen(self) -> Seen:
         return Seen(
-            exact_steps=self._exact_steps, held=tuple(self._held), reasons=tuple(self._reasons)
+            exact_steps=self._exact_steps, held=tuple(self._residuals), reasons=tuple(self._reasons)
         )
 
-    def is_to_give_up(self, loss: float, held_back: Callable[[], float]) -> bool:
-        """At the end of each step: whether from the next one on codes are others, which lose less.
-        ``held_back`` looks at what is held back now."""
+    def should_fall_back(self, loss: float, residual_ratio: Callable[[], float]) -> bool:
+        """Record a finished step; return True if the next one uses the next codec.
+
+        ``residual_ratio`` measures the current relative residual.
+        """
         if self.rung == self._rungs - 1:
             self._exact_steps += 1
             self.warm_up = max(0, self.warm_up - 1)
@@ -72,26 +79,28 @@ class CompressionFallback:
         self._losses.append(loss)
         if len(self._losses) < EVERY:
             return False
-        held, mean = self.agreed((held_back(), sum(self._losses) / EVERY))
+        residual, mean = self.max_over_ranks((residual_ratio(), sum(self._losses) / EVERY))
         self._losses.clear()
-        self._held.append(held)
-        reason = self._reason(held, mean)
+        self._residuals.append(residual)
+        reason = self._reason(residual, mean)
         if reason:
-            self._down += 1
-            self._least = self._first = math.inf
+            self._fallbacks += 1
+            self._lowest_mean = self._first_mean = math.inf
             self._reasons.append(reason)
         return bool(reason)
 
-    def _reason(self, held: float, mean: float) -> str:
-        if not held <= MOST_HELD:
-            return f"{held:.3g} steps' worth of gradients was held back, of {MOST_HELD:g} at most"
+    def _reason(self, residual: float, mean: float) -> str:
+        if not residual <= MOST_HELD:
+            return (
+                f"{residual:.3g} steps' worth of gradients was held back, of {MOST_HELD:g} at most"
+            )
         if not math.isfinite(mean):
-            return ""  # no code makes up for weights that are not finite
-        self._first = mean if self._first == math.inf else self._first
-        self._least = min(self._least, mean)
-        rise = max(_MOST_RISE * abs(self._least), _LEAST_RISE * abs(self._first))
-        if mean > self._least + rise:
-            return f"the loss rose from {self._least:.4g} to {mean:.4g} in {EVERY} steps"
+            return ""  # no codec can repair weights that are not finite
+        self._first_mean = mean if self._first_mean == math.inf else self._first_mean
+        self._lowest_mean = min(self._lowest_mean, mean)
+        rise = max(_MAX_RISE * abs(self._lowest_mean), _MAX_RISE_OF_FIRST * abs(self._first_mean))
+        if mean > self._lowest_mean + rise:
+            return f"the loss rose from {self._lowest_mean:.4g} to {mean:.4g} in {EVERY} steps"
         return ""
 
 

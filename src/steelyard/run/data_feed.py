@@ -1,6 +1,6 @@
-"""Batch after batch, epoch after epoch, from a place that a resumed run can find again.
+"""Yields batches over epochs, from a position that a resumed run can return to.
 
-Not for what is done with a batch: see train_loop.py.
+Not for training on a batch: see train_loop.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +17,12 @@ _END = object()
 
 
 class Feed:
-    """Draws from ``batches``: an iterable (a DataLoader), or a callable that gives an iterator.
+    """Draws batches from an iterable (a DataLoader), or from a callable that returns an iterator.
 
-    At its end it starts again. ``epoch``, ``taken`` and ``began`` tell where it stands: a resumed
-    run sets the random states to ``began``, starts the epoch anew and passes over ``taken``
-    batches. Only torch's, Python's and numpy's own generators and a loader's are known here; an
-    iterator that draws from another has to seed it itself, alike in every epoch.
+    At the end it starts the next epoch. The position is ``epoch``, ``taken`` and ``began``: a
+    resumed run sets the random states to ``began``, restarts the epoch and skips ``taken``
+    batches. Only the generators of torch, Python, numpy and the loader are handled; an iterator
+    that draws from another has to seed it itself, equally in every epoch.
     """
 
     def __init__(self, batches: Batches) -> None:
@@ -53,21 +53,21 @@ class Feed:
         return self.next()
 
     def go_to(self, *, epoch: int, taken: int, began: RandomState) -> None:
-        """Pass over what was already taken; leaves the random states anywhere."""
-        self.epoch, passed = epoch, 0
+        """Skip the batches that were already taken. The random states are left arbitrary."""
+        self.epoch, skipped = epoch, 0
         if taken:
             set_random_state(began, self.generators)
             self._start()
-            # Not by the number in the checkpoint alone, which may be any: an epoch ends.
-            while passed < taken:
+            # The number in the checkpoint is not trusted: the loop ends with the epoch.
+            while skipped < taken:
                 self.next()
                 if self.epoch != epoch:
                     break
-                passed += 1
+                skipped += 1
             self.epoch = epoch
-        if passed != taken:
+        if skipped != taken:
             raise BadInput(
-                f"an epoch has {passed} batches, and the checkpoint is after {taken}",
+                f"an epoch has {skipped} batches, and the checkpoint is after {taken}",
                 expected="the data of the run that saved the checkpoint",
                 remedy="resume with the same data",
             )
@@ -75,8 +75,8 @@ class Feed:
     def _start(self) -> None:
         self.began = random_state(self.generators)
         self.taken = 0
-        given = self._batches
-        self._iterator = iter(given) if isinstance(given, Iterable) else iter(given())
+        batches = self._batches
+        self._iterator = iter(batches) if isinstance(batches, Iterable) else iter(batches())
 
 
 def _generators(batches: Batches) -> Generators:

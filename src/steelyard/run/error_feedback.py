@@ -1,8 +1,8 @@
-"""What codes of gradients have lost and not made up for yet, of each parameter: kept from step to
-step, put together from all ranks for a checkpoint, shared out again, also to other ranks, and paid
-back at once where codes change.
+"""Error feedback: the residuals of compressed gradients, stored per parameter across steps.
 
-Not for how it comes about: see operators/gradient_codecs.py.
+Residuals are gathered from all ranks for a checkpoint, restored from one, also on another number
+of ranks, and applied at once when the codec changes. Not for computing them: see
+operators/gradient_codecs.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ from steelyard.ir.graph import Graph, Node, Ref
 from steelyard.ir.parallel_layout import DATA
 from steelyard.operators import all_gather, low_rank
 
-# In a checkpoint: what each rank lost of its own gradients, a row each; what was lost of sums; and
-# what the next step's factors start with, which all ranks have.
+# Checkpoint keys: each rank's residual of its own gradients, one row per rank; the residual of
+# the sums; and the starting factors of the next step, which are equal on all ranks.
 _OF_RANKS, _OF_SUMS, _STARTS = "of ranks/", "of sums/", "starts/"
 _OWN = ":own"
-# How much is looked at, of all parameters together.
+# The number of sampled elements, over all parameters.
 _SAMPLE = 16 << 10
 _Member = tuple[str, int, int]
 Gradients = Mapping[str, torch.Tensor]
@@ -29,15 +29,16 @@ _LeftArguments = tuple[Any, Ref, Ref, tuple[tuple[int, int], ...], int]
 
 
 class ErrorFeedback:
-    """By the names of a program's inputs, the same for batches of every shape."""
+    """Residuals by the names of program inputs, the same for batches of every shape."""
 
     def __init__(self, channels: Mapping[str, Channel], device: torch.device = CPU) -> None:
         self.channels, self._device = channels, device
         self._tensors: dict[str, torch.Tensor] = {}
         self._members: dict[str, tuple[_Member, ...]] = {}
         self._starts: dict[str, tuple[_Member, ...]] = {}
-        self._looks = 0
-        # Of parameters whose gradients this program sends otherwise: what is to be paid back.
+        self._checks = 0
+        # Residuals to apply in the next step, of parameters that the program does not send in
+        # that codec.
         self._owed: dict[str, torch.Tensor] = {}
 
     @property
@@ -45,7 +46,7 @@ class ErrorFeedback:
         return [*self._tensors.values()]
 
     def of(self, graph: Graph, node: Node) -> torch.Tensor:
-        """For this input of it; nothing is lost before the first step."""
+        """Return the tensor for a residual input of the program; a residual starts as zero."""
         (planned,) = node.outputs
         if node.name not in self._tensors:
             dtype = getattr(torch, planned.dtype)
@@ -59,8 +60,8 @@ class ErrorFeedback:
             self._starts |= _starts(graph)
         return self._tensors[node.name]
 
-    def whole(self) -> dict[str, torch.Tensor]:
-        """Of all ranks, who come together for it; and what all of them know is owed."""
+    def gather(self) -> dict[str, torch.Tensor]:
+        """Gather the residuals of all ranks, including those owed; a collective call."""
         found = {f"{_OF_RANKS}{target}": lost[None].clone() for target, lost in self._owed.items()}
         for name, members in self._members.items():
             rows = self._gathered(self._tensors[name])
@@ -75,10 +76,11 @@ class ErrorFeedback:
                 found[f"{_STARTS}{target}"] = self._tensors[name][start : start + count].clone()
         return found
 
-    def put_back(self, saved: Mapping[str, torch.Tensor]) -> list[str]:
-        """What this rank has of it; the parameters of which something stays over.
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> list[str]:
+        """Restore this rank's residuals; return the parameters that were not restored.
 
-        As many ranks as lost it get the bits back; others have equal shares of the same sum.
+        With the number of ranks that saved them, each rank gets its own bits; otherwise each gets
+        an equal share of the sum.
         """
         left = {name.partition("/")[2] for name in saved}
         for name, members in self._members.items():
@@ -103,43 +105,47 @@ class ErrorFeedback:
                 own.copy_(sums.chunk(self.channels[DATA].num_ranks)[self.channels[DATA].rank])
         for name, members in self._starts.items():
             for target, start, count in members:
-                begun = saved.get(f"{_STARTS}{target}")
-                if begun is not None and begun.numel() == count:  # of the same rank
-                    self._tensors[name][start : start + count] = begun
+                factors = saved.get(f"{_STARTS}{target}")
+                if factors is not None and factors.numel() == count:  # of the same low rank
+                    self._tensors[name][start : start + count] = factors
         return sorted(left)
 
     def owe(self, saved: Mapping[str, torch.Tensor], gradients: Gradients) -> list[str]:
-        """Of what was saved of parameters that have no codes here: to be paid back in the next
-        step. Those of which this rank has no whole gradient."""
-        cannot = []
+        """Schedule saved residuals of parameters that are not compressed now for the next step.
+
+        Returns the parameters for which this rank has no whole gradient.
+        """
+        unmatched = []
         for name, lost in saved.items():
             kind, _, target = name.partition("/")
             if f"{kind}/" == _STARTS:
                 continue
             parameter = gradients.get(target)
             if parameter is None or parameter.numel() != lost.shape[-1]:
-                cannot.append(target)
+                unmatched.append(target)
                 continue
             total = lost.sum(0) if f"{kind}/" == _OF_RANKS else lost
             self._owed[target] = self._owed.get(target, 0) + total.to(parameter.device)
-        return sorted({*cannot})
+        return sorted({*unmatched})
 
     @property
     def is_owing(self) -> bool:
         return bool(self._owed)
 
     def pay(self, gradients: Gradients) -> None:
-        """What is owed, to the sums of all ranks' gradients."""
+        """Add the owed residuals to the summed gradients."""
         for target in [target for target in self._owed if target in gradients]:
             _flat(gradients[target]).add_(self._owed.pop(target))
 
     def pay_all(self, gradients: Gradients) -> None:
-        """All that is held back, by all ranks at once; then nothing is."""
+        """Add all residuals of all ranks to the summed gradients, and reset them; a collective
+        call."""
         self.owe_all()
         self.pay(gradients)
 
     def owe_all(self) -> None:
-        """All that is held back is to be paid in the next step."""
+        """Schedule all residuals of all ranks for the next step, and reset them; a collective
+        call."""
         for name, members in self._members.items():
             total = self._gathered(self._tensors[name]).sum(0)
             if (own := self._tensors.get(f"{name}{_OWN}")) is not None:
@@ -154,50 +160,53 @@ class ErrorFeedback:
         return {target: owed.numel() for target, owed in self._owed.items()}
 
     def take_over(self, numels: Mapping[str, int], fill: Callable[[torch.Tensor], object]) -> None:
-        """What another rank owes is owed here from now on; ``fill`` puts its values in."""
-        here = self._owed
+        """Replace the owed residuals by those of another rank; ``fill`` receives each into a
+        tensor."""
+        before = self._owed
         self._owed = {}
         for target, numel in numels.items():
-            held = here.get(target)
-            if held is None:
-                held = torch.zeros(numel, device=self._device)
-            fill(held)
-            self._owed[target] = held
+            owed = before.get(target)
+            if owed is None:
+                owed = torch.zeros(numel, device=self._device)
+            fill(owed)
+            self._owed[target] = owed
 
     def forget(self) -> None:
-        for held in (self._tensors, self._members, self._starts):
-            held.clear()
+        for mapping in (self._tensors, self._members, self._starts):
+            mapping.clear()
 
-    def held_back(self, gradients: Gradients) -> float:
-        """What all ranks hold back of a sample, as a share of this step's sum; the same on every
-        rank, for which all come together."""
-        each = max(1, _SAMPLE // max(1, sum(map(len, self._members.values()))))
-        held, summed = [], []
+    def residual_ratio(self, gradients: Gradients) -> float:
+        """Return the norm of the summed residuals relative to this step's gradient, on a sample.
+
+        The result is equal on all ranks; a collective call.
+        """
+        per_parameter = max(1, _SAMPLE // max(1, sum(map(len, self._members.values()))))
+        residuals, summed = [], []
         for name, members in self._members.items():
             own = self._tensors.get(f"{name}{_OWN}")
             for target, start, count in members:
-                size = min(each, count)
-                first = self._looks * each % (count - size + 1)
+                size = min(per_parameter, count)
+                first = self._checks * per_parameter % (count - size + 1)
                 here = self._tensors[name][start + first : start + first + size].clone()
                 if own is not None:
                     self._add_own(own, here, start + first)
-                held.append(here)
+                residuals.append(here)
                 summed.append(_flat(gradients[target])[first : first + size])
-        self._looks += 1
-        if not held:
+        self._checks += 1
+        if not residuals:
             return 0.0
-        total = self._gathered(torch.cat(held)).sum(0)
+        total = self._gathered(torch.cat(residuals)).sum(0)
         norm = torch.cat(summed).norm()
-        # Where nothing is finite, and where there is no gradient, nothing is said.
+        # Without a finite, nonzero gradient the ratio means nothing.
         return float(total.norm() / norm) if norm.isfinite() and norm > 0 else 0.0
 
-    def agreed(self, figures: Sequence[float]) -> list[float]:
-        """The most that any rank says."""
-        said = self._gathered(torch.tensor(figures, dtype=torch.float64, device=CPU))
-        return [float(most) for most in said.amax(0)]
+    def max_over_ranks(self, figures: Sequence[float]) -> list[float]:
+        """Return the maximum of each figure over all ranks."""
+        figures_by_rank = self._gathered(torch.tensor(figures, dtype=torch.float64, device=CPU))
+        return [float(largest) for largest in figures_by_rank.amax(0)]
 
     def _add_own(self, own: torch.Tensor, here: torch.Tensor, start: int) -> None:
-        """What this rank lost of the sums that it makes, where it makes those that begin there."""
+        """Add this rank's residual of the sums, for the elements of ``here`` that it reduces."""
         begin = self.channels[DATA].rank * own.numel()
         low, high = max(start, begin), min(start + here.numel(), begin + own.numel())
         if low < high:
@@ -210,20 +219,19 @@ class ErrorFeedback:
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    """As it lies in memory, which is how it went."""
+    """View a gradient as one dimension in memory order, the order in which it is sent."""
     return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
 
 
 def _members(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
-    """Of each of a graph's residuals: the parameters, and where in it they begin and how long they
-    are."""
+    """Yield, for each residual of a graph, its parameters with their offsets and lengths."""
     for node in graph.nodes:
         if node.op in FIRST_CALLS and isinstance(residual := node.args[1], Ref):
             yield residual.name, _decoded(graph, node)
 
 
 def _starts(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
-    """The same of what right factors start with."""
+    """Yield the same for the tensors of starting right factors."""
     for node in graph.nodes:
         if node.op == LEFT:
             _, _, start, shapes, rank = cast("_LeftArguments", node.args)
@@ -235,12 +243,12 @@ def _starts(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
 
 
 def _decoded(graph: Graph, coded: Node) -> tuple[_Member, ...]:
-    """In their order."""
-    (whole,) = graph.by_name[f"{coded.name.removesuffix('.coded')}.decoded"].outputs
+    """Return the parameters of a coded tensor, by offset."""
+    (decoded,) = graph.by_name[f"{coded.name.removesuffix('.coded')}.decoded"].outputs
     found = []
     for output in graph.outputs:
         (tensor,) = graph.by_name[output.node].outputs
-        if tensor.storage == whole.storage:
+        if tensor.storage == decoded.storage:
             found.append((output.target, tensor.offset, tensor.numel))
     return tuple(sorted(found, key=lambda member: member[1]))
 

@@ -1,7 +1,7 @@
-"""The quickest way to call each operator: torch's own Python binding where it has the same meaning.
+"""The fastest way to call each operator: torch's own Python binding if it means the same.
 
-``torch.ops`` reads its arguments against a schema at every call, which costs about as much again
-as a small kernel. Not for which operator to call: see operators.py.
+``torch.ops`` parses its arguments against a schema at every call, which costs about as much as a
+small kernel. Not for which operator to call: see operators/.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from steelyard.ir.graph import Node
 from steelyard.operators import callable_of, decode8, encode8, masked_scale, operator_named
 from steelyard.passes.pipeline.in_place_sends import WRITING
 
-# Public builtins that take an overload's arguments in its own order; with these keywords, no other.
-# Each is compared with its operator in tests/run/test_calls.py.
+# Public builtins that take an overload's arguments in the same order, with exactly these
+# keywords. Each is compared with its operator in tests/torch/run/test_fast_bindings.py.
 _Binding = Callable[..., Any]
 _PLAIN: dict[str, _Binding] = {
     "aten.bernoulli.p": torch.bernoulli,
@@ -42,12 +42,12 @@ _PLAIN: dict[str, _Binding] = {
     "aten.tanh.default": torch.tanh,
     "aten.transpose.int": torch.transpose,
     "aten.unsqueeze.default": torch.unsqueeze,
-    # Some kernels lay their result out otherwise than torch's own description of them says, and
-    # such a result may have no view of the shape; it has a copy.
+    # Some kernels return another layout than torch's shape inference says, and such a result may
+    # not be viewable in the new shape; reshape copies it.
     "aten._unsafe_view.default": torch.reshape,
     "aten.view.default": torch.reshape,
     "aten.where.self": torch.where,
-    # Without the dispatcher, which takes longer to call Python than C++.
+    # Called without the dispatcher, which is slower for Python than for C++ operators.
     "steelyard.decode8.default": decode8,
     "steelyard.encode8.default": encode8,
     "steelyard.masked_scale.default": masked_scale,
@@ -62,27 +62,29 @@ _BINDINGS: dict[str, tuple[_Binding, frozenset[str]]] = {
 }
 
 
-# Where the next result may be made, if there is room.
-Room = Callable[[], torch.Tensor | None]
+# Returns the memory to write the next result into, or None to allocate it.
+OutputBuffer = Callable[[], torch.Tensor | None]
 
 
-def made_in(room: Room, node: Node) -> Callable[..., Any]:
-    """Carries the node out where ``room`` says, and as ever where there is none."""
-    plainly = quickest(node)
+def writing_into(buffer: OutputBuffer, node: Node) -> Callable[..., Any]:
+    """Return a call that writes the node's result into ``buffer()``, or allocates as usual if
+    that is None."""
+    allocating = fastest_call(node)
     op, keyword = WRITING[node.op]
-    writing = _torch.builtin_of(operator_named(op))
+    write_out = _torch.builtin_of(operator_named(op))
     (planned,) = node.outputs
 
-    def make(*args: Any, **kwargs: Any) -> Any:
-        place = room()
-        if place is None:
-            return plainly(*args, **kwargs)
-        return writing(*args, **kwargs, **{keyword: place.view(planned.shape)})
+    def call(*args: Any, **kwargs: Any) -> Any:
+        memory = buffer()
+        if memory is None:
+            return allocating(*args, **kwargs)
+        return write_out(*args, **kwargs, **{keyword: memory.view(planned.shape)})
 
-    return make
+    return call
 
 
-def quickest(node: Node) -> Callable[..., Any]:
+def fastest_call(node: Node) -> Callable[..., Any]:
+    """Return the fastest callable for a node's operator."""
     if node.body is not None:
         return callable_of(node)
     binding, keywords = _BINDINGS.get(node.op, (None, frozenset[str]()))

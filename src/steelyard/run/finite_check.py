@@ -1,8 +1,8 @@
-"""The first of a rank's own values that was not finite, looked at before ranks exchange them.
+"""Find the first non-finite value of a rank, checked before ranks exchange it.
 
-Behind an exchange all ranks have NaN alike, and nothing tells whose it was. A step's values stand
-in the order in which they are made: the batch, activations stage by stage, the loss, gradients from
-the last stage to the first. Not for exchanging what ranks found: see train_loop.py and api/step.py.
+After an exchange every rank has the NaN, and its origin is lost. The values of a step are ordered
+as they are made: the batch, activations stage by stage, the loss, gradients from the last stage
+to the first. Not for exchanging what ranks found: see train_loop.py and api/step.py.
 """
 
 import math
@@ -17,17 +17,18 @@ from steelyard.ir.gradient_codec import FIRST_CALLS
 from steelyard.ir.graph import Graph, OutputKind, Phase
 from steelyard.ir.parallel_layout import DATA
 
-# Places in a step; a stage's number is added to that of activations, and taken from that of
-# gradients, which the last stage makes first.
+# Positions in a step. The stage index is added to that of activations, and subtracted from that
+# of gradients, because the last stage makes its gradients first.
 BATCH, ACTIVATIONS, LOSS, GRADIENTS = 0, 1_000, 200_000, 900_000
 _STEP = 1_000_000
-# A GPU is asked so many steps later, when it has long computed what it is asked for.
+# A GPU's results are read this many steps later, when they are long computed, to avoid a
+# synchronization.
 _PENDING = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class NonFiniteValue:
-    """A value of this rank that was not finite, in a step counted from this process's first."""
+    """A non-finite value of this rank; ``step`` counts from the first step of this process."""
 
     step: int
     place: int
@@ -49,17 +50,18 @@ class NonFiniteValue:
         return "own loss" if self.place == LOSS else "own gradients"
 
 
-# What ranks say that found nothing.
+# The code of a rank that found nothing.
 NOTHING = 2**62
 
 
 class FiniteWatch:
-    """``saw`` is given values before they are exchanged, ``end`` the loss of all ranks."""
+    """Records non-finite values: ``saw`` takes values before they are exchanged, ``end`` the loss
+    over all ranks."""
 
     def __init__(self, device: torch.device = CPU) -> None:
-        self._is_at_once = device.type == "cpu"
+        self._is_synchronous = device.type == "cpu"
         self.step = 0
-        # Whether the next call adds to the gradients of the last one, and is of the same step.
+        # True if the next call accumulates into the same gradients and belongs to the same step.
         self.adds_up = False
         self.first: NonFiniteValue | None = None
         self.failed_at: int | None = None
@@ -81,21 +83,24 @@ class FiniteWatch:
             return
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.is_floating_point():
-                self._add(place, _told_by(tensor))
+                self._add(place, _finite_indicator(tensor))
 
     def _add(self, place: int, number: torch.Tensor) -> None:
-        if not self._is_at_once:
+        if not self._is_synchronous:
             before = self._seen.get(place)
             self._seen[place] = number if before is None else before + number
         elif not math.isfinite(number):
             self._found.append(NonFiniteValue(self.step, place))
 
     def end(self, loss: torch.Tensor, batch: Callable[[], Iterable[Any]]) -> None:
-        """``batch`` gives this rank's part of it, which is looked at where the loss is not finite:
-        on a CPU at once, and on a GPU not at all, for then it is gone."""
+        """Check the loss at the end of a step.
+
+        ``batch`` returns this rank's part of the batch. If the loss is not finite, it is checked
+        at once on a CPU; on a GPU never, because the batch is freed before the result is known.
+        """
         if self.failed_at is not None:
             return
-        if not self._is_at_once:
+        if not self._is_synchronous:
             self._pending.append((self.step, self._seen, loss.detach().sum()))
             if len(self._pending) > _PENDING:
                 self._settle_one()
@@ -103,13 +108,16 @@ class FiniteWatch:
             self.look_at(batch())
 
     def look_at(self, batch: Iterable[Any]) -> None:
-        """The part of the batch of the step that failed."""
+        """Check the batch of the failed step."""
         tensors = [x for x in batch if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        if not all(math.isfinite(_told_by(tensor)) for tensor in tensors if tensor.numel()):
+        if not all(
+            math.isfinite(_finite_indicator(tensor)) for tensor in tensors if tensor.numel()
+        ):
             self._found.append(NonFiniteValue(self.failed_at or self.step, BATCH))
         self.first = min(self._found, default=None)
 
     def settle(self) -> None:
+        """Read the pending results of a GPU."""
         while self._pending:
             self._settle_one()
 
@@ -123,8 +131,11 @@ class FiniteWatch:
         self._judge(step, float(loss))
 
     def _judge(self, step: int, loss: float) -> bool:
-        """Whether the loss of this step was the first that was not finite. A finite one says that
-        nothing of earlier steps has reached the weights: a scaler skips steps on purpose."""
+        """True if the loss of this step is the first non-finite one.
+
+        A finite loss clears the findings of earlier steps: they have not reached the weights, as
+        when a gradient scaler skips a step.
+        """
         if math.isfinite(loss):
             self._found = [found for found in self._found if found.step >= step]
             return False
@@ -133,44 +144,47 @@ class FiniteWatch:
         return True
 
 
-def _told_by(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that is finite where all of the tensor is, in one reading and without room."""
+def _finite_indicator(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number that is finite if and only if the whole tensor is, in one pass without
+    extra memory."""
     tensor = tensor.detach()
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor.sum()
-    low, high = torch.aminmax(tensor)  # which cannot overflow, as the sum of half floats does
+    low, high = torch.aminmax(tensor)  # cannot overflow, but a sum of half floats can
     return low.float() + high.float()
 
 
-def places_in(graph: Graph) -> Mapping[str, int]:
-    """Nodes whose first argument is this rank's own, before it is exchanged with ranks that share
-    the batch, and where it stands in a step."""
+def finite_check_places(graph: Graph) -> Mapping[str, int]:
+    """Return the nodes whose first argument is about to be exchanged over the data-parallel
+    ranks, with its position in a step."""
     places: dict[str, int] = {}
     for node in graph.nodes:
         sent = node.collective
         if node.op in FIRST_CALLS or (sent is not None and sent.axis == DATA and sent.is_sum):
-            is_back = node.phase is Phase.BACKWARD or node.op in FIRST_CALLS
-            places[node.name] = GRADIENTS if is_back else ACTIVATIONS
+            is_gradient = node.phase is Phase.BACKWARD or node.op in FIRST_CALLS
+            places[node.name] = GRADIENTS if is_gradient else ACTIVATIONS
     for output in graph.outputs:
         if output.kind is OutputKind.LOSS:
-            waited = graph.by_name[output.node]
-            if waited.waits_for in places:
-                places[waited.waits_for] = LOSS
+            node = graph.by_name[output.node]
+            if node.waits_for in places:
+                places[node.waits_for] = LOSS
     return places
 
 
-def watched(call: Callable[..., Any], watch: FiniteWatch, place: int) -> Callable[..., Any]:
-    def calling(first: Any, *rest: Any, **named: Any) -> Any:
+def checked_call(call: Callable[..., Any], watch: FiniteWatch, place: int) -> Callable[..., Any]:
+    """Wrap a call so that its first argument is checked beforehand."""
+
+    def checked(first: Any, *rest: Any, **named: Any) -> Any:
         watch.saw(place, first)
         return call(first, *rest, **named)
 
-    return calling
+    return checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blamed:
-    """Whose values were not finite first, in words; ``rank`` is -1 where it is not one of several,
-    or not known."""
+    """The origin of the first non-finite value, in words; ``rank`` is -1 if it is not one rank,
+    or unknown."""
 
     words: str = ""
     rank: int = -1
@@ -178,8 +192,11 @@ class Blamed:
 
 
 def blamed(codes: Sequence[int], *, offset: int = 0) -> Blamed:
-    """``codes`` is what each rank says, ``offset`` the number of steps before the first of this
-    process. No words where nobody knows."""
+    """Return the origin of the first non-finite value.
+
+    ``codes`` holds each rank's code, ``offset`` the number of steps before this process's first.
+    The result has no words if no rank found any.
+    """
     first = min(codes)
     if first >= NOTHING:
         return Blamed()
@@ -203,5 +220,5 @@ def blamed(codes: Sequence[int], *, offset: int = 0) -> Blamed:
 
 __all__ = [
     "ACTIVATIONS", "BATCH", "GRADIENTS", "LOSS", "NOTHING", "Blamed", "FiniteWatch",
-    "NonFiniteValue", "blamed", "places_in", "watched",
+    "NonFiniteValue", "blamed", "checked_call", "finite_check_places",
 ]  # fmt: skip

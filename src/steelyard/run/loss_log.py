@@ -1,11 +1,11 @@
-"""The losses of all steps, in a file of JSON lines, and for TensorBoard where that is installed.
+"""Log the loss of every step to a JSON lines file, and to TensorBoard if that is installed.
 
-One line for each step: ``step``, ``loss``, ``seconds`` (null for a metered step), ``lr`` (one
-number, or one for each group of parameters where they differ; null without an optimizer) and
-``time``, in seconds since 1970. A run that is resumed goes on in the file behind the step of its
-checkpoint, so that no step is there twice; a new run begins the file anew, and keeps the one of the
-run before.
-Not for the receipt, which has the first loss and the last.
+Each line has ``step``, ``loss``, ``seconds`` (null for a metered step), ``lr`` (one number, or
+one per parameter group if they differ; null without an optimizer) and ``time``, in seconds since
+1970. A resumed run continues the file after its checkpoint's step, so that no step appears twice;
+a new run starts a new file and keeps the old one.
+
+Not for the receipt, which has the first and the last loss.
 """
 
 import json
@@ -22,7 +22,7 @@ _FLUSH_SECONDS = 10
 
 
 def losses_path(plan: Path) -> Path:
-    """Beside a plan, ``train.plan.toml``: ``train.losses.jsonl``."""
+    """Return the path of the log of a plan: ``train.plan.toml`` gives ``train.losses.jsonl``."""
     return plan.with_name(f"{_name(plan)}.losses.jsonl")
 
 
@@ -35,7 +35,8 @@ def _name(plan: Path) -> str:
 
 
 class Losses:
-    """Written as steps are taken. What cannot be written is told once, and is no reason to stop."""
+    """Writes losses as steps are taken. A write error is reported once and does not stop
+    training."""
 
     def __init__(self, plan: Path, tell: Callable[[str], None]) -> None:
         self._path, self._board_path = losses_path(plan), tensorboard_path(plan)
@@ -50,7 +51,7 @@ class Losses:
             self._begin(step)
         if self._file is not None:
             line = {"step": step, "loss": loss, "seconds": seconds, "lr": lr, "time": time.time()}
-            self._written(json.dumps(line).encode() + b"\n")
+            self._write(json.dumps(line).encode() + b"\n")
         if self._board is not None:
             self._show(step, {"loss": loss, "seconds": seconds, "lr": lr})
 
@@ -61,7 +62,8 @@ class Losses:
             self._board.close()
 
     def _begin(self, step: int) -> None:
-        """``step`` is the first of this process: behind the step of a checkpoint, or 1."""
+        """Open the log; ``step`` is the first step of this process, 1 or the one after a
+        checkpoint."""
         try:
             if self._path.exists() and not self._path.is_file():
                 raise OSError(0, "it is no regular file")
@@ -69,11 +71,12 @@ class Losses:
                 _keep_before(step, self._path)
             elif self._path.exists():
                 self._path.replace(self._path.with_name(f"{self._path.stem}.before.jsonl"))
-            # Unbuffered: a line is with the operating system at once, whatever kills this process.
+            # Unbuffered: each line reaches the operating system at once, even if this process is
+            # killed.
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             self._give_up(error)
-        # Looked for, and imported only where it is there: it takes seconds.
+        # TensorBoard is imported only if installed: the import takes seconds.
         if find_spec("tensorboard") is not None:
             self._begin_board(step)
 
@@ -84,9 +87,9 @@ class Losses:
             earlier = sorted(self._board_path.iterdir()) if self._board_path.is_dir() else []
             now = time.strftime("%Y-%m-%d-%H-%M-%S") + f"-{os.getpid()}"
             folder = earlier[-1] if step > 1 and earlier else self._board_path / now
-            again = step if folder.is_dir() else None  # later steps of it are taken again
+            purge_step = step if folder.is_dir() else None  # its later steps are run a second time
             self._board = SummaryWriter(
-                log_dir=str(folder), purge_step=again, flush_secs=_FLUSH_SECONDS
+                log_dir=str(folder), purge_step=purge_step, flush_secs=_FLUSH_SECONDS
             )
         except (ImportError, AttributeError, TypeError, OSError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
@@ -101,7 +104,7 @@ class Losses:
             self._board = None
             self._tell(f"losses are no longer written for TensorBoard: {error.strerror}")
 
-    def _written(self, line: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         assert self._file is not None
         try:
             self._file.write(line)
@@ -116,8 +119,8 @@ class Losses:
 
 
 def _keep_before(step: int, path: Path) -> None:
-    """Drop the lines of this step and later ones, which are taken again, and what a process that
-    was killed left of a line."""
+    """Remove the lines of this step and later ones, which will be repeated, and an incomplete
+    last line of a killed process."""
     if not path.exists():
         return
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")

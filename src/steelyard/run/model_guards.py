@@ -1,9 +1,9 @@
-"""Is this still the model that was captured? Asked before every step, in microseconds.
+"""Check before every step, in microseconds, that the model is still the one that was captured.
 
-What the graph has fixed for good: which tensors there are, train or eval, hooks of modules, the
-code of their classes. Not for values of tensors: those may change freely. Not for what that code
-read besides (attributes, globals): see capture/checks/python_state_guards.py. Not for the batch:
-see binding.py.
+Guards what the graph has fixed: the set of tensors, train or eval mode, module hooks, the code of
+the classes. Not for values of tensors: those may change freely. Not for other state that the code
+read (attributes, globals): see capture/checks/python_state_guards.py. Not for the batch: see
+binding.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,31 +28,32 @@ _REGISTERS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_AGAIN = "plan again after changing the model"
-# What makes a module computes nothing of a step; torch.compile wraps both of nn.Module's own.
-_ONLY_TO_MAKE = frozenset({"__init__", "__setstate__"})
-# Where module.compile() leaves the same step, compiled.
+_PLAN_AGAIN = "plan again after changing the model"
+# Constructors compute nothing in a step; torch.compile wraps both of nn.Module's own.
+_CONSTRUCTORS = frozenset({"__init__", "__setstate__"})
+# The attribute that module.compile() sets; it runs the same step, compiled.
 _COMPILED = "_compiled_call_impl"
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """What the step was captured with; ids are compared, and the objects kept so that they hold."""
+class _Snapshot:
+    """A snapshot of objects. Their ids are compared; the references keep these ids from being
+    reused."""
 
     objects: list[Any]
     ids: list[int]
 
     @classmethod
-    def at(cls, objects: Iterable[Any]) -> "_Look":
-        kept = list(objects)
-        return cls(kept, list(map(id, kept)))
+    def of(cls, objects: Iterable[Any]) -> "_Snapshot":
+        listed = list(objects)
+        return cls(listed, list(map(id, listed)))
 
 
 class ModelWatch:
-    """Remembers a model as it is now; ``check`` refuses it once it is another.
+    """Records the model as it is now; ``check`` raises if it has changed.
 
-    Every check is one pass in C over ids, so that a hundred modules cost about a tenth of a
-    millisecond; Python looks for the reason only where something differs.
+    Each check is one pass over ids in C, about a tenth of a millisecond for a hundred modules;
+    Python code looks for the reason only after a difference.
     """
 
     def __init__(self, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
@@ -67,8 +68,8 @@ class ModelWatch:
         self._filled_dicts = [d for _, _, d in self._filled]
         self._empty = [r for r in registers if not r[2]]
         self._empty_dicts = [d for _, _, d in self._empty]
-        self._kept = [dict(d) for d in self._filled_dicts]
-        self._registered = _Look.at(chain.from_iterable(map(dict.values, self._filled_dicts)))
+        self._registered_dicts = [dict(d) for d in self._filled_dicts]
+        self._registered = _Snapshot.of(chain.from_iterable(map(dict.values, self._filled_dicts)))
 
         self._modules = modules
         self._vars = [vars(module) for module in modules.values()]
@@ -78,7 +79,7 @@ class ModelWatch:
         kinds = dict.fromkeys(type(module) for module in modules.values())
         self._classes = list(dict.fromkeys(chain.from_iterable(k.__mro__ for k in kinds)))
         self._members = [dict(vars(c)) for c in self._classes]
-        self._code = _Look.at(chain.from_iterable(map(dict.values, self._members)))
+        self._code = _Snapshot.of(chain.from_iterable(map(dict.values, self._members)))
 
         self._parameters = dict(model.named_parameters())
         self._parameter_list = list(self._parameters.values())
@@ -115,16 +116,16 @@ class ModelWatch:
     def _check_registered(self) -> None:
         for path, kind, now in self._empty:
             for key, found in now.items():
-                if not _only_looks(found):
+                if not _is_inert(found):
                     raise _changed(kind, _joined(path, str(key)), "appeared after planning", path)
-        for (path, kind, now), before in zip(self._filled, self._kept, strict=True):
+        for (path, kind, now), before in zip(self._filled, self._registered_dicts, strict=True):
             for key in before.keys() | now.keys():
                 if now.get(key) is before.get(key) and (key in now) == (key in before):
                     continue
-                if key not in before and _only_looks(now[key]):
+                if key not in before and _is_inert(now[key]):
                     continue
-                how = _how(key in before, key in now, is_none=now.get(key) is None)
-                raise _changed(kind, _joined(path, str(key)), f"{how} after planning", path)
+                change = _change(key in before, key in now, is_none=now.get(key) is None)
+                raise _changed(kind, _joined(path, str(key)), f"{change} after planning", path)
         found = chain.from_iterable(map(dict.values, self._filled_dicts))
         known = set(self._registered.ids)
         if [id(x) for x in found if id(x) in known] == self._registered.ids:
@@ -132,36 +133,38 @@ class ModelWatch:
         raise Mismatch(
             "parameters or modules were registered in another order after planning",
             expected="the model as it was captured",
-            remedy=_AGAIN,
+            remedy=_PLAN_AGAIN,
         )
 
     def _check_new_attributes(self) -> None:
-        """An attribute that is new is no concern of the graph's, unless it hides something."""
+        """Refuse a new attribute only if it hides one of the class; others do not affect the
+        graph."""
         for (path, module), known in zip(self._modules.items(), self._attributes, strict=True):
             for key in vars(module).keys() - known:
                 if key != _COMPILED and hasattr(type(module), key):
                     raise Mismatch(
                         f"attribute {_joined(path, key)} was overridden after planning",
                         expected="the model as it was captured",
-                        remedy=_AGAIN,
+                        remedy=_PLAN_AGAIN,
                     )
         self._num_vars = list(map(len, self._vars))
 
     def _check_members(self) -> None:
-        """Data of a class may change; Dynamo's guards know whether the step has read it."""
+        """Refuse replaced code of a class. Its data may change; Dynamo's guards check the data
+        the step read."""
         known = {key for members in self._members for key in members}
         for kind, before in zip(self._classes, self._members, strict=True):
             now = vars(kind)
-            for key in (before.keys() | now.keys()) - _ONLY_TO_MAKE:
+            for key in (before.keys() | now.keys()) - _CONSTRUCTORS:
                 old, new = before.get(key), now.get(key)
                 if new is not old and (_is_code(old) or (_is_code(new) and key in known)):
                     raise Mismatch(
                         f"{key} of class {kind.__name__} was replaced after planning",
                         expected="the code that the step was captured with",
-                        remedy=_AGAIN,
+                        remedy=_PLAN_AGAIN,
                     )
         self._members = [dict(vars(c)) for c in self._classes]
-        self._code = _Look.at(chain.from_iterable(map(dict.values, self._members)))
+        self._code = _Snapshot.of(chain.from_iterable(map(dict.values, self._members)))
 
     def _refuse_requires_grad(self) -> None:
         for (name, parameter), before in zip(self._parameters.items(), self._trains, strict=True):
@@ -173,7 +176,8 @@ class ModelWatch:
                 )
 
     def _check_forms(self) -> None:
-        """Other memory is fine (``.data`` was set, a model loaded), another kind of tensor not."""
+        """Allow new memory (``.data`` was set, a model was loaded), but no other form of a
+        tensor."""
         for (name, tensor), form in zip(self._tensors.items(), self._forms, strict=True):
             if _form(tensor) != form:
                 raise Mismatch(
@@ -185,7 +189,7 @@ class ModelWatch:
 
 
 class OptimizerWatch:
-    """Remembers which parameters an optimizer steps."""
+    """Records the parameters that an optimizer updates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self._optimizer = optimizer
@@ -212,11 +216,11 @@ _PARAMS = itemgetter("params")
 _Form = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
 
 
-def _only_looks(hook: Any) -> bool:
-    """Hooks that come and go and leave a step as it is without them.
+def _is_inert(hook: Any) -> bool:
+    """True for hooks that may come and go because they do not change a step.
 
-    A module tracker, as of a FlopCounterMode, labels; those that transformers leaves behind after
-    ``output_hidden_states=True`` do nothing until that is asked for again.
+    A module tracker, as in FlopCounterMode, only labels; the hooks that transformers leaves on
+    the model after ``output_hidden_states=True`` do nothing until that is requested once more.
     """
     is_tracker = isinstance(getattr(hook, "__self__", None), ModuleTracker)
     return is_tracker or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
@@ -236,7 +240,8 @@ def _tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def _form(tensor: torch.Tensor) -> _Form:
-    # Strides too: kernels, and so bits, may differ by them. A dimension of one has no real stride.
+    # Strides are included: kernels, and so bits, may depend on them. A dimension of one has no
+    # meaningful stride.
     stride = tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     return tensor.shape, tensor.dtype, tensor.device, stride
 
@@ -251,18 +256,18 @@ def _joined(path: str, name: str) -> str:
 
 
 def _other_optimizer(foreign: int, missing: list[str]) -> Mismatch:
-    said = [f"steps {foreign} parameters that the model does not have"] if foreign else []
+    problems = [f"steps {foreign} parameters that the model does not have"] if foreign else []
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        said.append(f"lacks {missing[0]}{more}")
+        problems.append(f"lacks {missing[0]}{more}")
     return Mismatch(
-        f"the optimizer {' and '.join(said)}",
+        f"the optimizer {' and '.join(problems)}",
         expected="every trainable parameter of the model, and none of another",
         remedy="make the optimizer from model.parameters(), after the model is final",
     )
 
 
-def _how(was: bool, is_now: bool, *, is_none: bool) -> str:
+def _change(was: bool, is_now: bool, *, is_none: bool) -> str:
     if not is_now:
         return "is gone"
     if not was:
@@ -270,21 +275,21 @@ def _how(was: bool, is_now: bool, *, is_none: bool) -> str:
     return "was set to None" if is_none else "was replaced"
 
 
-def _changed(kind: str, name: str, how: str, path: str) -> Mismatch:
+def _changed(kind: str, name: str, change: str, path: str) -> Mismatch:
     if "hook" in kind:
         return Mismatch(
-            f"a {kind} of {path or 'the model'} {how}, and would never run",
+            f"a {kind} of {path or 'the model'} {change}, and would never run",
             expected="the hooks that the step was captured with",
             remedy="register it before planning; hooks of parameters may come and go",
         )
-    if how.startswith("was replaced") and kind in ("parameter", "buffer"):
+    if change.startswith("was replaced") and kind in ("parameter", "buffer"):
         return Mismatch(
-            f"{kind} {name} {how}, as load_state_dict(assign=True) does, for example",
+            f"{kind} {name} {change}, as load_state_dict(assign=True) does, for example",
             expected="the tensor that the step was captured with; its values may change",
             remedy="call load_state_dict without assign=True, or copy_ values in; or plan again",
         )
     return Mismatch(
-        f"{kind} {name} {how}",
+        f"{kind} {name} {change}",
         expected="the same object that the step was captured with",
         remedy="put it back, or plan again with the model as it is now",
     )

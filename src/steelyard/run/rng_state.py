@@ -1,7 +1,6 @@
-"""The states of the random generators that a training step may draw from, as tensors and numbers.
+"""The states of the random generators a training step may draw from, as tensors and numbers.
 
-Torch's, Python's, numpy's, and those of a data loader. Not for where they are kept: see
-run/checkpoint/state.py.
+Covers torch, Python, numpy and data loaders. Not for saving them: see run/checkpoint/state.py.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ class RandomState:
 
 
 def random_state(generators: Generators) -> RandomState:
-    """As they are now; ``generators`` are further ones, by name."""
+    """Return the current states; ``generators`` are additional ones, by name."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - theirs
     tensors = {
@@ -86,10 +85,10 @@ def seed_everything(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def drawing_apart(rank: int) -> Iterator[None]:
-    """Within it each rank draws numbers of its own, outside of it all of them the same.
+def per_rank_rng(rank: int) -> Iterator[None]:
+    """Within this context each rank draws different random numbers.
 
-    The seed is drawn, so that the state of a generator outside says all there is to be saved.
+    The seed is drawn from the generator outside, so that its state alone has to be saved.
     """
     seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

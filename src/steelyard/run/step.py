@@ -1,7 +1,7 @@
-"""A program on a live model: the training step that a user calls in place of forward and backward.
+"""The live training step: a program bound to a model, called in place of forward and backward.
 
-Computes what eager PyTorch would, or refuses before anything runs. Not for planning, nor for the
-loop around it: see train_loop.py.
+Computes what eager PyTorch would, or raises before anything runs. Not for planning, nor for the
+training loop: see train_loop.py.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from steelyard.run.compression_fallback import CompressionFallback
 from steelyard.run.error_feedback import ErrorFeedback
 from steelyard.run.finite_check import FiniteWatch
 from steelyard.run.model_guards import ModelWatch, OptimizerWatch
-from steelyard.run.rng_state import drawing_apart
+from steelyard.run.rng_state import per_rank_rng
 from steelyard.run.target_counts import shares
 
 Constants = Mapping[str, torch.Tensor]
@@ -40,9 +40,10 @@ Reduction = Literal["mean", "sum", "counted"]
 
 
 class CodeReads(Protocol):
-    """What the captured code read besides tensors; ``unread`` are keys of a batch that it did not.
+    """The Python state that the captured code read; ``unread`` holds the batch keys it did not
+    read.
 
-    ``check`` raises where something that was read is no longer so.
+    ``check`` raises if any of that state has changed since.
     """
 
     @property
@@ -51,14 +52,14 @@ class CodeReads(Protocol):
     def check(self) -> None: ...
 
 
-# Given the step, what has another shape there, and the planned one, in words.
+# Called with a description of a shape change: the step, the new shape and the planned one.
 OnChange = Callable[[str], None]
 TellLoss = Callable[[torch.Tensor | None], torch.Tensor]
 OtherShape = Callable[[Any], tuple[Program, Constants, CodeReads]]
 
 
 class Held(Protocol):
-    """What of the model this rank holds between steps, where it is not all of it."""
+    """A model of which this rank holds only a shard between steps."""
 
     def whole(
         self, optimizer: torch.optim.Optimizer | None = None
@@ -66,9 +67,13 @@ class Held(Protocol):
 
 
 class InStages(Protocol):
-    """Forward and backward over all micro-batches, by ranks that each carry out some stages.
-    ``held_bytes`` is what they keep here between steps, besides the model; ``moved_bytes`` what
-    they have sent to others in all, by ways of their own. ``finite`` sees what they send."""
+    """Runs forward and backward over all micro-batches on ranks that each own some pipeline
+    stages.
+
+    ``held_bytes`` is the memory this rank reserves for it between steps, in addition to the
+    model; ``moved_bytes`` counts the bytes sent to other ranks so far without a network
+    connection. ``finite`` checks the values before they are sent.
+    """
 
     finite: FiniteWatch | None
 
@@ -78,25 +83,27 @@ class InStages(Protocol):
     @property
     def moved_bytes(self) -> int: ...
 
-    def run(self, given: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> torch.Tensor:
-        """The loss of all of them, each of which weighs its share; every rank is told."""
+    def run(
+        self, micro_batches: Sequence[Mapping[str, Any]], shares: Sequence[float]
+    ) -> torch.Tensor:
+        """Return the weighted sum of the micro-batch losses, on every rank."""
         ...
 
 
 class LiveStep:
-    """``step(batch)`` is zero_grad, forward, backward and optimizer step; it returns the loss.
+    """``step(batch)`` runs zero_grad, forward, backward and optimizer step, and returns the loss.
 
-    ``batch`` is one like those to come; of it only shapes and kinds are kept. ``reduction`` says
-    what the loss does over the batch, so that micro-batches add up to it. ``other_shape`` plans a
-    batch of another shape, or raises; without it such a batch is a Mismatch. ``on_change`` is told
-    of every batch whose shapes are others than those of the last. ``reads`` is asked before every
-    step. ``states`` are the weights, gradients and what the optimizer keeps that lie in offload
-    memory, ``parts`` the tensors of which this rank holds a part, or none. ``rank`` is which of the
-    ranks that share the batch this one is: every rank is given the whole batch. ``in_stages`` makes
-    what carries a program out whose layers lie on several ranks. Over ``channels`` ranks put
-    together what each has lost of its gradients, where they go in codes. ``guard`` says in which
-    codes: ``program`` is of the first, and ``other_shape`` is asked for the others too. ``finite``
-    is told the loss of every step, and sees what ``runner`` and stages exchange.
+    ``batch`` is an example batch; only its shapes and kinds are recorded. ``reduction`` is how
+    the loss reduces over the batch, so that micro-batch losses are weighted correctly.
+    ``other_shape`` plans a batch of another shape or raises; without it such a batch is a
+    Mismatch. ``on_change`` is called whenever the batch shapes differ from those of the step
+    before. ``reads`` is checked before every step. ``states`` holds the offloaded weights,
+    gradients and optimizer state, ``parts`` the sharded tensors of this rank, if any. ``rank`` is
+    this rank's data-parallel rank; every rank is given the whole batch. ``in_stages`` creates the
+    runner of a pipeline-parallel program. ``channels`` carry the residuals of compressed
+    gradients between ranks. ``guard`` selects the gradient codec: ``program`` uses the first one,
+    and ``other_shape`` provides the programs of the others. ``finite`` checks the loss of every
+    step and the values that ``runner`` and pipeline stages exchange.
     """
 
     def __init__(
@@ -134,8 +141,8 @@ class LiveStep:
         self.program = program
         self.other: dict[Shapes, Program] = {}
         self._rank = rank
-        self._tell_loss: TellLoss | None = None
-        self._stands_by = False
+        self._broadcast_loss: TellLoss | None = None
+        self._is_standby = False
         self._in_stages = in_stages
         self._stages: dict[Program, InStages] = {}
         self._reduction = reduction
@@ -145,16 +152,16 @@ class LiveStep:
         self._watch = ModelWatch(model, constants)
         self._optimizer_watch = OptimizerWatch(optimizer, model) if optimizer else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.home = next((p.device for p in self._parameters), CPU)
+        self.device = next((p.device for p in self._parameters), CPU)
         self._accumulators: list[Any] | None = None
         self._layout = BatchLayout(batch, unread=frozenset() if reads is None else reads.unread)
         self._planned = self._last = shapes_of(self._layout.leaves(batch))
         self.finite = finite
-        self.residuals = ErrorFeedback(channels, self.home)
-        self._guard_by(guard)
-        # In which codes the last step was.
+        self.residuals = ErrorFeedback(channels, self.device)
+        self._set_guard(guard)
+        # The position of the last step's gradient codec in the fallback order.
         self.rung = 0
-        # Steps, or backward passes, that were taken; a run that is resumed counts on.
+        # Steps or backward passes so far; a resumed run continues the count.
         self.taken = 0
         self._bound = {(0, self._planned): self._bind(program, constants, self._planned)}
         self._reads = {(0, self._planned): reads}
@@ -162,17 +169,17 @@ class LiveStep:
         self._tangents: dict[tuple[int, float, float], torch.Tensor] = {}
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """One whole step; the loss as it was before it, detached."""
-        bound, leaves = self._ready(batch)
-        if self._stands_by:
-            assert self._tell_loss is not None
-            return self._tell_loss(None)
+        """Run one training step; return the loss before the update, detached."""
+        bound, leaves = self._prepare(batch)
+        if self._is_standby:
+            assert self._broadcast_loss is not None
+            return self._broadcast_loss(None)
         self.zero_grad()
-        loss = self._watched_passes(bound, leaves, 1.0)
-        self._look_at_codes(loss)
+        loss = self._run_checked(bound, leaves, 1.0)
+        self._check_compression(loss)
         if self.optimizer is not None:
             self.optimizer.step()
-        return loss if self._tell_loss is None else self._tell_loss(loss)
+        return loss if self._broadcast_loss is None else self._broadcast_loss(loss)
 
     def backward(self, batch: Any, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Add the gradients of ``scale`` times the loss, as ``(loss * scale).backward()`` would.
@@ -185,9 +192,9 @@ class LiveStep:
                 expected="a number, or a tensor of one element",
                 remedy="step.backward(batch, 0.5), for example",
             )
-        bound, leaves = self._ready(batch)
-        loss = self._watched_passes(bound, leaves, scale)
-        self._look_at_codes(loss)
+        bound, leaves = self._prepare(batch)
+        loss = self._run_checked(bound, leaves, scale)
+        self._check_compression(loss)
         return loss
 
     def zero_grad(self) -> None:
@@ -198,53 +205,57 @@ class LiveStep:
                 parameter.grad = None
 
     def is_planned(self, batch: Any) -> bool:
-        """Whether the next step, with this batch, is the one that was planned: of the same shapes,
-        and with gradients in the plan's codes."""
+        """True if the next step, with this batch, is the planned one: same shapes, planned
+        gradient codec."""
         if self.guard is not None and self.guard.rung != 0:
             return False
         return shapes_of(self._layout.leaves(batch)) == self._planned
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that are held now."""
+        """Return the current gradients of the model."""
         return [p.grad for p in self._parameters if p.grad is not None]
 
     @property
     def shared_bytes(self) -> int:
-        """Memory that this rank keeps for what others send."""
+        """Memory that this rank reserves to receive data from other ranks."""
         exchanged = (one for bound in self._bound.values() for one in bound.emitted.carriers)
         stages = sum(stages.held_bytes for stages in self._stages.values())
         return stages + sum(one.held_bytes for one in exchanged)
 
     @property
     def moved_bytes(self) -> int:
-        """What went to others so far, but over no connection."""
+        """Bytes that pipeline stages have sent so far without a network connection."""
         return sum(stages.moved_bytes for stages in self._stages.values())
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether what is to be saved is put together from what each rank holds."""
+        """True if a checkpoint has to be gathered from all ranks."""
         return self.parts is not None or bool(self.residuals.tensors)
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Within it all ranks hold all of the model and of what the optimizer keeps."""
+        """Return a context in which every rank has the unsharded model and optimizer state."""
         return self.parts.whole(self.optimizer) if self.parts else contextlib.nullcontext()
 
-    def states_near(self) -> contextlib.AbstractContextManager[None]:
-        """Within it all that the optimizer keeps can be read."""
+    def states_readable(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all optimizer state can be read, offloaded or not."""
         return self.states.visiting() if self.states else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def states_loading(self) -> Iterator[Callable[[str], Callable[..., torch.Tensor]]]:
-        """Within it the optimizer may be given other state, in tensors that this makes for each
-        parameter; what the plan moves goes to offload memory at the end."""
+        """Within this context the optimizer may be given new state.
+
+        Yields a function that returns, for each parameter, the allocator for its state; on exit
+        the offloaded part is written to offload memory.
+        """
         if self.states is None:
             yield lambda _: torch.empty_strided
         else:
             yield self.states.empty_for
             self.states.put_away()
 
-    def _ready(self, batch: Any) -> tuple[BoundProgram, list[Any]]:
-        """All that can be refused, before anything is touched."""
+    def _prepare(self, batch: Any) -> tuple[BoundProgram, list[Any]]:
+        """Refuse everything that can be refused, before anything is modified; return the bound
+        program."""
         self._refuse_modes()
         self._watch.check()
         if self.states is not None:
@@ -257,37 +268,37 @@ class LiveStep:
                 raise _not_dense(name, leaf)
         shapes = shapes_of(leaves)
         if shapes != self._last:
-            self._on_change(self._changed(shapes))
+            self._on_change(self._shape_change(shapes))
             self._last = shapes
         self.rung = self.guard.rung if self.guard else 0
         bound = self._bound.get((self.rung, shapes))
         if bound is None:
-            bound = self._bound[self.rung, shapes] = self._bind_other(batch, shapes)
+            bound = self._bound[self.rung, shapes] = self._bind_new_shape(batch, shapes)
         if (reads := self._reads[self.rung, shapes]) is not None:
             reads.check()
         bound.check_strides(leaves)
         if bound.repeats > 1 and self._any_hooks():
-            raise self._hook_of_parts(bound.repeats)
-        if bound.made_in_slices and self._any_hooks():
-            self._refuse_hooks_of(bound.made_in_slices)
+            raise self._hook_mismatch(bound.repeats)
+        if bound.sliced_gradients and self._any_hooks():
+            self._refuse_hooks_of(bound.sliced_gradients)
         self.taken += 1
         return bound, leaves
 
-    def _changed(self, shapes: Shapes) -> str:
-        """Alike on all ranks that have these shapes."""
-        said = [
+    def _shape_change(self, shapes: Shapes) -> str:
+        """Describe a shape change; equal on all ranks that see the same shapes."""
+        changes = [
             f"{name.removeprefix('batch:')} has shape {list(now or ())}, not {list(planned or ())}"
             for name, now, planned in zip(self._layout.names, shapes, self._planned, strict=True)
             if now != planned
         ]
-        return f"at step {self.taken + 1} {', '.join(said) or 'it has the planned shapes again'}"
+        return f"at step {self.taken + 1} {', '.join(changes) or 'it has the planned shapes again'}"
 
     def _any_hooks(self) -> bool:
         if self._accumulators is None:
             self._accumulators = _torch.accumulators(self._parameters)
         return _torch.any_hooks(self._parameters, self._accumulators)
 
-    def _hook_of_parts(self, repeats: int) -> Mismatch:
+    def _hook_mismatch(self, repeats: int) -> Mismatch:
         named = self.model.named_parameters()
         name = next(name for name, p in named if p.requires_grad and _torch.any_hooks([p]))
         return Mismatch(
@@ -307,13 +318,15 @@ class LiveStep:
 
     def _refuse_modes(self) -> None:
         if torch.is_inference_mode_enabled():
-            raise _mode("torch.inference_mode()", "call the step outside of it")
+            raise _unsupported_mode("torch.inference_mode()", "call the step outside of it")
         if any(map(torch.is_autocast_enabled, self._devices)):
-            raise _mode("torch.autocast", "put autocast inside of the loss function and plan again")
+            raise _unsupported_mode(
+                "torch.autocast", "put autocast inside of the loss function and plan again"
+            )
         if torch.compiler.is_compiling():
-            raise _mode("torch.compile", "leave the step out of what is compiled")
+            raise _unsupported_mode("torch.compile", "leave the step out of what is compiled")
 
-    def _bind_other(self, batch: Any, shapes: Shapes) -> BoundProgram:
+    def _bind_new_shape(self, batch: Any, shapes: Shapes) -> BoundProgram:
         if self._other_shape is None:
             name, now, planned = next(
                 (n, s, p)
@@ -326,9 +339,9 @@ class LiveStep:
                 remedy="drop the last partial batch (drop_last=True), or plan for this shape",
             )
         program, constants, reads = self._other_shape(batch)
-        if missed := self._layout.unread - reads.unread:
+        if unplanned := self._layout.unread - reads.unread:
             raise Mismatch(
-                f"batch:{sorted(missed)} is read in a batch of this shape alone",
+                f"batch:{sorted(unplanned)} is read in a batch of this shape alone",
                 expected="values that the step reads at every shape, or at none",
                 remedy="leave it out of the batch, or give it as a tensor",
             )
@@ -341,19 +354,21 @@ class LiveStep:
             self.program = program
         return bound
 
-    def _look_at_codes(self, loss: torch.Tensor) -> None:
-        """Behind a step: what an earlier plan's codes held back is paid, and what these do, where
-        they are given up."""
+    def _check_compression(self, loss: torch.Tensor) -> None:
+        """After a step: apply the residuals owed from an earlier plan, and fall back to a less
+        lossy codec if the guard decides so."""
         if self.residuals.is_owing:
             self.residuals.pay(self._whole_gradients())
         if self.guard is None:
             return
         gradients = self._whole_gradients
-        if self.guard.is_to_give_up(float(loss), lambda: self.residuals.held_back(gradients())):
+        if self.guard.should_fall_back(
+            float(loss), lambda: self.residuals.residual_ratio(gradients())
+        ):
             self.residuals.pay_all(gradients())
             for key in [key for key in self._bound if key[0] <= self.rung]:
                 del self._bound[key], self._reads[key]
-            self._tangents.clear()  # by what is no longer there
+            self._tangents.clear()  # they are keyed by programs that were just deleted
 
     def _whole_gradients(self) -> dict[str, torch.Tensor]:
         named = self.model.named_parameters()
@@ -367,47 +382,58 @@ class LiveStep:
         tell_loss: TellLoss | None,
         stands_by: bool,
     ) -> None:
-        """From the next step on, which other ranks take together. All are told the loss of the
-        first, and one that stands by does nothing else."""
+        """Change the set of ranks that take part, from the next step on.
+
+        With ``tell_loss``, all ranks receive the loss of the first; a rank that ``stands_by``
+        does nothing else.
+        """
         self._rank, self.residuals.channels = rank, channels
-        self._tell_loss, self._stands_by = tell_loss, stands_by
+        self._broadcast_loss, self._is_standby = tell_loss, stands_by
 
     def begin_anew(self, guard: CompressionFallback | None) -> None:
-        """From the next step on, in which what codes hold back is paid, with the programs that
-        ``other_shape`` then gives, at each shape."""
-        self.residuals.owe_all()
-        self._guard_by(guard)
-        self.rung = 0
-        for held in (self._bound, self._reads, self._tangents, self.other):
-            held.clear()
+        """Switch to new programs, which ``other_shape`` returns for each shape, from the next
+        step on.
 
-    def _guard_by(self, guard: CompressionFallback | None) -> None:
+        The next step also applies all residuals that compressed gradients have left.
+        """
+        self.residuals.owe_all()
+        self._set_guard(guard)
+        self.rung = 0
+        for cache in (self._bound, self._reads, self._tangents, self.other):
+            cache.clear()
+
+    def _set_guard(self, guard: CompressionFallback | None) -> None:
         self.guard = guard
         if guard is not None:
-            guard.agreed = self.residuals.agreed
+            guard.max_over_ranks = self.residuals.max_over_ranks
 
-    def lost(self) -> dict[str, torch.Tensor]:
-        """What codes have lost on all ranks, and in which they are: for a checkpoint."""
-        found = self.residuals.whole()
+    def residual_state(self) -> dict[str, torch.Tensor]:
+        """Return the compression residuals of all ranks and the state of the guard, for a
+        checkpoint."""
+        found = self.residuals.gather()
         if self.guard is not None:
             found[_GUARD] = torch.tensor(self.guard.state, device="cpu")
         return found
 
-    def put_back_lost(self, saved: Mapping[str, torch.Tensor]) -> list[str]:
-        """The parameters of which something stays lost: what went in other codes is paid in the
-        next step, where this rank has all of the gradient."""
+    def restore_residuals(self, saved: Mapping[str, torch.Tensor]) -> list[str]:
+        """Restore compression residuals; return the parameters whose residual is lost.
+
+        Residuals of another codec are applied in the next step, if this rank has the whole
+        gradient.
+        """
         saved = dict(saved)
         state = saved.pop(_GUARD, None)
         if self.guard is not None and state is not None:
-            self.guard.go_on(*map(int, state))
+            self.guard.load_state(*map(int, state))
             if self.guard.rung != 0 and not self.guard.warm_up:
                 self.residuals.forget()
-        stays = {*self.residuals.put_back(saved)}
+        unrestored = {*self.residuals.restore(saved)}
         named = self.model.named_parameters()
-        # What lies in parts or far has no gradient here that anything could be added to.
+        # Sharded and offloaded parameters have no whole gradient on this rank to add a residual
+        # to.
         has_all = self.parts is None and self.states is None and not self._stages
         return self.residuals.owe(
-            {name: x for name, x in saved.items() if name.partition("/")[2] in stays},
+            {name: x for name, x in saved.items() if name.partition("/")[2] in unrestored},
             {f"{WEIGHT}{name}": p for name, p in named if has_all and p.requires_grad},
         )
 
@@ -417,34 +443,38 @@ class LiveStep:
             assert self._in_stages is not None
             self._stages[program] = stages = self._in_stages(program, live)
             stages.finite = self.finite
-            live = dict.fromkeys(live)  # stages have their own
+            live = dict.fromkeys(live)  # stages hold their own tensors
         return BoundProgram(
             program,
             self._runner(program),
             live=live,
             names=self._layout.names,
             shapes=shapes,
-            far_sink=self.states.tensors.sink if self.states else lambda _: None,
+            offload_sink=self.states.tensors.sink if self.states else lambda _: None,
             residuals=self.residuals,
         )
 
-    def _watched_passes(
+    def _run_checked(
         self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor
     ) -> torch.Tensor:
-        """Forward and backward, and whether the loss is finite."""
+        """Run forward and backward, and check that the loss is finite."""
         if self.finite is None:
             return self._accumulate(bound, leaves, scale)
         self.finite.begin()
         loss = self._accumulate(bound, leaves, scale)
-        nothing = torch.zeros((), device="cpu")
-        own = (bound.given(leaves, index, nothing).values() for index in self._own_parts(bound))
+        no_tangent = torch.zeros((), device="cpu")
+        own = (
+            bound.batch_inputs(leaves, index, no_tangent).values()
+            for index in self._own_micro_batches(bound)
+        )
         self.finite.end(loss, lambda: (leaf for part in own for leaf in part))
         return loss
 
     def _accumulate(
         self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor
     ) -> torch.Tensor:
-        """Forward and backward over this rank's micro-batches; the loss over all of them."""
+        """Run this rank's micro-batches forward and backward; return the sum of their weighted
+        losses."""
         shares = self._shares(bound, leaves)
         if bound.program.pipeline is not None:
             return self._accumulate_in_stages(bound, leaves, shares, scale)
@@ -452,26 +482,31 @@ class LiveStep:
             carrier.begin()
         hooked = self._any_hooks()
         total: torch.Tensor | None = None
-        own = self._own_parts(bound)
-        with self._at_home(), torch.no_grad(), self._own_numbers(bound), _added_to_later(bound):
+        own = self._own_micro_batches(bound)
+        with (
+            self._on_device(),
+            torch.no_grad(),
+            self._own_rng(bound),
+            _reduced_gradients_detached(bound),
+        ):
             for index in own:
                 part = bound if index == own[-1] else bound.earlier
                 share = shares[index]
-                if share == 0.0:  # nothing counted: no loss, no gradient, and 0 / 0 in its mean
+                if share == 0.0:  # no counted target: no loss, no gradient, and 0 / 0 in its mean
                     continue
                 tangent, weight = self._tangent(bound, share, scale), self._weight(bound, share)
                 inputs = part.inputs(leaves, index, tangent, weight, total)
-                late: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if hooked else None
-                sinks = part.sinks_for(inputs, late)
+                deferred: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if hooked else None
+                sinks = part.sinks_for(inputs, deferred)
                 with _torch.below_autograd():
                     loss = part.run(inputs, sinks)
-                if late:
-                    _through_hooks(late)
+                if deferred:
+                    _accumulate_through_hooks(deferred)
                 loss = loss.detach()
                 if weight is None:
-                    loss = _times(loss, share)
-                total = loss if total is None or part.tells_all else total + loss
-                del loss  # or it stands beside the total while the next part runs
+                    loss = _scaled(loss, share)
+                total = loss if total is None or part.returns_total_loss else total + loss
+                del loss  # or it occupies memory while the next micro-batch runs
         assert total is not None
         return total
 
@@ -483,99 +518,106 @@ class LiveStep:
         scale: float | torch.Tensor,
     ) -> torch.Tensor:
         if self._any_hooks():
-            raise self._hook_of_parts(bound.repeats)
+            raise self._hook_mismatch(bound.repeats)
         if 0.0 in shares:
-            raise _nothing_counted(f"micro-batch {shares.index(0.0) + 1}")
-        own = self._own_parts(bound)
-        given = [
-            bound.given(leaves, index, self._tangent(bound, shares[index], scale)) for index in own
+            raise _no_targets(f"micro-batch {shares.index(0.0) + 1}")
+        own = self._own_micro_batches(bound)
+        micro_batches = [
+            bound.batch_inputs(leaves, index, self._tangent(bound, shares[index], scale))
+            for index in own
         ]
-        with self._at_home(), self._own_numbers(bound):
-            return self._stages[bound.program].run(given, [shares[index] for index in own])
+        with self._on_device(), self._own_rng(bound):
+            return self._stages[bound.program].run(micro_batches, [shares[index] for index in own])
 
-    def _at_home(self) -> contextlib.AbstractContextManager[Any]:
-        """What a program says of a GPU without its number is this one."""
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the model's GPU current: programs name a GPU without its index."""
         return (
-            torch.cuda.device(self.home) if self.home.type == "cuda" else contextlib.nullcontext()
+            torch.cuda.device(self.device)
+            if self.device.type == "cuda"
+            else contextlib.nullcontext()
         )
 
-    def _own_parts(self, bound: BoundProgram) -> range:
+    def _own_micro_batches(self, bound: BoundProgram) -> range:
         first = self._rank * bound.repeats
         return range(first, first + bound.repeats)
 
-    def _own_numbers(self, bound: BoundProgram) -> contextlib.AbstractContextManager[None]:
-        return drawing_apart(self._rank) if bound.draws_apart else contextlib.nullcontext()
+    def _own_rng(self, bound: BoundProgram) -> contextlib.AbstractContextManager[None]:
+        return per_rank_rng(self._rank) if bound.draws_per_rank else contextlib.nullcontext()
 
     def _shares(self, bound: BoundProgram, leaves: Sequence[Any]) -> list[float]:
-        """What the loss of each part weighs in the loss of the batch; all ranks find the same."""
+        """Return the weight of each micro-batch's loss in the loss of the batch; equal on all
+        ranks."""
         summed = [1.0] * bound.parts
         if not bound.counters:
             total = sum(bound.sizes)
             return summed if self._reduction == "sum" else [n / total for n in bound.sizes]
-        weighed = shares(
-            bound.counts(leaves), bound.sizes, are_weighed=self._reduction == "counted"
+        weights = shares(
+            bound.counts(leaves), bound.sizes, are_weighted=self._reduction == "counted"
         )
-        if bound.share is not None and 0.0 in weighed:
-            rank = weighed.index(0.0) // bound.repeats
-            raise _nothing_counted(f"rank {rank}'s share of the batch")
-        return summed if self._reduction == "sum" else weighed
+        if bound.share is not None and 0.0 in weights:
+            rank = weights.index(0.0) // bound.repeats
+            raise _no_targets(f"rank {rank}'s share of the batch")
+        return summed if self._reduction == "sum" else weights
 
     def _weight(self, bound: BoundProgram, share: float) -> torch.Tensor | None:
-        """What a rank's loss weighs, where the program adds the losses of ranks up."""
+        """Return the weight tensor of this rank's loss, if the program sums the losses of the
+        ranks."""
         planned = bound.share
         if planned is None:
             return None
         dtype = getattr(torch, planned.dtype)
-        return torch.full(planned.shape, share, dtype=dtype, device=self.home)
+        return torch.full(planned.shape, share, dtype=dtype, device=self.device)
 
     def _tangent(
         self, bound: BoundProgram, share: float, scale: float | torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of what ``backward`` is called on with respect to one micro-batch's loss."""
+        """Return the gradient of the scaled batch loss with respect to one micro-batch's loss."""
         planned = bound.tangent
         assert planned is not None, "a step that trains has a tangent"
         dtype = getattr(torch, planned.dtype)
         if isinstance(scale, torch.Tensor):
-            given = scale.detach().to(dtype).reshape(planned.shape)
-            return _times(given, share)
+            tensor = scale.detach().to(dtype).reshape(planned.shape)
+            return _scaled(tensor, share)
         key = (id(bound), scale, share)
         tangent = self._tangents.get(key)
         if tangent is None:
-            # A scaler's factor changes often; only the last is worth keeping.
+            # The factor of a gradient scaler changes often; only the last is worth caching.
             self._tangents.clear()
-            tangent = torch.full(planned.shape, scale, dtype=dtype, device=self.home)
-            tangent = self._tangents[key] = _times(tangent, share)
+            tangent = torch.full(planned.shape, scale, dtype=dtype, device=self.device)
+            tangent = self._tangents[key] = _scaled(tangent, share)
         return tangent
 
 
-# In a checkpoint, among what codes have lost.
+# The key of the guard's state among the residuals of a checkpoint.
 _GUARD = "guard"
 
 
 @contextlib.contextmanager
-def _added_to_later(bound: BoundProgram) -> Iterator[None]:
-    """Gradients that were summed before stay out of what is summed within; where that fails, they
-    are all there is."""
-    before = bound.put_by()
+def _reduced_gradients_detached(bound: BoundProgram) -> Iterator[None]:
+    """Exclude already reduced gradients from this step's reduction, and add them afterwards.
+
+    If the step fails, they are restored unchanged.
+    """
+    before = bound.detach_reduced_gradients()
     try:
         yield
     except BaseException:
-        bound.put_back(before)
+        bound.restore_gradients(before)
         raise
     for parameter, gradient in before:
         assert parameter.grad is not None
         parameter.grad = gradient.add_(parameter.grad)
 
 
-def _times(value: torch.Tensor, share: float) -> torch.Tensor:
-    """Divided where the share is one of so many, as people write it: ``loss / 3``."""
+def _scaled(value: torch.Tensor, share: float) -> torch.Tensor:
+    """Scale a value. A share of the form 1/n divides, bit-equal to the usual ``loss / 3``."""
     if share == 1.0:
         return value
     whole = round(1 / share)
     return value / whole if share == 1 / whole else value * share
 
 
-def _nothing_counted(whose: str) -> Mismatch:
+def _no_targets(whose: str) -> Mismatch:
     return Mismatch(
         f"no target of {whose} counts in the loss",
         expected="at least one target that is not ignored in each part of the batch",
@@ -583,11 +625,11 @@ def _nothing_counted(whose: str) -> Mismatch:
     )
 
 
-def _through_hooks(late: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Hand each gradient to autograd's own accumulation, which runs the parameter's hooks."""
-    late.reverse()
-    while late:
-        parameter, gradient = late.pop()
+def _accumulate_through_hooks(deferred: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Accumulate each gradient through autograd, which runs the parameter's hooks."""
+    deferred.reverse()
+    while deferred:
+        parameter, gradient = deferred.pop()
         torch.autograd.backward((parameter,), (gradient,))
 
 
@@ -599,7 +641,7 @@ def _not_dense(name: str, leaf: torch.Tensor) -> Mismatch:
     )
 
 
-def _mode(name: str, remedy: str) -> BadInput:
+def _unsupported_mode(name: str, remedy: str) -> BadInput:
     return BadInput(
         f"the step was called under {name}, which its captured graph knows nothing of",
         expected="to be called as the step was captured",

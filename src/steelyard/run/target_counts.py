@@ -1,7 +1,7 @@
-"""How many targets of each micro-batch a loss counts, and what share of the whole that makes it.
+"""Count the targets of each micro-batch in a loss, and derive the weight of each micro-batch.
 
-A mean over targets that are not ignored is not the mean of the means of its parts, unless all
-parts count alike. Not for finding such losses: see ir/graph.py.
+A mean over the targets that are not ignored is not the mean of the micro-batch means, unless all
+count equally many. Not for finding such losses: see ir/graph.py.
 """
 
 from collections.abc import Sequence
@@ -23,30 +23,30 @@ class TargetCounter:
         self._ignored = counted.ignored
 
     def count(self, inputs: Sequence[Any], *, units: int) -> list[int]:
-        """In each of as many equal units of the micro-batch."""
+        """Return the counts for each of ``units`` equal parts of the micro-batch."""
         counts = self._run(inputs, ()) != self._ignored
         found: list[int] = counts.reshape(units, -1).sum(1).tolist()
         return found
 
 
 def shares(
-    counts: Sequence[Sequence[int]], sizes: Sequence[int], *, are_weighed: bool
+    counts: Sequence[Sequence[int]], sizes: Sequence[int], *, are_weighted: bool
 ) -> list[float]:
-    """The weight of each micro-batch's loss in the loss of all; they sum to one.
+    """Return the weight of each micro-batch's loss in the loss of the batch; they sum to one.
 
-    ``counts`` holds, for each mean in the loss, what it counts in each micro-batch, ``sizes`` how
-    large that is beside the others.
+    ``counts`` holds the targets per micro-batch for each mean in the loss, ``sizes`` the relative
+    size of each micro-batch.
     """
     first, total = counts[0], sum(counts[0])
     for others in counts[1:]:
         if not same_shares(first, others):
-            raise _weighed_apart(first, others)
-    if are_weighed and total:
+            raise _conflicting_means(first, others)
+    if are_weighted and total:
         return [n / total for n in first]
-    for each in counts:
-        if not same_shares(each, sizes):
+    for part in counts:
+        if not same_shares(part, sizes):
             raise Mismatch(
-                f"the micro-batches count {min(each)} to {max(each)} targets each, so that the "
+                f"the micro-batches count {min(part)} to {max(part)} targets each, so that the "
                 "mean of their losses is not the loss of the batch",
                 expected="equally many targets that are not ignored in each micro-batch",
                 remedy="take the accumulate rule out of the plan, or pad the batches alike",
@@ -54,8 +54,8 @@ def shares(
     return [size / sum(sizes) for size in sizes]
 
 
-def _weighed_apart(counts: Sequence[int], others: Sequence[int]) -> Mismatch:
-    """No one weight of a micro-batch's loss is right for both of two means."""
+def _conflicting_means(counts: Sequence[int], others: Sequence[int]) -> Mismatch:
+    """No single weight per micro-batch is right for both of two means."""
     index = next(
         i for i, (n, m) in enumerate(zip(counts, others)) if n * sum(others) != m * sum(counts)
     )

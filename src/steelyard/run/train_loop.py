@@ -1,7 +1,7 @@
 """The training loop: steps, checkpoints, resuming to the same bits, stopping cleanly.
 
-Schedulers and everything else a user may want around a step are not in here: they write their own
-loop round ``step`` and ``step.backward``.
+Not for schedulers or anything else around a step: for those, users write their own loop around
+``step`` and ``step.backward``.
 """
 
 import contextlib
@@ -31,17 +31,18 @@ from steelyard.run.launch.coordination import Alone, Coordinator
 from steelyard.run.rng_state import random_state, seed_everything, set_random_state
 from steelyard.run.step import LiveStep
 
-# Runs what it is given, once, and says how many bytes the allocator held at the peak.
+# Runs a callable once and returns the allocator's peak in bytes.
 Meter = Callable[[Callable[[], None]], int]
-# Whether the step that takes this batch may be metered.
+# True if the step with this batch may be metered.
 MayMeter = Callable[[Any], bool]
 
-_ALONE = Alone()
+_SINGLE_RANK = Alone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One step, after it. The metered step has ``peak_bytes`` and, being slowed, no seconds."""
+    """The result of one step. The metered step has ``peak_bytes`` but no seconds, because
+    metering slows it."""
 
     step: int
     steps: int
@@ -53,7 +54,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """Where to save, how often, and how many to keep; ``resume`` is a checkpoint, or the latest."""
+    """The checkpoint folder, the steps between saves and the number to keep; ``resume`` is a
+    checkpoint, or True for the latest."""
 
     folder: Path
     every: int
@@ -64,7 +66,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """How a run ended; ``stopped_by`` names the signal if one did."""
+    """The result of a run; ``stopped_by`` names the signal that stopped it, if one did."""
 
     step: int
     loss: float | None
@@ -85,34 +87,34 @@ def train(
     meter: Meter | None = None,
     may_meter: MayMeter = lambda _: True,
     predicted_bytes: int = 0,
-    coordinator: Coordinator = _ALONE,
+    coordinator: Coordinator = _SINGLE_RANK,
 ) -> Finished:
-    """Take steps until ``steps`` are done, counting those of the run that is resumed.
+    """Take steps until ``steps`` are done, counting those of a resumed run.
 
-    A checkpoint that cannot be saved on the way (a full disk) is noted, and training goes on with
-    the earlier ones untouched; one that cannot be saved at the end is an error. A batch that cannot
-    be had or used is an error too, and the steps before it are saved. SIGTERM and Ctrl-C let the
-    step end, save and return; a second Ctrl-C does not wait. ``coordinator`` are the ranks that all
-    do this: one saves, and a signal to any of them stops all after the same step.
+    A failed save during training (a full disk) is noted, and training continues with the earlier
+    checkpoints untouched; a failed save at the end is an error. A batch that cannot be loaded or
+    used is an error too, and the steps before it are saved. SIGTERM and Ctrl-C let the step
+    finish, save and return; a second Ctrl-C does not wait. ``coordinator`` connects the ranks
+    that train together: one saves, and a signal to any of them stops all after the same step.
     """
     if seed is not None:
         seed_everything(seed)
     run = _TrainingRun(step, Feed(batches), checkpoints, on_note, coordinator)
     stopped_by = ""
-    with run.holding_folder(), run.counting_updates(), _Signals() as signals:
+    with run.folder_locked(), run.counting_updates(), _Signals() as signals:
         run.begin()
-        first, exact = run.step, step.guard.warm_up if step.guard else 0
+        first, warm_up = run.step, step.guard.warm_up if step.guard else 0
         if first >= steps:
             run.tell(f"no step was taken: the checkpoint is at step {first}, of {steps} to take")
         while run.step < steps and not (stopped_by := coordinator.stopping(signals.received)):
-            due = meter if run.step >= first + 1 + exact else None
-            report = _one_step(run, due, may_meter, steps, predicted_bytes)
+            step_meter = meter if run.step >= first + 1 + warm_up else None
+            report = _one_step(run, step_meter, may_meter, steps, predicted_bytes)
             if report.peak_bytes is not None:
                 meter = None
             run.save_if_due()
             if on_step is not None:
                 on_step(report)
-        # Of the last step, too, one that was stopped has to say so.
+        # A signal during the last step has to be reported, too.
         stopped_by = stopped_by or signals.received
         run.save_last()
     return Finished(
@@ -129,10 +131,10 @@ def _one_step(
 ) -> StepReport:
     losses: list[torch.Tensor] = []
     peak_bytes = seconds = None
-    with run.saving_what_was_before():
+    with run.saving_on_failure():
         batch = run.feed.next()
         if meter is not None and may_meter(batch):
-            # From a clean level: what an earlier step left behind would be counted into this one.
+            # Gradients of an earlier step would be counted into this peak.
             run.live.zero_grad()
             peak_bytes = meter(lambda: losses.append(run.live(batch)))
             loss = float(losses.pop())
@@ -140,7 +142,7 @@ def _one_step(
             start = time.perf_counter()
             loss = float(run.live(batch))
             seconds = time.perf_counter() - start
-    run.took(loss)
+    run.record(loss)
     return StepReport(
         step=run.step,
         steps=steps,
@@ -152,7 +154,7 @@ def _one_step(
 
 
 class _TrainingRun:
-    """What changes while a run goes on, and its way to and from the disk."""
+    """The mutable state of a run, and its checkpoints."""
 
     def __init__(
         self,
@@ -168,7 +170,7 @@ class _TrainingRun:
         self.loss: float | None = None
         self.saved: Path | None = None
         self._note = note
-        self._together = coordinator
+        self._coordinator = coordinator
         self._settings = settings
         self._folder = CheckpointFolder(settings.folder, keep=settings.keep) if settings else None
         self._first = 0
@@ -178,8 +180,8 @@ class _TrainingRun:
         written = {o.target for o in outputs if o.kind is OutputKind.UPDATE}
         self._written = [tensors[name] for name in sorted(written & tensors.keys())]
 
-    def holding_folder(self) -> contextlib.AbstractContextManager[None]:
-        saves = self._folder is not None and self._together.saves
+    def folder_locked(self) -> contextlib.AbstractContextManager[None]:
+        saves = self._folder is not None and self._coordinator.saves
         return self._folder.locked() if self._folder and saves else contextlib.nullcontext()
 
     def begin(self) -> None:
@@ -188,7 +190,7 @@ class _TrainingRun:
             return
         state.check_savable(self.live.model)
         if settings.resume is not False:
-            self._resume(self._chosen(settings.resume, folder), folder)
+            self._resume(self._checkpoint_to_resume(settings.resume, folder), folder)
         elif folder.checkpoints():
             raise CheckpointError(
                 f"{folder.path} holds checkpoints of an earlier run",
@@ -198,7 +200,7 @@ class _TrainingRun:
 
     @contextlib.contextmanager
     def counting_updates(self) -> Iterator[None]:
-        """Counts the optimizer's steps as they begin: before that, no weight has changed."""
+        """Count optimizer steps as they begin: until then no weight has changed."""
         optimizer = self.live.optimizer
         if optimizer is None:
             yield
@@ -214,10 +216,10 @@ class _TrainingRun:
             hook.remove()
 
     @contextlib.contextmanager
-    def saving_what_was_before(self) -> Iterator[None]:
-        """Around a step: if it fails before it changes a weight, the steps before it are saved."""
-        # What ranks hold is put together by all of them, and of these one may have failed.
-        if self._folder is None or not self._together.saves or self.live.needs_all_ranks:
+    def saving_on_failure(self) -> Iterator[None]:
+        """Around a step: if it fails before it changes a weight, save the steps before it."""
+        # A sharded state is gathered from all ranks, one of which may have failed.
+        if self._folder is None or not self._coordinator.saves or self.live.needs_all_ranks:
             yield
             return
         before = self._position()
@@ -242,27 +244,28 @@ class _TrainingRun:
                 folder = shlex.quote(str(self.saved.parent))
                 then(error, f"step {self.step} is saved, go on with --resume {folder}")
 
-    def took(self, loss: float) -> None:
+    def record(self, loss: float) -> None:
         self.step += 1
         self.loss = loss
         if not math.isfinite(loss):
-            raise self._not_finite(loss)
+            raise self._non_finite_error(loss)
 
-    def _not_finite(self, loss: float) -> NonFinite:
-        """Named is the rank whose own values were not finite before any were exchanged."""
+    def _non_finite_error(self, loss: float) -> NonFinite:
+        """Return the error, naming the rank that had the first non-finite value before any
+        exchange."""
         finite, first = self.live.finite, Blamed()
         if finite is not None:
-            codes = self._together.each(finite.code)
+            codes = self._coordinator.each(finite.code)
             first = blamed(codes, offset=self.step - finite.step)
         resume = f"resume from {self.saved}" if self.saved else "start again"
-        mend = "lower the learning rate or clip gradients"
+        repair = "lower the learning rate or clip gradients"
         if first.is_batch:
-            mend = "look in the data for what is not finite"
-        said = f"; first not finite: {first.words}" if first.words else ""
+            repair = "look in the data for what is not finite"
+        origin = f"; first not finite: {first.words}" if first.words else ""
         return NonFinite(
-            f"the loss is {loss} at step {self.step}{said}",
+            f"the loss is {loss} at step {self.step}{origin}",
             expected="a finite loss; nothing was saved after it",
-            remedy=f"{mend}, then {resume}",
+            remedy=f"{repair}, then {resume}",
             rank=first.rank,
         )
 
@@ -270,7 +273,7 @@ class _TrainingRun:
         if self._settings is None or self.step % self._settings.every:
             return
         try:
-            self._save_whole(is_due=self._together.saves)
+            self._save_gathered(is_due=self._coordinator.saves)
         except CheckpointError as error:
             if not isinstance(error.__cause__, OSError):
                 raise
@@ -280,16 +283,16 @@ class _TrainingRun:
         if self._folder is None or self.step == 0:
             return
         is_saved = self.saved is not None and self.saved.name == f"step-{self.step:06d}"
-        self._save_whole(position, is_due=self._together.saves and not is_saved)
+        self._save_gathered(position, is_due=self._coordinator.saves and not is_saved)
 
-    def _save_whole(self, position: Position | None = None, *, is_due: bool) -> None:
-        """By the rank for which it is due; where each holds something of its own, from all."""
-        if self.live.needs_all_ranks and not self._together.same(is_due):
+    def _save_gathered(self, position: Position | None = None, *, is_due: bool) -> None:
+        """Save on the rank that is due; a sharded state is first gathered from all ranks."""
+        if self.live.needs_all_ranks and not self._coordinator.same(is_due):
             return
         with self.live.whole():
-            lost = self.live.lost()
+            residuals = self.live.residual_state()
             if is_due:
-                self._save(position, lost)
+                self._save(position, residuals)
 
     def _position(self) -> Position:
         return Position(
@@ -311,19 +314,20 @@ class _TrainingRun:
             plan=self._settings.plan,
             lost=lost,
         )
-        with self.live.states_near():
+        with self.live.states_readable():
             self.saved = self._folder.add(self.step, write)
 
     def tell(self, text: str) -> None:
         if self._note is not None:
             self._note(text)
 
-    def _chosen(self, resume: Path | bool, folder: CheckpointFolder) -> Path:
-        """All ranks go on from the one that the first finds."""
+    def _checkpoint_to_resume(self, resume: Path | bool, folder: CheckpointFolder) -> Path:
+        """Return the checkpoint to resume from; without a path, the one that the first rank
+        finds."""
         if isinstance(resume, Path):
             return resume
-        found = folder.latest() if self._together.saves else folder.path
-        return folder.path / f"step-{self._together.same(step_of(found)):06d}"
+        latest = folder.latest() if self._coordinator.saves else folder.path
+        return folder.path / f"step-{self._coordinator.same(step_of(latest)):06d}"
 
     def _resume(self, chosen: Path, folder: CheckpointFolder) -> None:
         try:
@@ -345,25 +349,25 @@ class _TrainingRun:
                 empty_for=empty_for,
                 note=self.tell,
             )
-        if stays := self.live.put_back_lost(state.lost_in(chosen)):
+        if unrestored := self.live.restore_residuals(state.residuals_in(chosen)):
             self.tell(
-                f"what codes had lost of {len(stays)} gradients is not made up for: this plan "
+                f"what codes had lost of {len(unrestored)} gradients is not made up for: this plan "
                 "leaves no rank all of them"
             )
         self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
         set_random_state(position.now, self.feed.generators)
-        # What was saved is of the first rank, and of its GPU.
-        self._together.draw_equally(self.live.home)
+        # The saved random state is that of the first rank and its GPU.
+        self._coordinator.draw_equally(self.live.device)
         self.step = self._first = self.live.taken = position.step
         self.saved = chosen
-        for path in folder.go_on_from(chosen) if self._together.saves else ():
+        for path in folder.go_on_from(chosen) if self._coordinator.saves else ():
             self.tell(f"set aside {path.name}: it is later than {chosen.name}")
 
 
 class _Signals:
-    """Lets SIGTERM and Ctrl-C wait for the end of a step; the second Ctrl-C does not wait.
+    """Defers SIGTERM and Ctrl-C to the end of a step; a second Ctrl-C does not wait.
 
-    Only the main thread may install handlers; elsewhere signals do what they did before.
+    Only the main thread may install handlers; elsewhere signals keep their previous effect.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,8 @@
-"""Offers + predict + a budget -> the trades to apply, the curve they lie on, and why not the rest.
-Torch-free, and handed its trades. Not for capturing, measuring or running."""
+"""The search for a plan: which trades to apply within a budget, and why not the others.
+
+It returns the plan, the Pareto front it is on, and a reason for each rejection. Torch-free; the
+caller supplies the trades. Not for capturing, measuring or running.
+"""
 
 from steelyard.search.cluster.explain import told
 from steelyard.search.cluster.policy_mixture import ALIKE

@@ -1,6 +1,6 @@
-"""What to say where no plan fits: the least that is possible, what sets it, what would lower it.
+"""Error messages for budgets that no plan fits: the minimum, its cause, and what would lower it.
 
-Not for finding the least: see search/single/explore.py.
+Not for finding the minimum: see search/single/explore.py.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,17 @@ def beyond_budget(
     has_offload_memory: bool,
     leaner_settings: Sequence[str] = (),
 ) -> Infeasible:
-    """``peak`` is that of the least plan, found with ``parts`` micro-batches; ``leaner_settings``
-    of the optimizer lower the memory of its step."""
+    """Return the error for a memory budget that no plan fits.
+
+    ``peak`` is the peak of the plan with the least memory, found with ``parts`` micro-batches.
+    ``leaner_settings`` are optimizer settings that lower the memory of its step.
+    """
     assert budget.memory_bytes is not None
-    cut = f" with {parts} micro-batches" if parts > 1 else ""
+    in_parts = f" with {parts} micro-batches" if parts > 1 else ""
     return Infeasible(
         f"no plan fits memory <= {format_bytes(budget.memory_bytes)}: the least this step can run "
-        f"in is ~{format_bytes(peak.nbytes)}{cut}",
-        expected=f"at least ~{format_bytes(peak.nbytes)}, set by {_place(peak)}",
+        f"in is ~{format_bytes(peak.nbytes)}{in_parts}",
+        expected=f"at least ~{format_bytes(peak.nbytes)}, set by {_describe_peak(peak)}",
         remedy=_remedy(
             peak,
             budget.memory_bytes,
@@ -43,12 +46,12 @@ def beyond_budget(
     )
 
 
-def _place(peak: PeakMemory) -> str:
+def _describe_peak(peak: PeakMemory) -> str:
     if not peak.at:
         return "what stays for the whole step"
-    where = f"{peak.at} in {peak.path or 'the loss'}"
-    where += f" ({peak.line})" if peak.line else ""
-    return f"{where}, {peak.phase.value} pass, of which ~{format_bytes(peak.resident_bytes)} stay"
+    text = f"{peak.at} in {peak.path or 'the loss'}"
+    text += f" ({peak.line})" if peak.line else ""
+    return f"{text}, {peak.phase.value} pass, of which ~{format_bytes(peak.resident_bytes)} stay"
 
 
 def _remedy(
@@ -60,27 +63,27 @@ def _remedy(
     has_offload_memory: bool,
     leaner_settings: Sequence[str],
 ) -> str:
-    """The first of these that could help: the optimizer, the model, the batch, offload memory."""
-    pieces = sum(holding.nbytes for holding in peak.alive if holding.what == PIECES)
-    kept = any(holding.role is Role.STATE for holding in peak.alive)
-    away = (
+    """Return the first remedy that could help: optimizer, model, batch or offload memory."""
+    piece_bytes = sum(holding.nbytes for holding in peak.alive if holding.what == PIECES)
+    has_state = any(holding.role is Role.STATE for holding in peak.alive)
+    state_hint = (
         ", or give offload memory for its state (--offload-dir)"
-        if kept and not has_offload_memory
+        if has_state and not has_offload_memory
         else ""
     )
     if peak.resident_bytes >= limit_bytes:
-        stays = next((r for r in refusals if r.trade == "offload_state"), None)
-        if kept and has_offload_memory and stays is not None:
-            away = f", which stays near: {stays.reason}"
+        state_refusal = next((r for r in refusals if r.trade == "offload_state"), None)
+        if has_state and has_offload_memory and state_refusal is not None:
+            state_hint = f", which stays near: {state_refusal.reason}"
         what = "parameters, buffers, batch and optimizer state"
-        if pieces:
-            what = f"{what}, with {format_bytes(pieces)} of {PIECES},"
+        if piece_bytes:
+            what = f"{what}, with {format_bytes(piece_bytes)} of {PIECES},"
         return (
             f"{what} alone hold ~{format_bytes(peak.resident_bytes)}: use a smaller model, or an "
-            f"optimizer with less state{away}"
+            f"optimizer with less state{state_hint}"
         )
-    if peak.phase is Phase.UPDATE and pieces:
-        # One that works on all parameters at once could not be moved.
+    if peak.phase is Phase.UPDATE and piece_bytes:
+        # An optimizer step over all parameters at once cannot be offloaded, so it has no pieces.
         return (
             "the update of one parameter sets the peak: use smaller parameters, or an optimizer "
             "with fewer temporaries"
@@ -89,23 +92,23 @@ def _remedy(
         settings = "".join(f"{setting}, or " for setting in leaner_settings)
         return (
             f"the optimizer's step sets the peak: use {settings}an optimizer with fewer temporaries"
-            f"{away}"
+            f"{state_hint}"
         )
-    far = "" if has_offload_memory else ", or give offload memory (--offload-dir)"
+    offload_hint = "" if has_offload_memory else ", or give offload memory (--offload-dir)"
     refusal = next((r for r in refusals if r.trade == "accumulate"), None)
     if refusal is not None:
-        why = f"it cannot be cut into micro-batches: {refusal.reason}"
-        return f"use a smaller batch ({why}){far}"
+        reason = f"it cannot be cut into micro-batches: {refusal.reason}"
+        return f"use a smaller batch ({reason}){offload_hint}"
     if parts > 1:
         return (
             "use a smaller model or shorter sequences (cutting the batch further does not help)"
-            f"{far}"
+            f"{offload_hint}"
         )
-    return f"use a smaller batch, a smaller model or more memory{far}"
+    return f"use a smaller batch, a smaller model or more memory{offload_hint}"
 
 
 def too_slow(prediction: Prediction, budget: Budget) -> Infeasible | None:
-    """The fastest plan that fits the memory takes more time than another bound allows."""
+    """Return the error if the fastest plan within the memory exceeds a time bound, or None."""
     metrics, is_bounded = prediction.metrics, budget.memory_bytes is not None
     for name, bound, seconds in (
         ("step time", budget.step_seconds, metrics.step_seconds.value),

@@ -1,7 +1,7 @@
-"""A lower bound on the memory of every plan: the bytes that stay for the whole step.
+"""A lower bound on the memory of every plan: the bytes that are resident for the whole step.
 
-It needs no costs and no search, so that a budget below it is refused at once. Not for the least
-memory that some plan reaches: see search/single/explore.py.
+It needs no costs and no search, so a budget below it is refused at once. Not for the least memory
+that a plan reaches: see search/single/explore.py.
 """
 
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from steelyard.ir.program import Program
 from steelyard.plans.budget import Budget
 from steelyard.units import format_bytes
 
-# A smaller budget more likely lacks its unit.
+# A budget below this was probably written without its unit.
 _SMALLEST_LIKELY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """The bytes of one training step that no trade of one device can free.
+    """The bytes of one training step that no trade on a single device can free.
 
-    All gradients are alive when the backward pass ends, beside the parameters and the optimizer
-    state. Offload memory may hold all three, and ranks may hold shares of everything.
+    All gradients are alive when the backward pass ends, together with the parameters and the
+    optimizer state. Offload memory may hold all three, and ranks may hold shards of everything.
     """
 
     parameter_bytes: int
@@ -32,11 +32,11 @@ class Floor:
 
     @classmethod
     def of(cls, program: Program) -> "Floor":
-        """The floor of a captured step, with its optimizer's state if that was captured too."""
+        """Return the floor of a captured step and, if captured, of its optimizer's state."""
         graph, update = program.graph, program.update
         inputs = {tensor.storage for node in graph.inputs() for tensor in node.outputs}
-        made = (o.node for o in graph.outputs if o.kind is OutputKind.GRADIENT)
-        gradients = {storage for name in made for storage in graph.storages_of(name)} - inputs
+        producers = (o.node for o in graph.outputs if o.kind is OutputKind.GRADIENT)
+        gradients = {storage for name in producers for storage in graph.storages_of(name)} - inputs
         return cls(
             parameter_bytes=graph.resident_bytes(Role.PARAMETER),
             buffer_bytes=graph.resident_bytes(Role.BUFFER),
@@ -47,13 +47,13 @@ class Floor:
 
     @property
     def movable_bytes(self) -> int:
-        """The bytes that offload memory may hold in place of the device."""
+        """The bytes that offload memory may hold instead of device memory."""
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes
 
     def least_bytes(self, *, ranks: int = 1, far_bytes: int = 0) -> int:
-        """The least that the fullest of so many ranks holds, each with so much offload memory."""
-        moved = max(0, self.movable_bytes // ranks - far_bytes)
-        return moved + (self.buffer_bytes + self.batch_bytes) // ranks
+        """Return the least bytes on the fullest rank, with ``far_bytes`` of offload memory each."""
+        resident_bytes = max(0, self.movable_bytes // ranks - far_bytes)
+        return resident_bytes + (self.buffer_bytes + self.batch_bytes) // ranks
 
     def check(self, budget: Budget, *, ranks: int = 1, far_bytes: int = 0) -> None:
         """Raise Infeasible if the memory budget is below the floor."""
@@ -61,19 +61,19 @@ class Floor:
         least = self.least_bytes(ranks=ranks, far_bytes=far_bytes)
         if limit is None or least <= limit:
             return
-        parts = {
+        sizes = {
             "parameters": self.parameter_bytes,
             "gradients": self.gradient_bytes,
             "optimizer state": self.state_bytes,
             "buffers": self.buffer_bytes,
             "the batch": self.batch_bytes,
         }
-        listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items() if n)
-        shared = f" on each of {ranks} ranks" if ranks > 1 else ""
-        moved = f", with {format_bytes(far_bytes)} in offload memory" if far_bytes else ""
+        listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in sizes.items() if n)
+        by_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
+        offload_text = f", with {format_bytes(far_bytes)} in offload memory" if far_bytes else ""
         raise Infeasible(
-            f"no plan fits memory <= {format_bytes(limit)}{shared}: what stays for the whole step "
-            f"takes at least {format_bytes(least)}{shared}{moved}, which is "
+            f"no plan fits memory <= {format_bytes(limit)}{by_rank}: what stays for the whole step "
+            f"takes at least {format_bytes(least)}{by_rank}{offload_text}, which is "
             f"{format_bytes(least - limit)} more",
             expected=f"at least {format_bytes(least)}, before any activation: {listed}",
             remedy=self._remedy(limit, ranks=ranks, far_bytes=far_bytes),
@@ -82,16 +82,16 @@ class Floor:
     def _remedy(self, limit_bytes: int, *, ranks: int, far_bytes: int) -> str:
         if limit_bytes < _SMALLEST_LIKELY_BYTES < self.least_bytes(ranks=ranks):
             return "write the budget with its unit, such as 2GiB: a number without one is bytes"
-        ways = ["use a smaller model"]
+        remedies = ["use a smaller model"]
         if self.batch_bytes > self.movable_bytes:
-            ways = ["use a smaller batch"]
+            remedies = ["use a smaller batch"]
         elif self.state_bytes:
-            ways.append("an optimizer with less state")
+            remedies.append("an optimizer with less state")
         if ranks == 1 and not far_bytes:
-            ways.append("offload memory for weights and optimizer state (--offload-dir)")
-            ways.append("more ranks that each hold a share (--ranks)")
+            remedies.append("offload memory for weights and optimizer state (--offload-dir)")
+            remedies.append("more ranks that each hold a share (--ranks)")
         elif far_bytes:
-            ways.append("a larger offload memory")
+            remedies.append("a larger offload memory")
         else:
-            ways.append("more ranks")
-        return f"allow more memory, or {', '.join(ways[:-1])} or {ways[-1]}"
+            remedies.append("more ranks")
+        return f"allow more memory, or {', '.join(remedies[:-1])} or {remedies[-1]}"

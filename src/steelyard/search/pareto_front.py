@@ -1,8 +1,8 @@
-"""The best plans met so far: for every amount of memory the fastest, seconds strictly falling.
+"""The best plans found so far: the fastest for each amount of memory.
 
-Holds all that a search learns, so that each budget is answered from the same plans and a larger one
-is never answered by a slower plan. Not for finding them: see search/single/price_sweep.py and
-improve.py.
+Seconds fall strictly as memory rises. A search keeps all its results here, so that every budget
+is answered from the same plans and a larger budget never gets a slower plan. Not for finding
+plans: see search/single/price_sweep.py and search/single/local_search.py.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 class Point:
     peak_bytes: int
     seconds: float
-    again: frozenset[int]
+    choices: frozenset[int]
 
 
 class ParetoFront:
-    """Points sorted by peak; of two, the one with the larger peak is the faster."""
+    """Points sorted by peak bytes; a point with a larger peak is faster."""
 
     def __init__(self) -> None:
         self._peaks: list[int] = []
@@ -32,7 +32,10 @@ class ParetoFront:
         return len(self._points)
 
     def add(self, point: Point) -> bool:
-        """Whether the point belongs here; points it makes pointless are dropped."""
+        """Add the point unless a known one dominates it, and drop those it dominates.
+
+        Return True if the point was added.
+        """
         at = bisect_right(self._peaks, point.peak_bytes)
         if at and self._points[at - 1].seconds <= point.seconds:
             return False
@@ -46,12 +49,12 @@ class ParetoFront:
         return True
 
     def within(self, peak_bytes: int) -> Point | None:
-        """The fastest point that needs no more than this."""
+        """Return the fastest point with at most this peak, or None."""
         at = bisect_right(self._peaks, peak_bytes)
         return self._points[at - 1] if at else None
 
     def above(self, peak_bytes: int) -> Point | None:
-        """The next point that needs more."""
+        """Return the point with the next larger peak, or None."""
         at = bisect_right(self._peaks, peak_bytes)
         return self._points[at] if at < len(self._points) else None
 
@@ -64,7 +67,7 @@ class ParetoFront:
         return self._points[-1]
 
     def hull(self) -> list[Point]:
-        """The points on the lower convex curve: what each further byte buys falls along it."""
+        """Return the points on the lower convex hull: each further byte saves less time."""
         hull: list[Point] = []
         for point in self._points:
             while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):

@@ -1,6 +1,6 @@
-"""What a search answers: a program, what was taken and refused for it, the curve it lies on.
+"""The result of a search: the program, the trades applied and refused, and the memory-time curve.
 
-Not for finding it: see search/single/search.py.
+Not for computing it: see search/single/search.py.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from steelyard.units import format_share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """How far from the fastest this can be: a proven bound, for these costs and no others.
+    """The distance of a plan from the fastest possible one, as a proven bound for these costs.
 
-    It holds for plans that only recompute, in the captured order and each value at most once more
-    (with ``is_often`` any number of times), or move it to offload memory where there is one, or
-    keep it in 8 bits where that is allowed, on the same number of micro-batches.
+    The bound covers plans on the same number of micro-batches that keep the captured order,
+    recompute each value at most once (with ``is_often`` any number of times), offload values
+    where there is offload memory, and keep values in 8 bits where that is allowed.
     """
 
     step_seconds: float
@@ -33,26 +33,27 @@ class Gap:
         return self.step_seconds / self.least_seconds - 1 if self.least_seconds else 0.0
 
     def __str__(self) -> str:
-        others = [
-            f" or {how}"
-            for how, is_there in (
+        alternatives = [
+            f" or {action}"
+            for action, is_allowed in (
                 ("moving it to offload memory", self.has_offload_memory),
                 ("keeping it in 8 bits", self.has_codes),
             )
-            if is_there
+            if is_allowed
         ]
         once = "" if self.is_often else " each value at most once"
-        near = f"within {format_share(self.share).lstrip('+')} of"
-        if self.share >= 1:  # the bound knows nothing of how slow offload memory is
-            near = f"at most {1 + self.share:.1f} times"
-        return f"{near} the fastest possible by recomputing{once}{''.join(others)}"
+        distance = f"within {format_share(self.share).lstrip('+')} of"
+        if self.share >= 1:  # the bound ignores the cost of offload transfers
+            distance = f"at most {1 + self.share:.1f} times"
+        return f"{distance} the fastest possible by recomputing{once}{''.join(alternatives)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SearchResult:
-    """``least`` is the peak of the smallest plan known: the least memory this step can run in.
+    """The plan for one budget, with the reasons for it.
 
-    It was looked for in at most ``least_within`` micro-batches; 0 where finer ones were tried too.
+    ``least`` is the peak of the smallest plan known: the least memory this step can run in. The
+    search for it tried at most ``least_within`` micro-batches; 0 if it tried finer splits too.
     """
 
     program: Program
@@ -69,10 +70,15 @@ class SearchResult:
     gap: Gap | None
 
     def why_not(self, trade: str) -> tuple[Rejection, ...]:
-        """Why this trade, or the offer with this label, was not applied (or not all of it)."""
-        return tuple(r for r in self.refused if trade in (r.trade, r.label) or _names(r, trade))
+        """Return why this trade, or the offer with this label, was not applied in full."""
+        return tuple(
+            r for r in self.refused if trade in (r.trade, r.label) or _matches_label(r, trade)
+        )
 
 
-def _names(refusal: Rejection, wanted: str) -> bool:
-    """``blocks.*.mlp`` names the offer ``blocks.*.mlp (12)``."""
+def _matches_label(refusal: Rejection, wanted: str) -> bool:
+    """True if ``wanted`` is the label without its count.
+
+    For example, ``blocks.*.mlp`` names the offer ``blocks.*.mlp (12)``.
+    """
     return refusal.label.rpartition(" (")[0] == wanted

@@ -1,15 +1,21 @@
-"""What can be given for what: one file a trade, each with its offers, rewrite and enactment.
-Not for prices, and not for what two trades share: that is exchange."""
+"""Trades, one file each: its offers, its rewrite of a program, its table in a plan file.
+
+Not for prices: see predict/. Not for rewrites that several trades share: see passes/.
+"""
 
 from steelyard.plans.trade import Trade
 from steelyard.trades.accumulate import Accumulate
 from steelyard.trades.chunk import Chunk
-from steelyard.trades.low_rank_gradients import LowRankGradients
+from steelyard.trades.gradient_compression import (
+    LowRankGradients,
+    QuantizedGradients,
+    TernaryGradients,
+    TopKGradients,
+)
 from steelyard.trades.offload import Offload
 from steelyard.trades.offload_state import OffloadState
 from steelyard.trades.overlap import Overlap
 from steelyard.trades.quantize_activations import QuantizeActivations
-from steelyard.trades.quantized_gradients import QuantizedGradients
 from steelyard.trades.recompute import Recompute
 from steelyard.trades.shard_batch import ShardBatch
 from steelyard.trades.shard_pipeline import ShardPipeline
@@ -17,10 +23,8 @@ from steelyard.trades.shard_states import ShardStates
 from steelyard.trades.shard_tensor import ShardTensor
 from steelyard.trades.shared_memory_transfer import SharedMemoryTransfer
 from steelyard.trades.sparse_gradients import SparseGradients
-from steelyard.trades.ternary_gradients import TernaryGradients
-from steelyard.trades.top_k_gradients import TopKGradients
 
-__all__ = ["TRADES"]
+__all__ = ["BY_NAME", "TRADES"]
 
 # In the order they are applied: what changes the graph comes before what only reorders it.
 TRADES: tuple[Trade, ...] = (
@@ -29,3 +33,4 @@ TRADES: tuple[Trade, ...] = (
     Recompute(), QuantizeActivations(), Offload(), OffloadState(), ShardPipeline(),
     SharedMemoryTransfer(),
 )  # fmt: skip
+BY_NAME = {trade.name: trade for trade in TRADES}

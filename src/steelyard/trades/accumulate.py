@@ -7,13 +7,22 @@ source of the step knows that.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from steelyard.errors import Mismatch
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.ir.step_source import StepSource
+from steelyard.plans.rule_table import LARGEST, RuleTable
 from steelyard.plans.trade import Offer, Rejection
+
+
+class AccumulateTable(RuleTable):
+    """``[[accumulate]]``: the number of micro-batches."""
+
+    degree: Annotated[int, Field(ge=1, le=LARGEST, alias="micro_batches")]
 
 
 class Accumulate:
@@ -24,6 +33,7 @@ class Accumulate:
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = AccumulateTable
 
     def offers(
         self,

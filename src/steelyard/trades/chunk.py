@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from math import prod
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Body, Graph, Node, Phase, Ref, SlicedValue, Symbol, Tensor
@@ -18,6 +20,7 @@ from steelyard.ir.rule import Rule, matching, to_rules
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.slicing.region import SlicedRegion, stretch_around
 from steelyard.passes.slicing.row_rules import SliceKind, Unsliceable, arguments, leading
+from steelyard.plans.rule_table import LARGEST, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
 
 # Fewer rows than this make products slow; and what holds less is no trouble.
@@ -28,6 +31,17 @@ _HUGE_SHARE = 0.02
 _FEWEST_SLICES = 2
 # Rows of one slice: few slices cost least, many hold least.
 _SLICES_OF = (1024, 128)
+
+
+class ChunkTable(RuleTable):
+    """``[[chunk]]``: the call whose result is never whole, and the number of slices."""
+
+    most: ClassVar[int] = 100
+
+    module: str
+    op: str
+    nth: Whole = 0
+    degree: Annotated[int, Field(ge=2, le=LARGEST, alias="slices")]
 
 
 class Chunk:
@@ -41,6 +55,7 @@ class Chunk:
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = ChunkTable
 
     def offers(
         self,

@@ -8,7 +8,9 @@ count the operators that really run. Not for which values, nor when: see search/
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from steelyard.errors import Mismatch
 from steelyard.hardware.cluster import FAR_IN, FAR_OUT
@@ -25,12 +27,22 @@ from steelyard.passes.offload.sliced_activation_matmuls import (
 )
 from steelyard.passes.offload.transfer_nodes import rows_in_slice
 from steelyard.plans.offers import offers_of
+from steelyard.plans.rule_table import OMITTED, CallTable, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
 
 # Of a value that may come back in slices. Two slices are near, so that of few nothing is gained; of
 # many, each is a transfer of its own and a product of few rows.
 _LEAST_SLICED_BYTES, _SLICE_BYTES = 1 << 20, 2 << 20
 _FEWEST_SLICES, _MOST_SLICES = 4, 64
+
+
+class OffloadTable(CallTable):
+    """``[[offload]]``: a value, in how many slices it is fetched, and how many operators run while
+    it is sent (``lag``) and fetched (``lead``)."""
+
+    degree: Annotated[Whole, Field(alias="slices"), OMITTED] = 0
+    lag: Whole = 0
+    lead: Whole = 0
 
 
 class Offload:
@@ -44,6 +56,7 @@ class Offload:
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = OffloadTable
 
     def offers(
         self,

@@ -9,7 +9,9 @@ that it counts the operators that really run. Not for which parameters: see sear
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Node, OutputKind, Role, path_matches
@@ -24,6 +26,7 @@ from steelyard.passes.offload.state_transfers import (
     with_states_far,
     with_weights_far,
 )
+from steelyard.plans.rule_table import MOST_PARAMETERS, Parameter, Positive, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
 
 # Of a parameter; less costs as many calls and buys nothing. A smaller tensor, such as the number of
@@ -53,6 +56,18 @@ _LEAD_OF_SLICES = 1
 _ON_RANKS = "is not tried where ranks exchange gradients"
 
 
+class OffloadStateTable(RuleTable):
+    """``[[offload_state]]``: the state of a parameter that is offloaded, and in how many slices."""
+
+    most: ClassVar[int] = MOST_PARAMETERS
+
+    module: Parameter
+    op: Annotated[Literal["optimizer", "gradient", "weight"], Field(alias="what")] = "optimizer"
+    count: Positive = 1
+    degree: Annotated[Whole, Field(alias="slices")] = 0
+    lead: Whole = 0
+
+
 class OffloadState:
     """Pays communication with offload memory, buys memory for the whole step.
 
@@ -65,6 +80,7 @@ class OffloadState:
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = OffloadStateTable
 
     def offers(
         self,

@@ -7,15 +7,27 @@ whatever puts exchanges into the graph. Not for what is exchanged.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Program
 from steelyard.ir.rule import WITHIN_PEAK, Rule
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.overlap import issued_ahead, sent_first, waits_within
+from steelyard.plans.rule_table import LARGEST, OMITTED, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
 from steelyard.predict.liveness import liveness
+
+
+class OverlapTable(RuleTable):
+    """``[[overlap]]``: by how many collectives waiting is put off, and how many operators ahead a
+    collective is issued."""
+
+    lag: Annotated[int, Field(ge=1, le=LARGEST, alias="window")]
+    lead: Annotated[Whole, Field(alias="ahead"), OMITTED] = 0
+    op: Annotated[Literal["", "peak"], Field(alias="within"), OMITTED] = ""
 
 
 class Overlap:
@@ -26,6 +38,7 @@ class Overlap:
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = True
+    table: ClassVar[type[RuleTable]] = OverlapTable
 
     def offers(
         self,

@@ -23,9 +23,14 @@ from steelyard.ir.saved_activations import (
 )
 from steelyard.ir.step_source import StepSource
 from steelyard.plans.offers import offers_of
+from steelyard.plans.rule_table import CallTable, RuleTable
 from steelyard.plans.trade import Offer, Rejection
 
 _NOT_UNDER_INDUCTOR = "only plans for generated Python are probed, and none is believed without"
+
+
+class QuantizeActivationsTable(CallTable):
+    """``[[quantize_activations]]``: a value that is kept in 8 bits."""
 
 
 class QuantizeActivations:
@@ -36,6 +41,7 @@ class QuantizeActivations:
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = False
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = QuantizeActivationsTable
 
     def offers(
         self,

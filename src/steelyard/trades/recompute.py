@@ -9,7 +9,9 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Node, Phase
@@ -18,9 +20,17 @@ from steelyard.ir.rule import Rule, rule_of
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.recompute_copies import Span, late_reads, starts
 from steelyard.plans.offers import offers_of
+from steelyard.plans.rule_table import OMITTED, CallTable, RuleTable
 from steelyard.plans.trade import Offer, Rejection
 
 _ONCE: Mapping[str, int] = MappingProxyType({})
+
+
+class RecomputeTable(CallTable):
+    """``[[recompute]]``: a value, and how often at most it is recomputed."""
+
+    # More often than a chain of a thousand blocks could use.
+    times: Annotated[int, Field(ge=1, le=16), OMITTED] = 1
 
 
 class Recompute:
@@ -31,6 +41,7 @@ class Recompute:
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = True
+    table: ClassVar[type[RuleTable]] = RecomputeTable
 
     def offers(
         self,

@@ -9,7 +9,9 @@ giving a rank its part of the weights or of what the optimizer keeps.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, Field
 
 from steelyard.ir.parallel_layout import DATA
 from steelyard.ir.program import Program
@@ -21,7 +23,35 @@ from steelyard.passes.data_parallel.all_reduce import (
     with_whole_loss,
 )
 from steelyard.passes.data_parallel.sync_batchnorm import normalising, synchronised
+from steelyard.plans.rule_table import (
+    MOST_RANKS,
+    OMITTED,
+    Bytes,
+    Positive,
+    Ranks,
+    RuleTable,
+    as_tuple,
+)
 from steelyard.plans.trade import Offer, Rejection
+
+
+class ShardBatchTable(RuleTable):
+    """``[[shard_batch]]``; ``shares`` are the samples that each rank takes, of as many as they add
+    up to."""
+
+    degree: Ranks
+    shares: Annotated[
+        tuple[Positive, ...], BeforeValidator(as_tuple), Field(max_length=MOST_RANKS), OMITTED
+    ] = ()
+    bucket_bytes: Annotated[Bytes, Field(alias="bucket")]
+
+    @classmethod
+    def problems(cls, rules: Sequence[Rule]) -> list[str]:
+        return [
+            f"shard_batch is among {rule.degree} ranks and has {len(rule.shares)} shares"
+            for rule in rules
+            if rule.shares and len(rule.shares) != rule.degree
+        ]
 
 
 class ShardBatch:
@@ -32,6 +62,7 @@ class ShardBatch:
     buys: ClassVar[tuple[str, ...]] = ("computation", "memory")
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = ShardBatchTable
 
     def offers(
         self, program: Program, source: StepSource

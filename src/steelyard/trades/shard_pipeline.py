@@ -9,7 +9,9 @@ then hold exchanges among them. Not for when who works: the table is one of torc
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Node
@@ -17,6 +19,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends
+from steelyard.plans.rule_table import Ranks, RuleTable
 from steelyard.plans.trade import Offer, Rejection
 
 # Stages to a rank, under each of torch's schedules that is offered. LoopedBFS keeps more than
@@ -24,6 +27,16 @@ from steelyard.plans.trade import Offer, Rejection
 SCHEDULES = {
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
 }  # fmt: skip
+
+
+class ShardPipelineTable(RuleTable):
+    """``[[shard_pipeline]]``: a stage ends behind each of these modules."""
+
+    most: ClassVar[int] = 10_000
+
+    degree: Ranks
+    op: Annotated[str, Field(alias="schedule")]
+    module: Annotated[str, Field(alias="behind")]
 
 
 class ShardPipeline:
@@ -34,6 +47,7 @@ class ShardPipeline:
     buys: ClassVar[tuple[str, ...]] = ("computation", "memory")
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = ShardPipelineTable
 
     def offers(
         self,

@@ -12,7 +12,9 @@ parameters: see search/.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Role
@@ -24,10 +26,34 @@ from steelyard.ir.rule import Rule, pattern_of
 from steelyard.ir.sharding_choice import ShardingChoice
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.shard_parameters import check_shared, gathered, why_not_shared
+from steelyard.plans.rule_table import (
+    MOST_PARAMETERS,
+    OMITTED,
+    BytesOrNone,
+    Parameter,
+    Positive,
+    Ranks,
+    RuleTable,
+)
 from steelyard.plans.trade import Offer, Rejection
 
 # Of a parameter; less costs two exchanges more and buys nothing.
 _LEAST_BYTES = 16 << 10
+
+
+class ShardStatesTable(RuleTable):
+    """``[[shard_states]]``: what of a parameter is sharded; by default the weight, its gradient and
+    its optimizer state."""
+
+    most: ClassVar[int] = MOST_PARAMETERS
+
+    degree: Ranks
+    module: Parameter
+    op: Annotated[Literal["optimizer", "gradient", ""], Field(alias="what"), OMITTED] = ""
+    times: Annotated[int, Field(ge=1, le=2, alias="gathers"), OMITTED] = 1
+    # Each parameter is gathered by itself by default.
+    bucket_bytes: Annotated[BytesOrNone, Field(alias="bucket"), OMITTED] = 0
+    count: Positive = 1
 
 
 class ShardStates:
@@ -38,6 +64,7 @@ class ShardStates:
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = ShardStatesTable
 
     def offers(
         self,

@@ -8,7 +8,9 @@ changes the graph, which then works on parts. Not for which regions: see search/
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Role, path_matches
@@ -18,7 +20,27 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
 from steelyard.ir.sharding_choice import Region, ShardingChoice
 from steelyard.ir.step_source import StepSource
+from steelyard.plans.rule_table import (
+    MOST_PARAMETERS,
+    OMITTED,
+    Parameter,
+    Positive,
+    Ranks,
+    RuleTable,
+)
 from steelyard.plans.trade import Offer, Rejection
+
+
+class ShardTensorTable(RuleTable):
+    """``[[shard_tensor]]``: the dim along which a parameter is cut, in ``groups`` of equal size."""
+
+    most: ClassVar[int] = MOST_PARAMETERS
+
+    degree: Ranks
+    module: Parameter
+    dim: Annotated[int, Field(ge=0, le=63)]
+    groups: Annotated[Positive, OMITTED] = 1
+    count: Positive = 1
 
 
 class ShardTensor:
@@ -29,6 +51,7 @@ class ShardTensor:
     buys: ClassVar[tuple[str, ...]] = ("computation", "memory")
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = ShardTensorTable
 
     def offers(
         self, program: Program, source: StepSource

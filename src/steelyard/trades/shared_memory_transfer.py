@@ -10,7 +10,9 @@ comm/shared_memory/collectives.py.
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from steelyard.errors import Mismatch
 from steelyard.ir.collective import THROUGH_SLOTS
@@ -18,7 +20,14 @@ from steelyard.ir.graph import Graph, Node
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.ir.step_source import StepSource
+from steelyard.plans.rule_table import RuleTable
 from steelyard.plans.trade import Offer, Rejection
+
+
+class SharedMemoryTransferTable(RuleTable):
+    """``[[shared_memory_transfer]]``: the messages that go through shared memory."""
+
+    op: Annotated[Literal["stages", "exchanges"], Field(alias="messages")] = "stages"
 
 
 class SharedMemoryTransfer:
@@ -30,6 +39,7 @@ class SharedMemoryTransfer:
     is_exact: ClassVar[bool] = True
     # Of more than two ranks, sums are added up in another order than gloo's.
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = SharedMemoryTransferTable
 
     def offers(
         self,

@@ -6,7 +6,9 @@ gradients that are dense.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from steelyard.errors import Mismatch
 from steelyard.ir.optimizer_update import WEIGHT, parameters_named
@@ -14,7 +16,18 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import ROWS, Rule
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.sparse_embedding_grads import Table, in_rows, tables
+from steelyard.plans.rule_table import MOST_PARAMETERS, Parameter, Positive, RuleTable
 from steelyard.plans.trade import Offer, Rejection, Remaining
+
+
+class SparseGradientsTable(RuleTable):
+    """``[[sparse_gradients]]``: an embedding whose gradient is sent as the rows looked up."""
+
+    most: ClassVar[int] = MOST_PARAMETERS
+
+    module: Parameter
+    count: Positive = 1
+    op: Annotated[Literal["rows"], Field(alias="format")] = "rows"
 
 
 class SparseGradients:
@@ -25,6 +38,7 @@ class SparseGradients:
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
+    table: ClassVar[type[RuleTable]] = SparseGradientsTable
 
     def offers(
         self,

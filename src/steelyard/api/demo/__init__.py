@@ -1,5 +1,7 @@
-"""The demonstration behind ``steelyard demo``, and the model it is given on.
-Not for plans of a user's own."""
+"""The demonstration behind ``steelyard demo``, and the model that it trains.
+
+Not for the user's own plans: see api/planning.py.
+"""
 
 from steelyard.api.demo.scenario import Scene, demo
 

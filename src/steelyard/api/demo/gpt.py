@@ -1,6 +1,6 @@
 """A small GPT with dropout and tied embeddings, and the workload that trains it.
 
-Plain PyTorch: nothing in the model knows of Steelyard. Not for learning anything: its text is
+Plain PyTorch: the model contains nothing of Steelyard. Not for learning anything: its text is
 random numbers.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from steelyard.api.workload import Workload
+import steelyard as sy
 
 Batch = dict[str, Tensor]
 
@@ -88,11 +88,11 @@ def batches(size: Size) -> Iterator[Batch]:
         yield {"x": ids[:, :-1].contiguous(), "y": ids[:, 1:].contiguous()}
 
 
-def workload(size: Size | None = None) -> Workload:
-    """What ``steelyard plan`` looks for in a script."""
+def workload(size: Size | None = None) -> sy.Workload:
+    """Return the workload; ``steelyard plan`` looks for a function of this name in a script."""
     size = size or Size()
     torch.manual_seed(0)
-    return Workload(
+    return sy.Workload(
         model=GPT(size),
         loss=loss,
         batches=partial(batches, size),

@@ -1,6 +1,6 @@
-"""``steelyard demo``: plain PyTorch dies under a memory limit, a plan finishes under the same one.
+"""``steelyard demo``: plain PyTorch runs out of memory under a limit, a plan finishes under it.
 
-Starts the processes, each fresh, and compares what they tell. Not for what runs in them: worker.py.
+Starts a fresh process for each part, and compares their output. Not for their work: see worker.py.
 """
 
 import json
@@ -18,33 +18,33 @@ from typing import Any
 from steelyard.api.demo.gpt import Size
 from steelyard.api.demo.worker import Role, Task
 from steelyard.errors import BadInput, RunFailed
+from steelyard.plan_files.prediction_file import read_plan
 from steelyard.plans.plan import Plan
-from steelyard.plans.prediction_file import read_plan
 from steelyard.plans.receipt import RankMemory, Receipt, RunMeasurement
 from steelyard.units import format_bytes, format_share
 
 OnLine = Callable[[str], None]
 _MIB = 1 << 20
 
-# What kernels, threads and the meter hold outside of PyTorch's allocator while they run.
+# Memory that kernels, threads and the meter use outside of PyTorch's allocator.
 _SPARE_BYTES = 32 * _MIB
-# glibc's malloc keeps freed blocks for later: by these two settings large ones go back to the
-# system at once, so that a limit on the process is a limit on what is alive in it. Each step then
-# fetches its memory anew: in huge pages (glibc 2.35), or two fifths of a step are page faults,
-# which take twice as long at one time as at another.
+# glibc's malloc keeps freed blocks for later. With these two settings large blocks return to the
+# system at once, so that a limit on the process limits its live memory. Each step then allocates
+# its memory again: in huge pages (glibc 2.35), because otherwise two fifths of a step are page
+# faults, whose time varies by a factor of two.
 _MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "262144",
     "MALLOC_TRIM_THRESHOLD_": "0",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-# Several threads wait for each other: whatever else the machine does would show in each step.
+# Several threads wait for each other, so other load on the machine would disturb each step.
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What is trained, for how long, and within which budget."""
+    """The model, number of steps and budget of the demonstration."""
 
     size: Size = field(default_factory=Size)
     budget_bytes: int = 450 * _MIB
@@ -52,22 +52,22 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
-    """How a process ended: what it told, and the last line of its complaint if it failed."""
+class _ProcessOutput:
+    """The output of a process that has ended, and the last line of its error if it failed."""
 
-    told: tuple[Mapping[str, Any], ...]
+    lines: tuple[Mapping[str, Any], ...]
     complaint: str
 
     @property
     def losses(self) -> list[float]:
-        return [line["loss"] for line in self.told if "loss" in line]
+        return [line["loss"] for line in self.lines if "loss" in line]
 
     def one(self, name: str) -> Any:
-        return next(line[name] for line in self.told if name in line)
+        return next(line[name] for line in self.lines if name in line)
 
 
 def demo(on_line: OnLine, *, scene: Scene | None = None) -> tuple[bool, Receipt]:
-    """Whether it went as promised, and the receipt of the run by the plan."""
+    """Run the demonstration; return if it went as promised, and the receipt of the plan's run."""
     if sys.platform != "linux":
         raise BadInput(
             f"the demonstration limits a process by RLIMIT_DATA, which {sys.platform} does not",
@@ -76,10 +76,10 @@ def demo(on_line: OnLine, *, scene: Scene | None = None) -> tuple[bool, Receipt]
         )
     scene = scene or Scene()
     with tempfile.TemporaryDirectory(prefix="steelyard-demo-") as folder:
-        return _told(_Stage(scene, Path(folder)), scene, on_line)
+        return _run_parts(_Stage(scene, Path(folder)), scene, on_line)
 
 
-def _told(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Receipt]:
+def _run_parts(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Receipt]:
     size, budget = scene.size, format_bytes(scene.budget_bytes)
     on_line(f"A GPT of {size.blocks} blocks, {size.width} wide, with dropout and AdamW,")
     on_line(f"on batches of {size.samples} x {size.length} words, within {budget} of memory,")
@@ -87,24 +87,24 @@ def _told(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Receipt
     on_line("1  the plan, made in a process without a limit")
     stage.run("plan")
     plan = stage.plan()
-    for line in _planned(plan):
+    for line in _plan_lines(plan):
         on_line(f"   {line}")
     on_line("2  one limit for both (RLIMIT_DATA: the kernel gives no memory beyond it)")
-    with ThreadPoolExecutor(1) as beside:
-        # What 5 compares with is trained meanwhile: it has ended before anything is timed.
-        without_limit = beside.submit(stage.run, "plain", meter=True)
-        held = stage.run("probe").one("held_bytes")
-        limit = scene.budget_bytes + held + _SPARE_BYTES
+    with ThreadPoolExecutor(1) as executor:
+        # The run that part 5 compares with is trained meanwhile; it ends before anything is timed.
+        without_limit = executor.submit(stage.run, "plain", meter=True)
+        base_bytes = stage.run("probe").one("held_bytes")
+        limit = scene.budget_bytes + base_bytes + _SPARE_BYTES
         for amount, what in (
             (scene.budget_bytes, "the budget"),
-            (held, "what Steelyard's process holds before it trains"),
+            (base_bytes, "what Steelyard's process holds before it trains"),
             (_SPARE_BYTES, "for kernels, threads and the meter"),
             (limit, "the limit"),
         ):
             on_line(f"   {format_bytes(amount):>8}  {what}")
         on_line("3  plain PyTorch under the limit")
-        died = stage.run("plain", limit_bytes=limit, may_fail=True)
-        for line in _death(died, scene):
+        limited = stage.run("plain", limit_bytes=limit, may_fail=True)
+        for line in _death_lines(limited, scene):
             on_line(f"   {line}")
         theirs = without_limit.result()
     on_line("4  Steelyard's plan under the limit")
@@ -116,18 +116,18 @@ def _told(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Receipt
     for line in _side_by_side(theirs.losses, ours.losses):
         on_line(f"   {line}")
     on_line("6  the receipt of the plan's run: measured beside predicted")
-    kept = measured.memory_bytes is not None and measured.memory_bytes <= scene.budget_bytes
-    as_promised = bool(died.complaint) and kept and theirs.losses == ours.losses
+    fits = measured.memory_bytes is not None and measured.memory_bytes <= scene.budget_bytes
+    as_promised = bool(limited.complaint) and fits and theirs.losses == ours.losses
     return as_promised, Receipt(plan=plan, measured=measured)
 
 
 class _Stage:
-    """Runs one process after another on the same model, plan and list of measured costs."""
+    """Runs one process after another on the same model, plan and table of measured costs."""
 
     def __init__(self, scene: Scene, folder: Path) -> None:
         self._scene = scene
         self._file = folder / "demo.plan.toml"
-        # Costs measured under these malloc settings are no use to anybody else's plans.
+        # Costs measured under these malloc settings are useless for other plans.
         costs = {"STEELYARD_CACHE": str(folder / "costs.sqlite")}
         self._environment = {**os.environ, **_MALLOC, **_THREADS, **costs}
 
@@ -138,7 +138,7 @@ class _Stage:
 
     def run(
         self, role: Role, *, limit_bytes: int = 0, meter: bool = False, may_fail: bool = False
-    ) -> _Ended:
+    ) -> _ProcessOutput:
         task = Task(
             role=role,
             plan=str(self._file),
@@ -155,9 +155,9 @@ class _Stage:
             text=True,
             check=False,
         )
-        told = tuple(json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{")
+        lines = tuple(json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{")
         if done.returncode == 0:
-            return _Ended(told=told, complaint="")
+            return _ProcessOutput(lines=lines, complaint="")
         complaint = _complaint(done.stderr)
         if not (may_fail and any(sign in done.stderr for sign in _OUT_OF_MEMORY)):
             raise RunFailed(
@@ -165,19 +165,19 @@ class _Stage:
                 expected="it to end as the demonstration tells",
                 remedy="see what is in its way with steelyard doctor, and report it if nothing is",
             )
-        return _Ended(told=told, complaint=complaint)
+        return _ProcessOutput(lines=lines, complaint=complaint)
 
 
 def _complaint(stderr: str) -> str:
-    """The last line of a traceback, without the place in C++ where it was raised."""
+    """Return the last line of a traceback, without the C++ source location."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     signs = [line for line in lines if any(sign in line for sign in _OUT_OF_MEMORY)]
-    said = (signs or lines or ["no word"])[-1]
-    _, mark, rest = said.partition("DefaultCPUAllocator: ")
-    return f"{mark}{rest.partition(' Error code')[0]}" if mark else said[:200]
+    line = (signs or lines or ["no word"])[-1]
+    _, mark, rest = line.partition("DefaultCPUAllocator: ")
+    return f"{mark}{rest.partition(' Error code')[0]}" if mark else line[:200]
 
 
-def _planned(plan: Plan) -> list[str]:
+def _plan_lines(plan: Plan) -> list[str]:
     metrics = plan.predicted.metrics
     more = metrics.step_seconds.value / plan.unplanned.metrics.step_seconds.value - 1
     before, after = format_bytes(plan.before.peak.nbytes), format_bytes(metrics.memory_bytes.value)
@@ -188,24 +188,24 @@ def _planned(plan: Plan) -> list[str]:
     ]
 
 
-def _death(died: _Ended, scene: Scene) -> list[str]:
-    if died.complaint:
-        said = textwrap.wrap(died.complaint, 72, initial_indent="  ", subsequent_indent="  ")
-        return [f"died in step {len(died.losses) + 1} of {scene.steps}:", *said]
+def _death_lines(limited: _ProcessOutput, scene: Scene) -> list[str]:
+    if limited.complaint:
+        wrapped = textwrap.wrap(limited.complaint, 72, initial_indent="  ", subsequent_indent="  ")
+        return [f"died in step {len(limited.losses) + 1} of {scene.steps}:", *wrapped]
     return [
         f"finished all {scene.steps} steps: this system does not hold processes to",
         "RLIMIT_DATA, so that the demonstration shows nothing",
     ]
 
 
-def _peak(theirs: _Ended, plan: Plan) -> str:
+def _peak(theirs: _ProcessOutput, plan: Plan) -> str:
     predicted = format_bytes(plan.before.peak.nbytes)
     return f"{format_bytes(theirs.one('peak_bytes'))} (~{predicted} predicted)"
 
 
-def _measured(told: Mapping[str, Any]) -> RunMeasurement:
-    ranks = tuple(RankMemory(**each) for each in told["ranks"])
-    return RunMeasurement(**{**told, "ranks": ranks, "notes": tuple(told["notes"])})
+def _measured(fields: Mapping[str, Any]) -> RunMeasurement:
+    ranks = tuple(RankMemory(**each) for each in fields["ranks"])
+    return RunMeasurement(**{**fields, "ranks": ranks, "notes": tuple(fields["notes"])})
 
 
 def _side_by_side(theirs: Sequence[float], ours: Sequence[float]) -> list[str]:

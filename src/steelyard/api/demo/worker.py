@@ -1,6 +1,6 @@
-"""One process of the demonstration: it limits itself, plans or trains, and tells what it saw.
+"""One process of the demonstration: limits its own memory, plans or trains, prints its results.
 
-What it tells is one JSON object a line on stdout. Not for comparing anything: see scenario.py.
+It prints one JSON object a line on stdout. Not for comparing anything: see scenario.py.
 """
 
 import json
@@ -28,8 +28,8 @@ from steelyard.run.rng_state import seed_everything
 from steelyard.trades import TRADES
 
 SEED = 0
-# Cut into micro-batches, a batch draws its dropout masks in another order; in slices and in parts,
-# gradients are summed in another: exact, but not to be compared bit by bit with plain PyTorch.
+# With micro-batches, dropout masks are drawn in another order; with chunked or sharded computation,
+# gradients are summed in another order. Both are exact, but not bit for bit equal to plain PyTorch.
 _BIT_FOR_BIT = tuple(trade for trade in TRADES if trade.is_bitwise)
 
 Role = Literal["plan", "probe", "steelyard", "plain"]
@@ -37,7 +37,8 @@ Role = Literal["plan", "probe", "steelyard", "plain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """``limit_bytes`` of 0 is none; ``meter``: also say what the allocator held at the peak."""
+    """The task of a process. ``limit_bytes`` of 0 is no limit; ``meter`` also reports the peak
+    memory."""
 
     role: Role
     plan: str
@@ -77,10 +78,10 @@ def _plan(task: Task, work: Workload) -> None:
 
 
 def _probe(task: Task, work: Workload) -> None:
-    """Everything that training by the plan needs, but for a step: what does that hold?"""
+    """Report the memory that training by the plan needs outside of a step."""
     step = load_planned(task.plan, work).apply(work.model)
     tensors = [*step.live.model.parameters(), *step.live.model.buffers()]
-    _tell(held_bytes=_held_bytes() - _nbytes(tensors))
+    _report(held_bytes=_private_bytes() - _nbytes(tensors))
 
 
 def _steelyard(task: Task, work: Workload) -> None:
@@ -89,13 +90,13 @@ def _steelyard(task: Task, work: Workload) -> None:
         work,
         steps=task.steps,
         seed=SEED,
-        on_step=lambda report: _tell(loss=report.loss),
+        on_step=lambda report: _report(loss=report.loss),
     )
-    _tell(measured=asdict(receipt.measured))
+    _report(measured=asdict(receipt.measured))
 
 
 def _plain(task: Task, work: Workload) -> None:
-    """The loop everybody writes. The second step is metered, as in a run by a plan."""
+    """The usual training loop. The second step is metered, as in a run by a plan."""
     assert callable(work.batches)
     assert work.optimizer is not None
     optimizer = work.optimizer(work.model.parameters())
@@ -109,11 +110,13 @@ def _plain(task: Task, work: Workload) -> None:
 
         if task.meter and number == 2:
             state = [t for s in optimizer.state.values() for t in s.values()]
-            held = _nbytes([*work.model.parameters(), *work.model.buffers(), *state])
-            _tell(peak_bytes=held + _nbytes(list(batch.values())) + meter_once(step).peak_bytes)
+            resident = _nbytes([*work.model.parameters(), *work.model.buffers(), *state])
+            _report(
+                peak_bytes=resident + _nbytes(list(batch.values())) + meter_once(step).peak_bytes
+            )
         else:
             step()
-        _tell(loss=float(losses[0]))
+        _report(loss=float(losses[0]))
 
 
 def _step(
@@ -140,16 +143,16 @@ def _nbytes(tensors: list[torch.Tensor]) -> int:
     return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _held_bytes() -> int:
-    """What RLIMIT_DATA counts: writable private memory, whether it was touched or not."""
+def _private_bytes() -> int:
+    """Return the bytes that RLIMIT_DATA counts: writable private memory, touched or not."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("/proc/self/status has no VmData")
 
 
-def _tell(**told: object) -> None:
-    sys.stdout.write(json.dumps(told) + "\n")
+def _report(**values: object) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 

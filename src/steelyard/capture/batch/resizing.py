@@ -1,6 +1,6 @@
-"""Batches of other sizes, imagined: the same entries with one of their dims stretched.
+"""Batches of other sizes on the meta device: the same entries with one dim resized.
 
-Not for cutting the batch at hand: see splitting.py.
+Not for splitting the given batch: see splitting.py.
 """
 
 from collections import Counter
@@ -18,16 +18,16 @@ from steelyard.plans.budget import Maximize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Which dim of which entries is stretched, and how large it is now."""
+    """A batch, the dim to resize, and the current size of that dim."""
 
     batch: Any
     dim: int
     now: int
 
     def at(self, size: int) -> Any:
-        """The batch with that dim stretched to ``size``; on the meta device, without values."""
+        """Return the batch with that dim resized to ``size``, on the meta device."""
 
-        def stretched(leaf: Any) -> Any:
+        def resized(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             shape = list(leaf.shape)
@@ -36,7 +36,7 @@ class Sizes:
                     shape[dim] = size
             return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
-        return _torch.tree_map(stretched, self.batch)
+        return _torch.tree_map(resized, self.batch)
 
 
 def sizes_of(batch: Any, maximize: Maximize) -> Sizes:
@@ -64,10 +64,10 @@ def sizes_of(batch: Any, maximize: Maximize) -> Sizes:
 
 
 def impossible(graph: Graph) -> str:
-    """Why eager PyTorch would fail at this size though its shapes fit; empty where it would not.
+    """Return why eager PyTorch would fail at this size though its shapes fit; else empty.
 
-    Fake tensors have no values, so a position beyond the end of a table of positions goes unseen
-    by tracing: followed here from each arange to the table it indexes.
+    Fake tensors have no values, so tracing misses a position beyond the end of a position table.
+    Positions are therefore followed here from each arange to the table they index.
     """
     highest: dict[str, int] = {}
     for node in graph.forward():
@@ -82,7 +82,7 @@ def impossible(graph: Graph) -> str:
 
 
 def _highest(node: Node, known: dict[str, int]) -> int | None:
-    """The largest number that a tensor of positions holds, where that is plain to see."""
+    """Return the largest value of a tensor of positions, if it follows from known operators."""
     numbers = [a for a in node.args if isinstance(a, int) and not isinstance(a, bool)]
     if node.op.startswith("aten.arange.") and numbers:
         end = numbers[0] if node.op.endswith(".default") else numbers[1]
@@ -91,5 +91,5 @@ def _highest(node: Node, known: dict[str, int]) -> int | None:
         return None
     if node.op.startswith("aten.add.") and numbers:
         return known[node.inputs[0]] + numbers[0]
-    moves = ("view", "unsqueeze", "expand", "slice", "_to_copy", "clone", "select", "alias")
-    return known[node.inputs[0]] if node.op.split(".")[1] in moves else None
+    copies = ("view", "unsqueeze", "expand", "slice", "_to_copy", "clone", "select", "alias")
+    return known[node.inputs[0]] if node.op.split(".")[1] in copies else None

@@ -1,4 +1,4 @@
-"""Cutting the global batch into parts, and whether that would change what is trained.
+"""Splitting the global batch into equal parts, and the check that this trains the same model.
 
 Not for capturing the parts: see capture/step.py.
 """
@@ -15,9 +15,9 @@ from steelyard.capture.batch.independence_proof import (
     Reduction,
     Sample,
     Splitting,
-    given_statistics,
-    proven,
-    whole,
+    compare_with_samples,
+    fixed_batch_statistics,
+    indivisible,
 )
 from steelyard.capture.checks.batch_independence import coupling
 from steelyard.capture.tracing.joint_graph import Loss
@@ -41,7 +41,7 @@ def entries(batch: Any) -> tuple[BatchEntry, ...]:
 
 
 def batch_size(batch: Any) -> int | None:
-    """What dim 0 of every tensor is; None where they do not agree."""
+    """Return the size of dim 0 of all tensors; None if they differ."""
     sizes = {
         x.shape[0] if x.dim() else None
         for x in _torch.tree_leaves(batch)
@@ -51,47 +51,52 @@ def batch_size(batch: Any) -> int | None:
 
 
 def part(batch: Any, *, start: int, size: int) -> Any:
-    """Rows ``start`` to ``start + size`` of every tensor; views, no copies."""
+    """Return rows ``start`` to ``start + size`` of every tensor, as views."""
 
-    def cut(leaf: Any) -> Any:
+    def narrowed(leaf: Any) -> Any:
         return leaf.narrow(0, start, size) if isinstance(leaf, torch.Tensor) else leaf
 
-    return _torch.tree_map(cut, batch)
+    return _torch.tree_map(narrowed, batch)
 
 
 def splitting(
     model: nn.Module, loss: Loss, batch: Any, graph: Graph, *, at_once: bool = False
 ) -> Splitting:
-    """Whether the loss of the batch is the mean or the sum of its parts' losses.
+    """Check that the loss of the batch is the mean or the sum of the losses of its parts.
 
-    Judged by the operators, then by numbers: the live model on a few samples, together and apart,
-    with its randomness held still. ``at_once``: the parts are computed at one time, by ranks, which
-    can take statistics together, so that these say nothing against it.
+    First checks the operators, then compares numbers: the live model runs on a few samples, as one
+    batch and one by one, with random draws replaced by their expectations. ``at_once`` means that
+    ranks compute the parts at the same time: they can share batch statistics, which are then no
+    reason against splitting.
     """
     size = batch_size(batch)
     if size is None:
-        return whole("the tensors of the batch do not share dim 0")
+        return indivisible("the tensors of the batch do not share dim 0")
     if size < 2:
-        return whole("the batch is a single sample")
+        return indivisible("the batch is a single sample")
     reason = why_indivisible(model, loss, batch, graph, at_once=at_once)
     if reason:
-        return whole(reason)
+        return indivisible(reason)
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
     if any(t.device.type == "meta" for t in (*model.parameters(), *leaves)):
-        return whole("there are no values to check it with (meta device)")
+        return indivisible("there are no values to check it with (meta device)")
     counted = [c for mean in graph.counted if (c := _counts(graph, mean, batch))]
     every = counted[0] if counted else [1] * size
-    if any(not same_shares(every, others) for others in counted):
-        return whole("two means in the loss count their targets in different samples")
+    if any(not same_shares(every, other) for other in counted):
+        return indivisible("two means in the loss count their targets in different samples")
     if sum(n > 0 for n in every) < 2:
-        return whole("fewer than two samples hold a target that counts, so cutting is not checked")
+        return indivisible(
+            "fewer than two samples hold a target that counts, so cutting is not checked"
+        )
     if len(set(every)) > 1 and not graph.is_counted_alone:
-        return whole("samples count unequally many targets, and the loss has a term besides them")
-    rows = _looked_at(every)
-    with given_statistics() if at_once else contextlib.nullcontext():
-        apart = [Sample(batch=_rows(batch, [row]), count=every[row]) for row in rows]
+        return indivisible(
+            "samples count unequally many targets, and the loss has a term besides them"
+        )
+    rows = _rows_to_compare(every)
+    with fixed_batch_statistics() if at_once else contextlib.nullcontext():
+        samples = [Sample(batch=_rows(batch, [row]), count=every[row]) for row in rows]
         is_low = computes_in_half(graph)
-        verdict = proven(model, loss, _rows(batch, rows), apart, is_low=is_low)
+        verdict = compare_with_samples(model, loss, _rows(batch, rows), samples, is_low=is_low)
     if verdict.reduction is Reduction.MEAN and graph.is_counted_alone:
         return replace(verdict, reduction=Reduction.COUNTED)
     return verdict
@@ -100,15 +105,19 @@ def splitting(
 def why_indivisible(
     model: nn.Module, loss: Loss, batch: Any, graph: Graph, *, at_once: bool = False
 ) -> str:
-    """Where operators show that cutting the batch changes what is trained; empty where none does:
-    all that can be said where there are no values to try it with."""
+    """Return why splitting the batch changes what is trained, judged by the operators alone.
+
+    Empty if no operator shows it. Without values (meta device) this is the only check.
+    """
     statistics = normalising(graph)
     if statistics and not at_once:
         return f"BatchNorm in {statistics[0].path} takes its statistics over the whole batch"
     if reason := why_not_synchronised(graph):
         return reason
     for output in graph.outputs:
-        if output.kind is OutputKind.UPDATE and not (at_once and _is_alike(graph, output.node)):
+        if output.kind is OutputKind.UPDATE and not (
+            at_once and _is_equal_on_ranks(graph, output.node)
+        ):
             name = output.target.removeprefix("buffer:")
             return f"buffer {name} is written in every pass, which each part would repeat"
     for name, parameter in model.named_parameters():
@@ -122,14 +131,17 @@ def why_indivisible(
     )
 
 
-def _is_alike(graph: Graph, update: str) -> bool:
-    """Whether all ranks find the same new value: that of statistics of all samples, or of nothing
-    that the batch says."""
+def _is_equal_on_ranks(graph: Graph, update: str) -> bool:
+    """True if all ranks compute the same new buffer value.
+
+    That is so if the value depends on no random draw, and on the batch only through statistics
+    of all samples.
+    """
     taking = {node.name for node in normalising(graph)}
     pending, seen = [update], set[str]()
     while pending:
         node = graph.by_name[pending.pop()]
-        # The first result is what was normalised: of a rank's own samples, as all that follows.
+        # The first result is the normalised input: it depends on the rank's own samples.
         is_statistic = node.is_getitem and node.inputs[0] in taking and node.args[1] != 0
         if node.name in seen or is_statistic:
             continue
@@ -140,17 +152,17 @@ def _is_alike(graph: Graph, update: str) -> bool:
     return True
 
 
-def _looked_at(counts: list[int]) -> list[int]:
-    """Four samples; where fewer than two of them hold a target that counts, some that do."""
-    rows = _spread([*range(len(counts))], 4)
+def _rows_to_compare(counts: list[int]) -> list[int]:
+    """Choose four samples to compare, at least two of them with targets that count."""
+    rows = _spread_rows([*range(len(counts))], 4)
     if sum(counts[row] > 0 for row in rows) >= 2:
         return rows
     without = [row for row in rows if not counts[row]]
-    return sorted([*_spread([row for row, n in enumerate(counts) if n], 3), without[0]])
+    return sorted([*_spread_rows([row for row, n in enumerate(counts) if n], 3), without[0]])
 
 
-def _spread(rows: list[int], wanted: int) -> list[int]:
-    """From the first to the last: batches are often sorted, and neighbours alike."""
+def _spread_rows(rows: list[int], wanted: int) -> list[int]:
+    """Choose rows spread over the batch: batches are often sorted, with similar neighbours."""
     last = len(rows) - 1
     return [rows[i] for i in sorted({round(k * last / (wanted - 1)) for k in range(wanted)})]
 
@@ -163,8 +175,10 @@ def _rows(batch: Any, rows: list[int]) -> Any:
 
 
 def _counted_by_more_than_the_batch(graph: Graph) -> str:
-    """Targets are counted ahead of the step, where a second draw would differ from the step's own,
-    and what the model says is not known yet."""
+    """Return why the targets cannot be counted before the step; empty if they can.
+
+    A random draw would differ from the step's own, and model outputs are not known yet.
+    """
     made = [name for mean in graph.counted for name in graph.ancestors(mean.targets)]
     for node in map(graph.by_name.__getitem__, made):
         where = f" ({node.line})" if node.line else ""
@@ -176,7 +190,7 @@ def _counted_by_more_than_the_batch(graph: Graph) -> str:
 
 
 def _weighed_by_class(graph: Graph) -> str:
-    """The mean is over the weights of the targets in the batch, in one operator."""
+    """Return a reason if the loss is a mean with class weights, which depend on the batch."""
     weighed = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
     for node in graph.forward():
         if node.op in weighed and isinstance(node.args[2], Ref) and node.args[3] == _MEAN:
@@ -188,7 +202,10 @@ _MEAN = 1  # as ATen numbers its reductions
 
 
 def _scaled_by_frequency(graph: Graph) -> str:
-    """Only the gradient shows it, and of samples that share no index not even that."""
+    """Return a reason if an embedding scales gradients by index frequency in the batch.
+
+    Comparing numbers can miss this: only gradients of samples that share an index differ.
+    """
     for node in graph.forward():
         if "embedding" in node.op and node.args[3:4] == (True,):  # scale_grad_by_freq, of both
             where = node.path or node.line
@@ -197,7 +214,7 @@ def _scaled_by_frequency(graph: Graph) -> str:
 
 
 def _counts(graph: Graph, counted: CountedMean, batch: Any) -> list[int]:
-    """Targets of each sample that the mean counts; empty where the batch does not say."""
+    """Return the number of counted targets per sample; empty if the batch alone does not tell."""
     values: dict[str, Any] = {
         f"batch:{_torch.keystr(path)}": leaf
         for path, leaf in _torch.tree_flatten_with_path(batch)[0]
@@ -210,8 +227,8 @@ def _counts(graph: Graph, counted: CountedMean, batch: Any) -> list[int]:
     targets = values[counted.targets]
     size = batch_size(batch)
     assert size is not None
-    kept: list[int] = (targets.reshape(size, -1) != counted.ignored).sum(1).tolist()
-    return kept
+    counts: list[int] = (targets.reshape(size, -1) != counted.ignored).sum(1).tolist()
+    return counts
 
 
 def computes_in_half(graph: Graph) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of a captured step: what could make it train otherwise than the model's own code.
+"""Checks that refuse models whose captured step would train differently from their own code.
 
-Not for whether the batch may be split: see batch/.
+Not for deciding if the batch may be split: see batch/.
 """

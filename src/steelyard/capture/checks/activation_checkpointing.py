@@ -1,7 +1,8 @@
-"""Where ``torch.utils.checkpoint`` makes eager PyTorch train otherwise than the code reads.
+"""Refusal of uses of ``torch.utils.checkpoint`` whose eager result differs from a captured step.
 
-A captured step holds what is checkpointed once, and recomputes what its plan says. Mostly that is
-the same; what is not is refused here.
+A captured step contains a checkpointed region once, and recomputes what its plan says. Mostly the
+result is the same; the exceptions are refused here. Not for planning recompute: see
+trades/recompute.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,36 +16,39 @@ from steelyard.capture.tracing.source_lines import line_of
 from steelyard.errors import CaptureRefused
 from steelyard.ir.graph import Output, OutputKind
 
-_INSTEAD = "take the checkpoint away: Steelyard recomputes what the budget asks for by itself"
+_REMEDY = "take the checkpoint away: Steelyard recomputes what the budget asks for by itself"
 
 
-def refuse_cut_off(step: Any) -> None:
-    """Reentrant checkpoints give no gradients to weights inside unless an argument needs one."""
+def refuse_reentrant_without_gradient(step: Any) -> None:
+    """Refuse reentrant checkpoints without an input that needs a gradient.
+
+    Eager PyTorch gives the weights inside them no gradients.
+    """
     for node in _torch.checkpoints(step):
         if not node.kwargs.get("use_reentrant", True):
             continue
         arguments = [a.meta.get("example_value") for a in node.all_input_nodes]
-        # Dynamo adds the weights to what the user gave.
-        given = [a for a in arguments if not isinstance(a, nn.Parameter)]
-        if _needs_gradient(node.meta.get("example_value")) and not _needs_gradient(given):
+        # Dynamo adds the weights to the user's arguments.
+        inputs = [a for a in arguments if not isinstance(a, nn.Parameter)]
+        if _needs_gradient(node.meta.get("example_value")) and not _needs_gradient(inputs):
             raise CaptureRefused(
                 "torch.utils.checkpoint(use_reentrant=True) is given no tensor that requires a "
                 f"gradient{_at(node)}: eager PyTorch would not train the weights inside",
                 expected="a checkpoint that trains what is in it",
-                remedy=f"use_reentrant=False trains them; or {_INSTEAD}",
+                remedy=f"use_reentrant=False trains them; or {_REMEDY}",
             )
 
 
-def refuse_written_twice(
+def refuse_repeated_writes(
     joint: torch.fx.GraphModule, outputs: Iterable[Output], names: Mapping[str, str]
 ) -> None:
-    """Eager PyTorch runs what is checkpointed again in the backward pass, and writes again.
+    """Refuse checkpoints around writes to buffers, which eager's recompute would repeat.
 
-    ``names`` are those of what goes in, by placeholder.
+    ``names`` maps placeholders to the names of inputs.
     """
     written = {o.target: o.node for o in outputs if o.kind is OutputKind.UPDATE}
     for node in joint.graph.nodes:
-        # What reads the old value inside would read the new one the second time.
+        # Recomputed readers of the old value would read the new one.
         touched = [names[i.name] for i in node.all_input_nodes if i.name in names]
         touched += [target for target, name in written.items() if name == node.name]
         target = next((t for t in touched if t in written), None)
@@ -53,12 +57,12 @@ def refuse_written_twice(
                 f"torch.utils.checkpoint is around what reads or writes {target.replace(':', ' ')}"
                 f"{_at(node)}, which eager PyTorch would do again in the backward pass",
                 expected="no checkpoint around what the step writes, such as BatchNorm's buffers",
-                remedy=f"{_INSTEAD}; or keep that module out of it",
+                remedy=f"{_REMEDY}; or keep that module out of it",
             )
 
 
-def refuse_drawn_twice(step: Any, joint: torch.fx.GraphModule) -> None:
-    """Without the random state of the first time, the second draws other numbers."""
+def refuse_repeated_draws(step: Any, joint: torch.fx.GraphModule) -> None:
+    """Refuse random draws without ``preserve_rng_state``: eager's recompute draws other numbers."""
     if all(node.kwargs.get("preserve_rng_state", True) for node in _torch.checkpoints(step)):
         return
     for node in joint.graph.nodes:
@@ -70,7 +74,7 @@ def refuse_drawn_twice(step: Any, joint: torch.fx.GraphModule) -> None:
                 "torch.utils.checkpoint(preserve_rng_state=False) is around what draws random "
                 f"numbers{_at(node)}: eager PyTorch would draw others in the backward pass",
                 expected="gradients of what the forward pass has drawn",
-                remedy=f"leave preserve_rng_state out; or {_INSTEAD}",
+                remedy=f"leave preserve_rng_state out; or {_REMEDY}",
             )
 
 

@@ -1,6 +1,6 @@
-"""What cannot be captured, said so that a person can act on it: the line, the module, the reason.
+"""Conversion of tracing errors into refusals that name the line, the module and the reason.
 
-Not for finding out: tracing raises, and here its words are turned into ours.
+Not for detecting what cannot be captured: tracing raises, and its errors are reworded here.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from steelyard.capture.tracing.source_lines import line_in, line_of
+from steelyard.capture.tracing.source_lines import line_in_trace, line_of
 from steelyard.errors import CaptureRefused
 
 
@@ -42,7 +42,7 @@ def no_loss(what: str) -> CaptureRefused:
 
 
 def check_trains(model: nn.Module, value: torch.Tensor | None = None) -> None:
-    """Some parameter is trainable, and the loss (where it is known) depends on one."""
+    """Require a trainable parameter, and a loss (if given) that depends on one."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise CaptureRefused(
@@ -68,22 +68,22 @@ def check_trains(model: nn.Module, value: torch.Tensor | None = None) -> None:
 
 @dataclass(slots=True)
 class _TraceProgress:
-    """What has been traced so far, to find the line of an operator that fails later."""
+    """The traced step so far, used to find the line of an operator that fails later."""
 
     step: Any = None
 
 
 @contextlib.contextmanager
 def reading_errors(model: nn.Module) -> Iterator[_TraceProgress]:
-    """Turn what tracing raises into a refusal that names the user's line."""
-    reading = _TraceProgress()
+    """Convert exceptions of tracing into a CaptureRefused that names the user's line."""
+    progress = _TraceProgress()
     try:
-        yield reading
+        yield progress
     except CaptureRefused:
         raise
     except Exception as error:
         reason = _first_line(error)
-        where = _user_line(error) or _operator_line(error, reading.step) or _told_line(error)
+        where = _user_line(error) or _operator_line(error, progress.step) or _appended_line(error)
         raise CaptureRefused(
             f"the training step cannot be captured{where}{_module_of(error, model)}: {reason}",
             expected=_EXPECTED_OF.get(
@@ -104,7 +104,7 @@ _FLEX_ON_CPU = "FlexAttention has no backward pass on a CPU in torch 2.13"
 _INFERENCE = "the loss uses a tensor that was made under torch.inference_mode()"
 _WRITES_OUTSIDE = "a module that is not in the model, a teacher say, writes into its own buffers"
 _WRAPPED = "the loss function calls a model that is wrapped in DistributedDataParallel"
-_SAYINGS = {
+_REASON_OF = {
     "does not support changes to a Tensor's `requires_grad`": _SWITCHES,
     "setattr() on Tensor.requires_grad": _SWITCHES,
     "set_runtime_stats_and_log": _WRAPPED,
@@ -126,34 +126,34 @@ _SAYINGS = {
 }
 
 
-# Their words alone may be no more than a missing key.
-_PYTHONS_OWN = (LookupError, AttributeError, NameError, AssertionError, ArithmeticError)
+# The message alone may be just a missing key, so the type is shown with it.
+_PYTHON_ERRORS = (LookupError, AttributeError, NameError, AssertionError, ArithmeticError)
 
 
 def _first_line(error: BaseException) -> str:
-    """The sentence that says most: Dynamo wraps the operator's own message in several layers."""
+    """Return the most useful sentence: Dynamo wraps the operator's own message several times."""
     text = str(error)
-    for mark, saying in _SAYINGS.items():
+    for mark, reason in _REASON_OF.items():
         if mark in text:
-            return saying
+            return reason
     for pattern in (r"got (\w+\(.*)", r"Explanation: (.*)", r"RuntimeError: (.*)"):
         found = re.search(pattern, text)
         if found:
             return shortened(found[1].strip().partition(" This function is either")[0])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kind = type(error).__name__
-    if not lines or isinstance(error, _PYTHONS_OWN):
+    if not lines or isinstance(error, _PYTHON_ERRORS):
         return shortened(": ".join([kind, *lines[:1]]))
     return shortened(lines[0])
 
 
 def shortened(text: str, *, most: int = 200) -> str:
-    """One line of whole words."""
+    """Shorten text to one line of whole words."""
     return textwrap.shorten(text, most, placeholder=" ...")
 
 
 def _operator_line(error: BaseException, step: Any) -> str:
-    """Where Dynamo saw the operator that the export could not handle."""
+    """Return the line at which Dynamo traced the operator that the export could not handle."""
     graph = getattr(step, "graph", None)
     marks = {"_local_scalar_dense": "item", "nonzero": "nonzero"}
     wanted = next((word for mark, word in marks.items() if mark in str(error)), None)
@@ -166,14 +166,14 @@ def _operator_line(error: BaseException, step: Any) -> str:
     return ""
 
 
-def _told_line(error: BaseException) -> str:
-    """Where the operator stood, as torch.fx writes it below the message."""
-    line = line_in(str(error))
+def _appended_line(error: BaseException) -> str:
+    """Return the operator's line from the stack that torch.fx appends to the message."""
+    line = line_in_trace(str(error))
     return f" at {line}" if line else ""
 
 
 def _in_distributions(error: BaseException) -> bool:
-    """Whether ``torch.distributions`` read a value, which it does to check its arguments."""
+    """True if ``torch.distributions`` read a value to validate its arguments."""
     frames = traceback.extract_tb(error.__traceback__)
     return "_local_scalar_dense" in str(error) and any(
         "/torch/distributions/" in frame.filename for frame in frames
@@ -181,7 +181,7 @@ def _in_distributions(error: BaseException) -> bool:
 
 
 def _module_of(error: BaseException, model: nn.Module) -> str:
-    """The innermost module that was at work: of torch's own layers the line says nothing."""
+    """Return the innermost module that was running, as lines in torch's own layers do not help."""
     names = {id(m): f"{n} ({type(m).__name__})" for n, m in model.named_modules() if n}
     found = ""
     seen: BaseException | None = error
@@ -200,13 +200,15 @@ def _user_line(error: BaseException) -> str:
         frames += list(stack) if stack else []
         frames += traceback.extract_tb(seen.__traceback__)
         seen = seen.__cause__ or seen.__context__
-        if any(_is_users(f.filename) for f in frames):
+        if any(_is_user_file(f.filename) for f in frames):
             break
-    users = [f for f in frames if _is_users(f.filename)]
-    return f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
+    user_frames = [f for f in frames if _is_user_file(f.filename)]
+    return (
+        f" at {Path(user_frames[-1].filename).name}:{user_frames[-1].lineno}" if user_frames else ""
+    )
 
 
-def _is_users(filename: str) -> bool:
+def _is_user_file(filename: str) -> bool:
     here = str(Path(__file__).parents[1])
     if filename.startswith((here, "<")) or "/site-packages/torch/" in filename:
         return False

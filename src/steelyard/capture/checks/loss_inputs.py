@@ -1,4 +1,4 @@
-"""Names for what a loss function uses besides the model: a teacher, a weight of its own.
+"""Names of tensors that a loss function uses in addition to the model, such as a teacher's weights.
 
 Not for the model's own tensors, which have names already.
 """
@@ -13,8 +13,8 @@ from torch import nn
 
 
 def name_of_tensor(loss: Callable[..., Any], tensor: torch.Tensor) -> str:
-    """The user's name for a tensor that the loss function reaches; empty where none is found."""
-    for name, value in _reached(loss):
+    """Return the user's name of a tensor that the loss function can reach; empty if not found."""
+    for name, value in _reachable(loss):
         if value is tensor:
             return name
         if isinstance(value, nn.Module):
@@ -25,17 +25,17 @@ def name_of_tensor(loss: Callable[..., Any], tensor: torch.Tensor) -> str:
 
 
 def name_of_cell(loss: Callable[..., Any], index: int) -> str:
-    """The variable that a function's closure holds in that place; empty where there is no such."""
+    """Return the name of the closure variable at ``index``; empty if there is none."""
     code = getattr(getattr(loss, "__func__", loss), "__code__", None)
     names: tuple[str, ...] = code.co_freevars if code is not None else ()
     return names[index] if index < len(names) else ""
 
 
-def _reached(loss: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+def _reachable(loss: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(loss, functools.partial):
         yield from ((f"argument {i} of the loss", value) for i, value in enumerate(loss.args))
         yield from loss.keywords.items()
-        yield from _reached(loss.func)
+        yield from _reachable(loss.func)
         return
     function = getattr(loss, "__func__", loss)
     if inspect.isfunction(function):

@@ -1,9 +1,9 @@
-"""What the captured code read of Python's state, and whether that still is as it was read.
+"""Guards on the Python state that the captured code read.
 
-A number that the loss or the model takes from a global, a closure, a dict or an object is part of
-the graph for good: changed later, it would be ignored. Dynamo knows of each, since torch.compile
-would compile anew. Not for what a step may not change whether it was read or not (modes, hooks,
-parameters): see run/model_guards.py.
+A number that the loss or the model reads from a global, a closure, a dict or an object becomes a
+constant of the graph, so a later change would be ignored. Dynamo records a guard for each one, as
+torch.compile would recompile. Not for modes, hooks and parameters, which may not change even if
+they were not read: see run/model_guards.py.
 """
 
 import re
@@ -19,25 +19,25 @@ from steelyard import _torch
 from steelyard.capture.tracing.source_lines import clean_path
 from steelyard.errors import Mismatch
 
-_AGAIN = "plan again after changing it, or give it as a tensor in the batch"
+_REMEDY = "plan again after changing it, or give it as a tensor in the batch"
 
 
 class StateGuards:
-    """``check`` refuses a step of which something that was read has changed since.
+    """The guards of one captured step; ``check`` raises Mismatch if something it read has changed.
 
-    ``unread`` are the keys of the batch, where it is a dict, that the code never looked at.
+    ``unread`` are the keys of a dict batch that the code did not read.
     """
 
     def __init__(self, found: _torch.Guarded, *, model: nn.Module, batch: Any) -> None:
         self._broken = found.broken
-        # Tensors that the code makes of numbers take it.
+        # Tensors that the code creates from numbers have this dtype.
         self._default_dtype = torch.get_default_dtype()
-        # run/model_guards.py sees to these.
-        of_model = {id(t) for t in (*model.parameters(), *model.buffers())}
+        # run/model_guards.py guards the model's own tensors.
+        model_tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._tensors = [
             _Tensor.at(name, found.find(name))
             for name, tensor in found.tensors.items()
-            if id(tensor) not in of_model
+            if id(tensor) not in model_tensors
         ]
         self.unread = _unread(batch, found.of_batch)
 
@@ -57,9 +57,9 @@ class StateGuards:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Where a tensor was found. Its values may change; another object would not be seen.
+    """A tensor that the step reads: its values may change, but it must remain the same object.
 
-    Numbers of numpy are read like tensors, and have no values that could change in place.
+    NumPy scalars are read like tensors, but cannot change in place, so their values are compared.
     """
 
     name: str
@@ -87,59 +87,59 @@ class _Tensor:
             raise Mismatch(
                 f"{_readable(self.name)}, which the step reads, is no longer {self.value}",
                 expected="what the step was captured with, which it would go on using",
-                remedy=_AGAIN,
+                remedy=_REMEDY,
             )
 
 
 def _unread(batch: Any, of_batch: Collection[str]) -> frozenset[str]:
-    """Without guards of Dynamo's on a value or on anything in it, nothing looked at it."""
+    """Return the keys of non-tensor entries without a Dynamo guard: the code did not read them."""
     if type(batch) is not dict:
         return frozenset()
-    plain = {
+    keys = {
         key
         for key, value in batch.items()
         if isinstance(key, str)
         and not any(isinstance(x, torch.Tensor) for x in _torch.tree_leaves(value))
     }
-    return frozenset(k for k in plain if not any(n.startswith(f"batch[{k!r}]") for n in of_batch))
+    return frozenset(k for k in keys if not any(n.startswith(f"batch[{k!r}]") for n in of_batch))
 
 
 def _changed(guard: str) -> Mismatch:
-    """In the user's words: ``G['__import_train'].RATE == 1.0  # x * RATE  # train.py:7 in loss``"""
-    said, _, where = guard.partition("  # ")
+    """Reword a guard: ``G['__import_train'].RATE == 1.0  # x * RATE  # train.py:7 in loss``."""
+    condition, _, where = guard.partition("  # ")
     line = re.search(r"([^/\s]+:\d+) in \w+$", where.strip())
-    which = f"which the step reads{f' ({line[1]})' if line else ''}"
-    said = _readable(said.strip())
-    if equal := re.fullmatch(r"(.+?) == (.+)", said):
-        text = f"{equal[1]}, {which}, is no longer {equal[2]}"
-    elif same := re.match(r"___check_\w+_id\((.+?), \d+\)", said):
-        text = f"{same[1]}, {which}, was replaced"
+    described = f"which the step reads{f' ({line[1]})' if line else ''}"
+    condition = _readable(condition.strip())
+    if equality := re.fullmatch(r"(.+?) == (.+)", condition):
+        text = f"{equality[1]}, {described}, is no longer {equality[2]}"
+    elif identity := re.match(r"___check_\w+_id\((.+?), \d+\)", condition):
+        text = f"{identity[1]}, {described}, was replaced"
     else:
-        text = f"something {which}, has changed: it was planned with {said}"
+        text = f"something {described}, has changed: it was planned with {condition}"
     return Mismatch(
         text[:240],
         expected="what the step was captured with, which it would go on using",
-        remedy=_AGAIN,
+        remedy=_REMEDY,
     )
 
 
 def _readable(name: str) -> str:
-    name = re.sub(r"\bG\['__import_(\w+)'\]\.?", _module, name)
+    name = re.sub(r"\bG\['__import_(\w+)'\]\.?", _module_prefix, name)
     name = re.sub(r"\bG\['(\w+)'\]", r"\1", name)
     name = re.sub(r"(?:L\['self'\]|\bself)(?=\.)", "self", name)
     name = re.sub(r"___from_numpy\((.*)\)$", r"\1", name)
     name = re.sub(r"dict\(type\((.+?)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", name)
-    name = re.sub(r"self\.[\w.]*(?:\[[^\]]*\][\w.]*)*", lambda m: _of_step(m[0]), name)
+    name = re.sub(r"self\.[\w.]*(?:\[[^\]]*\][\w.]*)*", lambda m: _within_step(m[0]), name)
     return re.sub(r"\._(?:modules|parameters|buffers)\['(.+?)'\]", r".\1", name)
 
 
-def _module(found: re.Match[str]) -> str:
+def _module_prefix(found: re.Match[str]) -> str:
     name = found[1].replace("_dot_", ".")
     return "" if name == "__main__" else f"{name}."
 
 
-def _of_step(name: str) -> str:
-    """``self`` is the step: its model and its loss are the user's."""
+def _within_step(name: str) -> str:
+    """Strip ``self``, the step module, from the name of something in the user's model or loss."""
     modules = re.match(r"self((?:\._modules\['[^']*'\])*)", name)
     assert modules is not None
     path = clean_path(modules[1])

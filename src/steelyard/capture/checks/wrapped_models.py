@@ -1,4 +1,4 @@
-"""Models that another tool has wrapped, sharded or compiled already, refused by name.
+"""Refusal of models that are already wrapped, sharded or compiled by another tool.
 
 Not for hooks: see module_hooks.py.
 """
@@ -13,8 +13,8 @@ from steelyard.errors import CaptureRefused
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """A plan replaces what these do: it shares the batch, shards states and compiles itself."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported by whoever has used it
+    """Refuse wrappers whose work a plan does itself: data parallelism, sharding, compiling."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # only imported if the user did
     for name, module in model.named_modules():
         where = f"module {name}" if name else "the model"
         inner = "model.module" if not name else f"the module inside of {name}"

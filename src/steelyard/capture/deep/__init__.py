@@ -1,4 +1,4 @@
-"""Deep models captured from three of their equal blocks, for clusters that are only declared.
+"""Capture of deep models from three of their equal blocks, for planning on declared clusters.
 
 Not for pricing them: see predict/analytic/.
 """

@@ -1,7 +1,8 @@
-"""A deep model's step for clusters that are not here: three of its blocks, at any micro-batch.
+"""The step of a deep model for planning on declared clusters: three blocks, any micro-batch size.
 
-Captured once, without values, at a number of samples that tells where samples are. Whether samples
-see each other is judged by the operators alone. Not for steps that are run: see capture/step.py.
+The step is captured once, on the meta device, with a prime number of samples, so that dims of
+samples are recognized by their size. The batch counts as divisible if no operator couples samples;
+no values are compared. Not for steps that are run: see capture/step.py.
 """
 
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.capture.batch.splitting import batch_size, entries, why_indivisible
-from steelyard.capture.deep.truncate import BlockRange, cut_to
-from steelyard.capture.deep.truncated_model import provably_cut
+from steelyard.capture.deep.truncate import BlockRange, truncate_runs
+from steelyard.capture.deep.truncated_model import proven_truncation
 from steelyard.capture.spmd.partition import partition
 from steelyard.capture.spmd.sequence_parallel import sequence_placements
 from steelyard.capture.spmd.shardable_regions import regions
@@ -34,13 +35,13 @@ from steelyard.plans.plan import BatchEntry
 
 @dataclass(kw_only=True, eq=False)
 class TruncatedStep:
-    """``batch`` is the global batch: of its samples only their number and sizes are used."""
+    """A step truncated to three blocks; of the global ``batch`` only the shapes are used."""
 
     model: nn.Module
     loss: Loss
     batch: Any
     optimizer: OptimizerFactory | None
-    _graphs: dict[int, BatchTemplate] = field(default_factory=dict, init=False)
+    _sharded: dict[int, BatchTemplate] = field(default_factory=dict, init=False)
     _regions: dict[int, tuple[Region, ...]] = field(default_factory=dict, init=False)
 
     @property
@@ -53,42 +54,42 @@ class TruncatedStep:
 
     @cached_property
     def why_indivisible(self) -> str:
-        """Why the batch must stay whole; empty where no operator shows that it must."""
+        """The reason not to split the batch, found from the operators; empty if there is none."""
         if batch_size(self.batch) is None:
             return "the tensors of the batch do not share dim 0"
         return why_indivisible(self._source.model, self.loss, self._sampled_batch, self.whole.graph)
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The longest run of alike blocks; none where none is long, or provably alike."""
-        stretches = self._stretches
-        if not stretches:
+        """The longest run of equal blocks; empty if no run is long enough and provably equal."""
+        runs = self._block_runs
+        if not runs:
             return Blocks()
-        path = max(stretches, key=lambda prefix: stretches[prefix].count)
-        return Blocks(path=path, first=stretches[path].first, count=stretches[path].count)
+        path = max(runs, key=lambda prefix: runs[prefix].count)
+        return Blocks(path=path, first=runs[path].first, count=runs[path].count)
 
     @cached_property
     def whole(self) -> BatchTemplate:
-        """As one device would compute it."""
+        """The step of a single device, without tensor parallelism."""
         return BatchTemplate(graph=self._source.captured().graph, samples=self._samples)
 
     def in_parts(self, tensor: int) -> BatchTemplate:
-        """That of one rank of so many neighbours, which hold parts of all tensors that can be."""
+        """Return the step of one rank with all regions sharded over ``tensor`` ranks."""
         if tensor == 1:
             return self.whole
-        if tensor not in self._graphs:
-            lies = tuple(lies for region in self.regions(tensor) for lies in region.inputs)
-            values = self._along_the_sequence(tensor)
-            choice = ShardingChoice(axis=TENSOR, num_ranks=tensor, inputs=lies, values=values)
+        if tensor not in self._sharded:
+            inputs = tuple(pair for region in self.regions(tensor) for pair in region.inputs)
+            values = self._sequence_placements(tensor)
+            choice = ShardingChoice(axis=TENSOR, num_ranks=tensor, inputs=inputs, values=values)
             graph = partition(self.whole.graph, choice, rank=0, transport=NCCL)
-            self._graphs[tensor] = replace(self.whole, graph=graph)
-        return self._graphs[tensor]
+            self._sharded[tensor] = replace(self.whole, graph=graph)
+        return self._sharded[tensor]
 
     def is_sequence_parallel(self, tensor: int) -> bool:
-        """Whether what lies between the tensor-parallel regions is in parts along a sequence."""
-        return tensor > 1 and bool(self._along_the_sequence(tensor))
+        """True if values between the tensor-parallel regions are sharded along the sequence."""
+        return tensor > 1 and bool(self._sequence_placements(tensor))
 
-    def _along_the_sequence(self, tensor: int) -> tuple[tuple[str, Placement], ...]:
+    def _sequence_placements(self, tensor: int) -> tuple[tuple[str, Placement], ...]:
         samples = self.whole.samples
 
         def holds_samples(size: int) -> bool:
@@ -99,38 +100,40 @@ class TruncatedStep:
         )
 
     def regions(self, tensor: int) -> tuple[Region, ...]:
-        """What is cut together, no tensor twice; what exchanges least for what it divides first."""
+        """Return disjoint regions, preferring those with the fewest bytes exchanged per flop."""
         if tensor not in self._regions:
-            self._regions[tensor] = _apart(regions(self.whole.graph, num_ranks=tensor))
+            self._regions[tensor] = _disjoint(regions(self.whole.graph, num_ranks=tensor))
         return self._regions[tensor]
 
     @cached_property
     def formats(self) -> Formats:
-        """Bytes for each parameter; its gradient is as wide as it is."""
+        """Bytes per element of weights, gradients and optimizer state; gradients match weights."""
         update = self._source.update()
-        held = _bytes_by_role(self.whole.graph) if update is None else _bytes_by_role(update.graph)
+        nbytes = (
+            _bytes_by_role(self.whole.graph) if update is None else _bytes_by_role(update.graph)
+        )
         numel = max(1, sum(p.numel() for p in self._source.model.parameters()))
         weights = sum(p.nbytes for p in self._source.model.parameters())
         return Formats(
             weight_bytes=round(weights / numel),
             gradient_bytes=round(weights / numel),
-            state_bytes=round(held[Role.STATE] / numel),
+            state_bytes=round(nbytes[Role.STATE] / numel),
         )
 
     @cached_property
     def _source(self) -> CapturedStep:
-        """The shortened model, at the number of samples that tells."""
+        """The truncated model on the batch of ``_samples`` samples."""
         model, blocks = self.model, self.blocks
         if blocks.count:
-            model = cut_to(self.model, {blocks.path: self._stretches[blocks.path]})
+            model = truncate_runs(self.model, {blocks.path: self._block_runs[blocks.path]})
         return CapturedStep(
             model=model, loss=self.loss, batch=self._sampled_batch, optimizer=self.optimizer
         )
 
     @cached_property
-    def _stretches(self) -> Mapping[str, BlockRange]:
-        short = provably_cut(self.model, self.loss, self._sampled_batch)
-        return {} if short is None else short.stretches
+    def _block_runs(self) -> Mapping[str, BlockRange]:
+        truncation = proven_truncation(self.model, self.loss, self._sampled_batch)
+        return {} if truncation is None else truncation.runs
 
     @cached_property
     def _samples(self) -> int:
@@ -143,7 +146,7 @@ class TruncatedStep:
 
     @cached_property
     def _sampled_batch(self) -> Any:
-        """Without values: a shape is all that is asked of it."""
+        """The batch resized to ``_samples`` samples, on the meta device: only shapes are needed."""
 
         def resized(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -154,20 +157,20 @@ class TruncatedStep:
         return _torch.tree_map(resized, self.batch)
 
 
-def _apart(found: tuple[Region, ...]) -> tuple[Region, ...]:
-    kept: list[Region] = []
-    cut: set[str] = set()
-    for region in sorted(found, key=lambda r: r.exchanged_bytes / max(1, r.flops)):
+def _disjoint(regions_found: tuple[Region, ...]) -> tuple[Region, ...]:
+    chosen: list[Region] = []
+    sharded: set[str] = set()
+    for region in sorted(regions_found, key=lambda r: r.exchanged_bytes / max(1, r.flops)):
         names = {name for name, _ in region.inputs}
-        if cut.isdisjoint(names):
-            kept.append(region)
-            cut |= names
-    return tuple(kept)
+        if sharded.isdisjoint(names):
+            chosen.append(region)
+            sharded |= names
+    return tuple(chosen)
 
 
 def _bytes_by_role(graph: Graph) -> dict[Role, int]:
-    held = dict.fromkeys(Role, 0)
+    nbytes = dict.fromkeys(Role, 0)
     for node in graph.inputs():
         for tensor in node.outputs:
-            held[graph.storages[tensor.storage].role] += tensor.nbytes
-    return held
+            nbytes[graph.storages[tensor.storage].role] += tensor.nbytes
+    return nbytes

@@ -1,9 +1,9 @@
-"""Plan a deep model from three of its blocks: cut each run of alike siblings, trace, multiply.
+"""Truncate each run of equal blocks of a deep model to three, and expand the traced graph.
 
-Sound only because it is checked three times: before tracing, that all siblings agree in every
-attribute; after it, that first, middle and last block agree operator by operator; and that the
-forward pass of the whole makes no other calls (see capture/step.py). Where one fails the caller
-traces the whole. Not for running: that takes the whole trace.
+Three checks make this sound. Before tracing, all siblings agree in every attribute. After tracing,
+the first, middle and last block agree operator by operator. The forward pass of the full model
+makes no other calls (see truncated_model.py). If a check fails, the caller traces the full model.
+Not for running a step: that needs the full trace.
 """
 
 import copy
@@ -13,68 +13,68 @@ from typing import Any
 
 from torch import nn
 
-from steelyard.capture.deep.equal_blocks import sketch
+from steelyard.capture.deep.equal_blocks import describe_node
 from steelyard.ir.graph import Argument, BlockRun, Graph, Node, Output, Ref, Storage, Tensor
 
-_KEPT = 3  # first, middle, last
+_KEPT = 3  # first, middle and last block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRange:
-    """``count`` alike siblings from index ``first`` to the end; what stands before is kept."""
+    """A run of ``count`` equal siblings, from index ``first`` to the last one of the list."""
 
     first: int
     count: int
 
-    def kept(self, blocks: list[nn.Module], number: int) -> list[nn.Module]:
-        return [*blocks[: self.first + number - 1], blocks[-1]]
+    def kept(self, blocks: list[nn.Module], num_blocks: int) -> list[nn.Module]:
+        return [*blocks[: self.first + num_blocks - 1], blocks[-1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """A model with its runs of alike blocks shortened to three; shares all tensors."""
+    """A model whose runs of equal blocks are truncated to three; its tensors are shared."""
 
     model: nn.Module
-    stretches: Mapping[str, BlockRange]
+    runs: Mapping[str, BlockRange]
 
 
 def cut(model: nn.Module, *, at_least: int = 6) -> Truncation | None:
-    """None where no run is long enough or its siblings are not provably alike."""
-    stretches = _stretches(model, at_least)
-    if not stretches:
+    """Truncate the model; None if no run is long enough or its siblings may differ."""
+    runs = _find_runs(model, at_least)
+    if not runs:
         return None
-    return Truncation(model=cut_to(model, stretches), stretches=stretches)
+    return Truncation(model=truncate_runs(model, runs), runs=runs)
 
 
-def cut_to(model: nn.Module, stretches: Mapping[str, BlockRange]) -> nn.Module:
-    """With three blocks in these runs alone."""
-    return _shortened(model, stretches, {})
+def truncate_runs(model: nn.Module, runs: Mapping[str, BlockRange]) -> nn.Module:
+    """Return the model with only these runs truncated to three blocks."""
+    return _truncated(model, runs, {})
 
 
-def with_one_more(model: nn.Module, stretches: Mapping[str, BlockRange], prefix: str) -> nn.Module:
-    """The same, but with four blocks in the run ``prefix``: to see what a block adds."""
-    return _shortened(model, stretches, {prefix: _KEPT + 1})
+def with_one_more_block(model: nn.Module, runs: Mapping[str, BlockRange], prefix: str) -> nn.Module:
+    """Return the truncated model with a fourth block in the run ``prefix``, to see what it adds."""
+    return _truncated(model, runs, {prefix: _KEPT + 1})
 
 
-def _stretches(model: nn.Module, at_least: int) -> dict[str, BlockRange]:
-    stretches: dict[str, BlockRange] = {}
+def _find_runs(model: nn.Module, at_least: int) -> dict[str, BlockRange]:
+    runs: dict[str, BlockRange] = {}
     lengths: set[int] = set()
     for name, children in _sibling_lists(model):
-        stretch = _alike_to_the_end(children)
-        if stretch.count >= at_least and not any(name.startswith(f"{n}.") for n in stretches):
-            stretches[name] = stretch
+        run = _equal_to_the_end(children)
+        if run.count >= at_least and not any(name.startswith(f"{n}.") for n in runs):
+            runs[name] = run
             lengths.add(len(children))
-    return {} if _told_apart_elsewhere(model, lengths) else stretches
+    return {} if _has_unequal_settings(model, lengths) else runs
 
 
-def multiplied(graph: Graph, stretches: Mapping[str, BlockRange]) -> Graph | None:
-    """The graph of the whole model; None where the three blocks are not equal after all."""
+def expand_runs(graph: Graph, runs: Mapping[str, BlockRange]) -> Graph | None:
+    """Expand the graph of a truncated model to the full model; None if the blocks differ."""
     graph = replace(graph, runs=())
-    for prefix, stretch in stretches.items():
-        grown = _GrowingRun(graph, prefix, stretch).grown()
-        if grown is None or grown.problems():
+    for prefix, run in runs.items():
+        expanded = _GrowingRun(graph, prefix, run).expanded()
+        if expanded is None or expanded.problems():
             return None
-        graph = grown
+        graph = expanded
     return graph
 
 
@@ -84,8 +84,8 @@ def _sibling_lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
             yield name, list(module)
 
 
-def _alike_to_the_end(blocks: list[nn.Module]) -> BlockRange:
-    """The longest stretch that ends with the last sibling; the first ones often differ."""
+def _equal_to_the_end(blocks: list[nn.Module]) -> BlockRange:
+    """Return the longest run that ends with the last sibling; the first ones often differ."""
     last = len(blocks) - 1
     first = last
     while first > 0 and _same(blocks[first - 1], blocks[last], first - 1, last):
@@ -94,7 +94,7 @@ def _alike_to_the_end(blocks: list[nn.Module]) -> BlockRange:
 
 
 def _same(a: Any, b: Any, at_a: int, at_b: int) -> bool:
-    """Equal in class and every attribute; a number may differ if it is the block's own index."""
+    """True if class and all attributes are equal; a number may be the block's own index."""
     if type(a) is not type(b):
         return False
     if isinstance(a, nn.Module):
@@ -116,25 +116,25 @@ def _same(a: Any, b: Any, at_a: int, at_b: int) -> bool:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     hidden = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-    kept = {k: v for k, v in vars(module).items() if k not in hidden}
+    visible = {k: v for k, v in vars(module).items() if k not in hidden}
     # Empty hook tables are new objects in every module.
     return {
         k: v
-        for k, v in kept.items()
+        for k, v in visible.items()
         if v is not None and not (hasattr(v, "__len__") and not len(v))
     }
 
 
 def _layouts(module: nn.Module) -> list[tuple[Any, ...]]:
-    held = [*module._parameters.items(), *module._buffers.items()]
+    tensors = [*module._parameters.items(), *module._buffers.items()]
     return [
         (name, None) if t is None else (name, tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
-        for name, t in held
+        for name, t in tensors
     ]
 
 
-def _told_apart_elsewhere(model: nn.Module, counts: set[int]) -> bool:
-    """Whether some list as long as a run gives its blocks different settings (layer types)."""
+def _has_unequal_settings(model: nn.Module, counts: set[int]) -> bool:
+    """True if a list of settings with a run's length (layer types, say) has different entries."""
     seen: set[int] = set()
     for module in model.modules():
         for value in vars(module).values():
@@ -152,39 +152,39 @@ def _told_apart_elsewhere(model: nn.Module, counts: set[int]) -> bool:
     return False
 
 
-def _shortened(
-    model: nn.Module, stretches: Mapping[str, BlockRange], more: Mapping[str, int], prefix: str = ""
+def _truncated(
+    model: nn.Module, runs: Mapping[str, BlockRange], more: Mapping[str, int], prefix: str = ""
 ) -> nn.Module:
-    """A copy of the module tree, not of its tensors, with only three blocks of each run.
+    """Copy the module tree, not its tensors, with only three blocks in each run.
 
-    ``more`` says of which run there are to be more.
+    ``more`` maps a run to another number of blocks.
     """
-    twin = copy.copy(model)
-    twin.__dict__ = dict(model.__dict__)
+    copied = copy.copy(model)
+    copied.__dict__ = dict(model.__dict__)
     children = dict(model._modules)
-    if prefix in stretches:
+    if prefix in runs:
         blocks = [b for b in children.values() if b is not None]
-        kept = stretches[prefix].kept(blocks, more.get(prefix, _KEPT))
-        children = {str(i): b for i, b in enumerate(kept)}
+        remaining = runs[prefix].kept(blocks, more.get(prefix, _KEPT))
+        children = {str(i): b for i, b in enumerate(remaining)}
     head = f"{prefix}." if prefix else ""
-    twin.__dict__["_modules"] = {
-        name: None if child is None else _shortened(child, stretches, more, f"{head}{name}")
+    copied.__dict__["_modules"] = {
+        name: None if child is None else _truncated(child, runs, more, f"{head}{name}")
         for name, child in children.items()
     }
-    return twin
+    return copied
 
 
 class _GrowingRun:
-    """One run of three equal blocks in a graph, about to be grown to its full length.
+    """Expands one run of three equal blocks in a graph to its full length.
 
-    Blocks are counted from the first of the run: 0, 1 and 2 in the graph at hand.
+    Blocks are numbered from the first one of the run: 0, 1 and 2 in the given graph.
     """
 
-    def __init__(self, graph: Graph, prefix: str, stretch: BlockRange) -> None:
+    def __init__(self, graph: Graph, prefix: str, run: BlockRange) -> None:
         self._graph = graph
         self._prefix = prefix
-        self._first = stretch.first
-        self._count = stretch.count
+        self._first = run.first
+        self._count = run.count
         self._block: dict[str, int] = {}
         self._members: dict[int, dict[str, list[Node]]] = {k: {} for k in range(_KEPT)}
         for node in graph.nodes:
@@ -193,16 +193,16 @@ class _GrowingRun:
                 self._block[node.name] = block
                 kind = "input" if node.is_input else str(node.phase)
                 self._members[block].setdefault(kind, []).append(node)
-        # Each block's nodes by the name of the middle block's node at the same place.
+        # The corresponding node of the middle block, for each node of a block.
         self._middle: dict[str, str] = {}
         self._owner: dict[int, str] = {}
         for node in graph.nodes:
             for tensor in node.outputs:
                 self._owner.setdefault(tensor.storage, node.name)
         self._storages = list(graph.storages)
-        self._copied: dict[tuple[int, int], int] = {}
+        self._copied_storages: dict[tuple[int, int], int] = {}
 
-    def grown(self) -> Graph | None:
+    def expanded(self) -> Graph | None:
         if not self._equal():
             return None
         nodes: list[Node] = []
@@ -211,8 +211,8 @@ class _GrowingRun:
             block = self._block.get(node.name)
             if block is None:
                 if any(self._block.get(i) == 1 for i in node.inputs):
-                    return None  # something outside looks into the middle of the run
-                nodes.append(self._outside(node))
+                    return None  # a node outside reads from the middle of the run
+                nodes.append(self._rewrite_outside(node))
                 continue
             kind = "input" if node.is_input else str(node.phase)
             if kind in done:
@@ -220,7 +220,7 @@ class _GrowingRun:
             done.add(kind)
             order = range(self._count)
             for k in reversed(order) if kind == "backward" else order:
-                nodes += [self._copy(n, k) for n in self._members[self._template(k)][kind]]
+                nodes += [self._rewrite_copy(n, k) for n in self._members[self._template(k)][kind]]
         return replace(
             self._graph,
             nodes=tuple(nodes),
@@ -247,23 +247,26 @@ class _GrowingRun:
         for kind, middle in self._members[1].items():
             for block in (0, 2):
                 others = self._members[block].get(kind, [])
-                if [self._sketch(n) for n in others] != [self._sketch(n) for n in middle]:
+                if [self._describe_node(n) for n in others] != [
+                    self._describe_node(n) for n in middle
+                ]:
                     return False
                 self._middle.update(zip((n.name for n in others), (n.name for n in middle)))
             self._middle.update({n.name: n.name for n in middle})
         return (
-            all(set(m) == set(self._members[1]) for m in self._members.values()) and self._wired()
+            all(set(m) == set(self._members[1]) for m in self._members.values())
+            and self._is_wired_equally()
         )
 
-    def _sketch(self, node: Node) -> str:
+    def _describe_node(self, node: Node) -> str:
         inside = node.path[len(self._prefix) + 1 :].partition(".")[2]
         if node.is_input:
             inside = node.name.partition(":")[2][len(self._prefix) + 1 :].partition(".")[2]
-        return sketch(node, inside)
+        return describe_node(node, inside)
 
-    def _wired(self) -> bool:
-        """Whether the blocks read from themselves and their neighbours at the same places."""
-        twins = {
+    def _is_wired_equally(self) -> bool:
+        """True if all blocks read corresponding nodes of themselves and of their neighbours."""
+        counterparts = {
             (block, self._middle[n.name]): n
             for block in (0, 2)
             for members in self._members[block].values()
@@ -272,26 +275,26 @@ class _GrowingRun:
         for members in self._members[1].values():
             for node in members:
                 for block in (0, 2):
-                    twin = twins[block, node.name]
-                    for ours, theirs in zip(node.inputs, twin.inputs, strict=False):
-                        if not self._same_place(ours, theirs, block - 1):
+                    counterpart = counterparts[block, node.name]
+                    for ours, theirs in zip(node.inputs, counterpart.inputs, strict=False):
+                        if not self._corresponds(ours, theirs, block - 1):
                             return False
         return True
 
-    def _same_place(self, ours: str, theirs: str, shift: int) -> bool:
+    def _corresponds(self, ours: str, theirs: str, shift: int) -> bool:
         mine, other = self._block.get(ours), self._block.get(theirs)
         if mine is None:
             return ours == theirs
         if other is None:
-            # At the ends of the run a neighbour is replaced by what comes before or after it.
+            # At the ends of the run, a node before or after the run takes the neighbour's place.
             return not 0 <= mine + shift < _KEPT
         return other == mine + shift and self._middle[ours] == self._middle[theirs]
 
     def _template(self, k: int) -> int:
         return 0 if k == 0 else 2 if k == self._count - 1 else 1
 
-    def _at(self, name: str, k: int) -> str:
-        """The name of copy ``k`` of the node that is ``name`` in its own block."""
+    def _name_in_copy(self, name: str, k: int) -> str:
+        """Return the name that a block's node ``name`` has in copy ``k`` of the block."""
         middle = self._middle[name]
         if ":" not in middle:
             return f"{middle}@{k}"
@@ -300,8 +303,8 @@ class _GrowingRun:
         inside = rest[len(head) :].partition(".")[2]
         return f"{kind}:{head}{self._first + k}.{inside}"
 
-    def _index(self, name: str, reader: int | None, k: int) -> int:
-        """Which copy a reference means: the ends for outside readers, else the neighbour's."""
+    def _copy_index(self, name: str, reader: int | None, k: int) -> int:
+        """Return the copy that is referred to: an end for outside readers, else by offset."""
         block = self._block[name]
         if reader is None:
             return 0 if block == 0 else self._count - 1
@@ -310,43 +313,43 @@ class _GrowingRun:
     def _name(self, name: str, reader: int | None, k: int) -> str:
         if name not in self._block:
             return name
-        return self._at(name, self._index(name, reader, k))
+        return self._name_in_copy(name, self._copy_index(name, reader, k))
 
     def _storage(self, storage: int, reader: int | None, k: int) -> int:
         owner = self._owner[storage]
         if owner not in self._block:
             return storage
-        index = self._index(owner, reader, k)
+        index = self._copy_index(owner, reader, k)
         nth = [t.storage for t in self._graph.by_name[owner].outputs].index(storage)
         base = self._graph.by_name[self._middle[owner]].outputs[nth].storage
         if index == 1:
             return base
-        copied = self._copied.get((base, index))
+        copied = self._copied_storages.get((base, index))
         if copied is None:
-            copied = self._copied[base, index] = len(self._storages)
+            copied = self._copied_storages[base, index] = len(self._storages)
             self._storages.append(
                 Storage(nbytes=self._storages[base].nbytes, role=self._storages[base].role)
             )
         return copied
 
-    def _outside(self, node: Node) -> Node:
-        return self._moved(node, node.name, node.path, None, 0)
+    def _rewrite_outside(self, node: Node) -> Node:
+        return self._rewritten(node, node.name, node.path, None, 0)
 
-    def _copy(self, node: Node, k: int) -> Node:
+    def _rewrite_copy(self, node: Node, k: int) -> Node:
         reader = self._block[node.name]
         head = f"{self._prefix}."
         path = node.path
         if path:
             rest = path[len(head) :].partition(".")
             path = f"{head}{self._first + k}{rest[1]}{rest[2]}"
-        return self._moved(node, self._at(node.name, k), path, reader, k)
+        return self._rewritten(node, self._name_in_copy(node.name, k), path, reader, k)
 
-    def _moved(self, node: Node, name: str, path: str, reader: int | None, k: int) -> Node:
-        def moved(argument: Argument) -> Argument:
+    def _rewritten(self, node: Node, name: str, path: str, reader: int | None, k: int) -> Node:
+        def rewritten(argument: Argument) -> Argument:
             if isinstance(argument, Ref):
                 return Ref(self._name(argument.name, reader, k))
             if isinstance(argument, tuple):
-                return tuple(moved(a) for a in argument)
+                return tuple(rewritten(a) for a in argument)
             return argument
 
         def tensor(t: Tensor) -> Tensor:
@@ -357,8 +360,8 @@ class _GrowingRun:
             node,
             name=name,
             path=path,
-            args=tuple(moved(a) for a in node.args),
-            kwargs=tuple((key, moved(a)) for key, a in node.kwargs),
+            args=tuple(rewritten(a) for a in node.args),
+            kwargs=tuple((key, rewritten(a)) for key, a in node.kwargs),
             inputs=tuple(self._name(i, reader, k) for i in node.inputs),
             outputs=tuple(tensor(t) for t in node.outputs),
         )
@@ -371,7 +374,9 @@ class _GrowingRun:
             elif block == 1:
                 for k in range(self._count):
                     yield replace(
-                        output, node=self._at(output.node, k), target=self._at(output.target, k)
+                        output,
+                        node=self._name_in_copy(output.node, k),
+                        target=self._name_in_copy(output.target, k),
                     )
 
     def _unused(self) -> Iterator[str]:

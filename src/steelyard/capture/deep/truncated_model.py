@@ -1,6 +1,6 @@
-"""A deep model cut short, where a few of its blocks say all of the whole; and its eager twin.
+"""Truncated deep models that provably stand for the full model, with their eager baseline.
 
-Not for cutting (truncate.py), nor for what the blocks compute: see capture/tracing/joint_graph.py.
+Not for truncating (see truncate.py), nor for tracing (see capture/tracing/joint_graph.py).
 """
 
 from collections import Counter
@@ -10,74 +10,78 @@ from typing import Any
 
 from torch import nn
 
-from steelyard.capture.deep.truncate import Truncation, cut, with_one_more
-from steelyard.capture.eager_baseline import Call, EagerBaseline, eager_twin, forward_calls
+from steelyard.capture.deep.truncate import Truncation, cut, with_one_more_block
+from steelyard.capture.eager_baseline import Call, EagerBaseline, forward_calls, run_eager_baseline
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.errors import CaptureRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedModel:
-    """``twin`` is the whole model's, extrapolated; None where that is not to be had."""
+    """``baseline`` is the extrapolated eager baseline of the full model; None if it is unknown."""
 
-    cut: Truncation
-    twin: EagerBaseline | None
+    truncation: Truncation
+    baseline: EagerBaseline | None
 
 
-def shortened(model: nn.Module, loss: Loss, batch: Any) -> TruncatedModel | None:
-    """None where the whole does not make the calls of three blocks and, for each block more, those
-    that a fourth one adds: a model may count its blocks, and treat one of them apart.
+def truncated_model(model: nn.Module, loss: Loss, batch: Any) -> TruncatedModel | None:
+    """Truncate a model and extrapolate its eager baseline; None unless the calls confirm it.
+
+    The full model must make the calls of three blocks plus, for each further block, those that a
+    fourth block adds. A model may count its blocks, and treat one of them differently.
     """
-    short = cut(model)
-    if short is None:
+    truncation = cut(model)
+    if truncation is None:
         return None
     try:
-        whole = forward_calls(model, loss, batch)
-        three = eager_twin(short.model, loss, batch)
+        full = forward_calls(model, loss, batch)
+        three = run_eager_baseline(truncation.model, loss, batch)
         fours = {
-            prefix: eager_twin(with_one_more(model, short.stretches, prefix), loss, batch)
-            for prefix in short.stretches
+            prefix: run_eager_baseline(
+                with_one_more_block(model, truncation.runs, prefix), loss, batch
+            )
+            for prefix in truncation.runs
         }
     except CaptureRefused:
-        return None  # with fewer blocks, or on what is made up, it does not even run
+        return None  # the model does not run with fewer blocks, or on fake tensors
     added = {prefix: four.calls for prefix, four in fours.items()}
-    if whole != _expected(short, three.calls, added):
+    if full != _expected(truncation, three.calls, added):
         return None
-    held = dict(three.held_bytes)
+    held_bytes = dict(three.held_bytes)
     for prefix, four in fours.items():
-        more = short.stretches[prefix].count - 3
+        more = truncation.runs[prefix].count - 3
         for call, nbytes in four.held_bytes.items():
-            held[call] = held.get(call, nbytes) + more * (
+            held_bytes[call] = held_bytes.get(call, nbytes) + more * (
                 nbytes - three.held_bytes.get(call, nbytes)
             )
-    # Of two runs it is not plain which of them is at its height at the peak.
-    twin = replace(three, held_bytes=held) if len(fours) == 1 else None
-    return TruncatedModel(cut=short, twin=twin)
+    # With two runs, it is unknown which of them holds the most at the peak.
+    baseline = replace(three, held_bytes=held_bytes) if len(fours) == 1 else None
+    return TruncatedModel(truncation=truncation, baseline=baseline)
 
 
-def provably_cut(model: nn.Module, loss: Loss, batch: Any) -> Truncation | None:
-    """The same, for who does not ask what eager PyTorch would hold."""
-    short = cut(model)
-    if short is None:
+def proven_truncation(model: nn.Module, loss: Loss, batch: Any) -> Truncation | None:
+    """Like ``truncated_model``, without the eager baseline."""
+    truncation = cut(model)
+    if truncation is None:
         return None
     try:
-        whole, three = (forward_calls(m, loss, batch) for m in (model, short.model))
+        full, three = (forward_calls(m, loss, batch) for m in (model, truncation.model))
         added = {
-            prefix: forward_calls(with_one_more(model, short.stretches, prefix), loss, batch)
-            for prefix in short.stretches
+            prefix: forward_calls(with_one_more_block(model, truncation.runs, prefix), loss, batch)
+            for prefix in truncation.runs
         }
     except CaptureRefused:
         return None
-    return short if whole == _expected(short, three, added) else None
+    return truncation if full == _expected(truncation, three, added) else None
 
 
 def _expected(
-    short: Truncation, three: Mapping[Call, int], fours: Mapping[str, Mapping[Call, int]]
+    truncation: Truncation, three: Mapping[Call, int], fours: Mapping[str, Mapping[Call, int]]
 ) -> Counter[Call]:
-    """Of the whole: the calls of three blocks, and as often as there are more, what one adds."""
+    """Return the calls expected of the full model: three blocks, and each further block's."""
     expected = Counter(three)
     for prefix, four in fours.items():
-        more = short.stretches[prefix].count - 3
+        more = truncation.runs[prefix].count - 3
         added = Counter(four)
         added.subtract(three)
         expected.update({call: times * more for call, times in added.items()})

@@ -1,4 +1,4 @@
-"""Tensor parallelism: one rank's graph of a step whose tensors are sharded.
+"""Tensor parallelism: the graph that one rank runs when the tensors of a step are sharded.
 
 Not for pipeline stages: see pipeline_stages.py.
 """

@@ -1,9 +1,9 @@
-"""Which placements operators take and give for which DTensor (torch 2.13) has no rule of use here.
+"""Sharding rules for operators whose DTensor rule (torch 2.13) cannot be used here.
 
-Its rules for those that move dims or sum ask for a mesh; convolutions by channel and split
-vocabularies it carries out in handlers of its own. A rule lists pairs: what a call takes, and what
-it gives then. Not for views, nor for which pair is taken: see sharding_strategies.py and
-partition.py.
+DTensor's rules for operators that move dims or sum need a mesh, and its convolutions by channel and
+vocabulary-parallel operators are special handlers. A rule returns pairs of placements: those of the
+call's inputs and those of its results. Not for views (see sharding_strategies.py), nor for choosing
+a pair (see partition.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ Pairs = list[tuple[Sequence[Placement], Sequence[Placement]]]
 Rule = Callable[[Node, Sequence[Tensor]], Pairs]
 
 
-# --- operators that put dims elsewhere, or keep some of them apart
+# --- operators that move dims, or work on some dims independently
 
 
-def _moved(takes: Sequence[Tensor], target: Callable[[int], int | None]) -> Pairs:
-    """Shards go where ``target`` says that their dim goes; a sum may as well be moved in terms."""
+def _map_dims(takes: Sequence[Tensor], target: Callable[[int], int | None]) -> Pairs:
+    """Map each sharded dim by ``target`` (None: not shardable); partial sums pass through."""
     rank, count = len(takes[0].shape), len(takes)
     pairs: Pairs = [((PARTIAL,) * count, (PARTIAL,))]
     for dim in range(rank):
-        place = target(dim)
-        if place is not None:
-            pairs.append(((Shard(dim),) * count, (Shard(place),)))
+        new_dim = target(dim)
+        if new_dim is not None:
+            pairs.append(((Shard(dim),) * count, (Shard(new_dim),)))
     return pairs
 
 
@@ -35,91 +35,93 @@ def argument_dim(node: Node, place: int, rank: int, default: int = 0) -> int:
     return value % rank if rank else 0
 
 
-def _permuted(node: Node, takes: Sequence[Tensor]) -> Pairs:
+def _permute(node: Node, takes: Sequence[Tensor]) -> Pairs:
     rank = len(takes[0].shape)
     order = node.args[1]
     assert isinstance(order, tuple)
     dims = [int(d) % rank for d in order if isinstance(d, int)]
-    return _moved(takes, dims.index)
+    return _map_dims(takes, dims.index)
 
 
-def _transposed(node: Node, takes: Sequence[Tensor]) -> Pairs:
+def _transpose(node: Node, takes: Sequence[Tensor]) -> Pairs:
     rank = len(takes[0].shape)
     if node.op == "aten.t.default":
-        one, other = 0, rank - 1
+        first, second = 0, rank - 1
     else:
-        one, other = argument_dim(node, 1, rank), argument_dim(node, 2, rank)
-    swapped = {one: other, other: one}
-    return _moved(takes, lambda d: swapped.get(d, d))
+        first, second = argument_dim(node, 1, rank), argument_dim(node, 2, rank)
+    swapped = {first: second, second: first}
+    return _map_dims(takes, lambda d: swapped.get(d, d))
 
 
-def _unsqueezed(node: Node, takes: Sequence[Tensor]) -> Pairs:
+def _unsqueeze(node: Node, takes: Sequence[Tensor]) -> Pairs:
     new = argument_dim(node, 1, len(takes[0].shape) + 1)
-    return _moved(takes, lambda d: d + (d >= new))
+    return _map_dims(takes, lambda d: d + (d >= new))
 
 
-def _squeezed(node: Node, takes: Sequence[Tensor]) -> Pairs:
+def _squeeze(node: Node, takes: Sequence[Tensor]) -> Pairs:
     shape = takes[0].shape
-    given = node.args[1] if len(node.args) > 1 else tuple(range(len(shape)))
-    listed = given if isinstance(given, tuple) else (given,)
-    gone = {d % len(shape) for d in listed if isinstance(d, int) and shape[d] == 1}
-    return _moved(takes, lambda d: None if d in gone else d - sum(g < d for g in gone))
+    argument = node.args[1] if len(node.args) > 1 else tuple(range(len(shape)))
+    listed = argument if isinstance(argument, tuple) else (argument,)
+    removed = {d % len(shape) for d in listed if isinstance(d, int) and shape[d] == 1}
+    return _map_dims(takes, lambda d: None if d in removed else d - sum(g < d for g in removed))
 
 
-def _expanded(node: Node, takes: Sequence[Tensor]) -> Pairs:
+def _expand(node: Node, takes: Sequence[Tensor]) -> Pairs:
     shape, wide = takes[0].shape, node.outputs[0].shape
-    ahead = len(wide) - len(shape)
-    return _moved(takes, lambda d: d + ahead if wide[d + ahead] == shape[d] else None)
+    added = len(wide) - len(shape)
+    return _map_dims(takes, lambda d: d + added if wide[d + added] == shape[d] else None)
 
 
-def _but_one(place: int, *, default: int = 0, removed: bool = False) -> Callable[..., Pairs]:
-    """All dims but the one that the argument at ``place`` names, which may be gone afterwards."""
+def _all_but_one_dim(
+    place: int, *, default: int = 0, removed: bool = False
+) -> Callable[..., Pairs]:
+    """Allow shards of all dims except that of the argument at ``place``, which may be removed."""
 
     def rule(node: Node, takes: Sequence[Tensor]) -> Pairs:
-        gone = argument_dim(node, place, len(takes[0].shape), default)
-        return _moved(takes, lambda d: None if d == gone else d - (removed and d > gone))
+        excluded = argument_dim(node, place, len(takes[0].shape), default)
+        return _map_dims(takes, lambda d: None if d == excluded else d - (removed and d > excluded))
 
     return rule
 
 
-def _stacked(node: Node, takes: Sequence[Tensor]) -> Pairs:
+def _stack(node: Node, takes: Sequence[Tensor]) -> Pairs:
     new = argument_dim(node, 1, len(takes[0].shape) + 1)
-    return _moved(takes, lambda d: d + (d >= new))
+    return _map_dims(takes, lambda d: d + (d >= new))
 
 
-def _put_back(place: int, *, added: bool) -> Callable[..., Pairs]:
-    """The gradient of a part, in zeros along the dim of which it was a part."""
+def _padded_gradient(place: int, *, added: bool) -> Callable[..., Pairs]:
+    """Allow shards of all dims except the one along which the gradient is padded with zeros."""
 
     def rule(node: Node, takes: Sequence[Tensor]) -> Pairs:
         dim = argument_dim(node, place, len(node.outputs[0].shape))
         if added:
-            return _moved(takes, lambda d: d + (d >= dim))
-        return _moved(takes, lambda d: None if d == dim else d)
+            return _map_dims(takes, lambda d: d + (d >= dim))
+        return _map_dims(takes, lambda d: None if d == dim else d)
 
     return rule
 
 
-def _alike(_: Node, takes: Sequence[Tensor]) -> Pairs:
-    return _moved(takes, lambda d: d)
+def _elementwise(_: Node, takes: Sequence[Tensor]) -> Pairs:
+    return _map_dims(takes, lambda d: d)
 
 
-def _apart(place: int) -> Callable[..., Pairs]:
-    """Each line along the dim that the argument at ``place`` names is worked on by itself."""
+def _all_but_reduced_dim(place: int) -> Callable[..., Pairs]:
+    """Allow shards of all dims except the reduced one, given by the argument at ``place``."""
 
     def rule(node: Node, takes: Sequence[Tensor]) -> Pairs:
         dim = argument_dim(node, place, len(takes[0].shape), -1)
-        return [(s, t) for s, t in _moved(takes, lambda d: None if d == dim else d)[1:]]
+        return [(s, t) for s, t in _map_dims(takes, lambda d: None if d == dim else d)[1:]]
 
     return rule
 
 
-def _first(count: int) -> Callable[..., Pairs]:
-    """The first ``count`` dims hold what does not meet; from the end where it is negative."""
+def _leading_dims(count: int) -> Callable[..., Pairs]:
+    """Allow shards of the first ``count`` dims, or of all but the last ``-count`` if negative."""
 
     def rule(_: Node, takes: Sequence[Tensor]) -> Pairs:
         rank = len(takes[0].shape)
-        kept = count if count > 0 else rank + count
-        return [((Shard(d),) * len(takes), (Shard(d),)) for d in range(kept)]
+        allowed = count if count > 0 else rank + count
+        return [((Shard(d),) * len(takes), (Shard(d),)) for d in range(allowed)]
 
     return rule
 
@@ -127,19 +129,19 @@ def _first(count: int) -> Callable[..., Pairs]:
 # --- sums
 
 
-def _reduced(node: Node, takes: Sequence[Tensor]) -> Pairs:
+def _reduction(node: Node, takes: Sequence[Tensor]) -> Pairs:
     shape = takes[0].shape
-    given = node.args[1] if len(node.args) > 1 else None
-    listed = given if isinstance(given, tuple) else () if given is None else (given,)
+    argument = node.args[1] if len(node.args) > 1 else None
+    listed = argument if isinstance(argument, tuple) else () if argument is None else (argument,)
     dims = {d % len(shape) for d in listed if isinstance(d, int)} or set(range(len(shape)))
-    stays = len(node.outputs[0].shape) == len(shape)
+    keeps_dims = len(node.outputs[0].shape) == len(shape)
     is_sum = node.op.startswith("aten.sum")
     is_linear = is_sum or node.op.startswith("aten.mean")
     pairs: Pairs = [((PARTIAL,), (PARTIAL,))] if is_linear else []
     for dim in range(len(shape)):
         if dim not in dims:
-            place = dim if stays else dim - sum(d < dim for d in dims)
-            pairs.append(((Shard(dim),), (Shard(place),)))
+            new_dim = dim if keeps_dims else dim - sum(d < dim for d in dims)
+            pairs.append(((Shard(dim),), (Shard(new_dim),)))
         elif is_sum:
             pairs.append(((Shard(dim),), (PARTIAL,)))
     return pairs
@@ -148,7 +150,7 @@ def _reduced(node: Node, takes: Sequence[Tensor]) -> Pairs:
 # --- products
 
 
-def _convolved(node: Node, takes: Sequence[Tensor]) -> Pairs:
+def _convolution(node: Node, takes: Sequence[Tensor]) -> Pairs:
     pairs: Pairs = [((Shard(0), *(REPLICATE,) * (len(takes) - 1)), (Shard(0),))]
     if _is_plain_convolution(node.args[6:9]):
         bias = len(takes) - 2
@@ -157,7 +159,7 @@ def _convolved(node: Node, takes: Sequence[Tensor]) -> Pairs:
     return pairs
 
 
-def _convolved_back(node: Node, _: Sequence[Tensor]) -> Pairs:
+def _convolution_backward(node: Node, _: Sequence[Tensor]) -> Pairs:
     pairs: Pairs = [((Shard(0), Shard(0), REPLICATE), (Shard(0), PARTIAL, PARTIAL))]
     if _is_plain_convolution(node.args[7:10]):
         pairs.append(((Shard(1), REPLICATE, Shard(0)), (PARTIAL, Shard(0), Shard(0))))
@@ -171,33 +173,33 @@ def _is_plain_convolution(arguments: Sequence[Argument]) -> bool:
 
 
 def _attention(_: Node, takes: Sequence[Tensor]) -> Pairs:
-    """Samples and heads are worked on by themselves; a mask may be the same for all of them."""
+    """Shard by samples or by heads; a mask that is broadcast over them stays replicated."""
     heads = takes[0].shape[1]
     pairs: Pairs = []
     for dim in (0, 1):
         if all(t.shape[1] == heads for t in takes if len(t.shape) > 3 and t.shape[1] != 1):
-            given = [
+            placements = [
                 Shard(dim) if t.shape[dim] == takes[0].shape[dim] else REPLICATE for t in takes
             ]
-            pairs.append((given, (Shard(dim),)))
+            pairs.append((placements, (Shard(dim),)))
     return pairs
 
 
-def _masked(_: Node, takes: Sequence[Tensor]) -> Pairs:
+def _masked_scale(_: Node, takes: Sequence[Tensor]) -> Pairs:
     pairs: Pairs = [((PARTIAL, REPLICATE), (PARTIAL,))]
     return pairs + [((Shard(d), Shard(d)), (Shard(d),)) for d in range(len(takes[0].shape))]
 
 
-# --- a vocabulary in parts; see vocab_parallel.py
+# --- vocabulary-parallel operators; see vocab_parallel.py
 
 
-def _looked_up(_: Node, takes: Sequence[Tensor]) -> Pairs:
+def _embedding(_: Node, takes: Sequence[Tensor]) -> Pairs:
     rank = len(takes[1].shape)
     pairs: Pairs = [((Shard(1), REPLICATE), (Shard(rank),)), ((Shard(0), REPLICATE), (PARTIAL,))]
     return pairs + [((REPLICATE, Shard(d)), (Shard(d),)) for d in range(rank)]
 
 
-def _looked_up_back(node: Node, takes: Sequence[Tensor]) -> Pairs:
+def _embedding_backward(node: Node, takes: Sequence[Tensor]) -> Pairs:
     rank = len(takes[1].shape)
     pairs: Pairs = [
         ((Shard(rank), REPLICATE), (Shard(1),)),
@@ -211,85 +213,86 @@ def _looked_up_back(node: Node, takes: Sequence[Tensor]) -> Pairs:
 def _log_softmax(node: Node, takes: Sequence[Tensor]) -> Pairs:
     place = 1 if len(takes) == 1 else 2
     dim = argument_dim(node, place, len(takes[0].shape))
-    return [*_apart(place)(node, takes), ((Shard(dim),) * len(takes), (Shard(dim),))]
+    return [*_all_but_reduced_dim(place)(node, takes), ((Shard(dim),) * len(takes), (Shard(dim),))]
 
 
-def _lost(node: Node, takes: Sequence[Tensor]) -> Pairs:
-    """The mean or sum over rows of the scores of their targets, classes unweighed."""
+def _nll_loss(node: Node, takes: Sequence[Tensor]) -> Pairs:
+    """Shard by classes: for a mean or sum over the rows, without class weights."""
     if node.args[2] is not None or node.args[3] not in (1, 2) or len(takes[0].shape) != 2:
         return []
     return [((Shard(1), REPLICATE), (REPLICATE, REPLICATE))]
 
 
-def _lost_back(node: Node, takes: Sequence[Tensor]) -> Pairs:
+def _nll_loss_backward(node: Node, takes: Sequence[Tensor]) -> Pairs:
     if node.args[3] is not None or node.args[4] not in (1, 2) or len(takes[1].shape) != 2:
         return []
     return [((REPLICATE, Shard(1), REPLICATE, REPLICATE), (Shard(1),))]
 
 
-# Each rank's rows or classes are to follow one another.
-BY_ROWS = frozenset({
+# Operators that need each rank's rows or classes to be contiguous: no shards in groups.
+CONTIGUOUS_SHARDS_ONLY = frozenset({
     "aten.embedding.default", "aten.embedding_dense_backward.default",
     "aten._log_softmax.default", "aten._log_softmax_backward_data.default",
     "aten.nll_loss_forward.default", "aten.nll_loss_backward.default",
 })  # fmt: skip
 
-OWN: dict[str, Rule] = {
-    "aten.permute.default": _permuted,
-    "aten.t.default": _transposed,
-    "aten.transpose.int": _transposed,
-    "aten.unsqueeze.default": _unsqueezed,
-    "aten.squeeze.dim": _squeezed,
-    "aten.squeeze.dims": _squeezed,
-    "aten.squeeze.default": _squeezed,
-    "aten.expand.default": _expanded,
-    "aten.clone.default": _alike,
-    "steelyard.copy_laid_out": _alike,
-    "aten.slice.Tensor": _but_one(1),
-    "aten.select.int": _but_one(1, removed=True),
-    "aten.unbind.int": _but_one(1, removed=True),
-    "aten.split.Tensor": _but_one(2),
-    "aten.split_with_sizes.default": _but_one(2),
-    "aten.cat.default": _but_one(1),
-    "aten.stack.default": _stacked,
-    "aten.slice_backward.default": _put_back(2, added=False),
-    "aten.select_backward.default": _put_back(2, added=True),
-    "aten._softmax.default": _apart(1),
-    "aten._safe_softmax.default": _apart(1),
-    "aten._softmax_backward_data.default": _apart(2),
+RULES: dict[str, Rule] = {
+    "aten.permute.default": _permute,
+    "aten.t.default": _transpose,
+    "aten.transpose.int": _transpose,
+    "aten.unsqueeze.default": _unsqueeze,
+    "aten.squeeze.dim": _squeeze,
+    "aten.squeeze.dims": _squeeze,
+    "aten.squeeze.default": _squeeze,
+    "aten.expand.default": _expand,
+    "aten.clone.default": _elementwise,
+    "steelyard.copy_laid_out": _elementwise,
+    "aten.slice.Tensor": _all_but_one_dim(1),
+    "aten.select.int": _all_but_one_dim(1, removed=True),
+    "aten.unbind.int": _all_but_one_dim(1, removed=True),
+    "aten.split.Tensor": _all_but_one_dim(2),
+    "aten.split_with_sizes.default": _all_but_one_dim(2),
+    "aten.cat.default": _all_but_one_dim(1),
+    "aten.stack.default": _stack,
+    "aten.slice_backward.default": _padded_gradient(2, added=False),
+    "aten.select_backward.default": _padded_gradient(2, added=True),
+    "aten._softmax.default": _all_but_reduced_dim(1),
+    "aten._safe_softmax.default": _all_but_reduced_dim(1),
+    "aten._softmax_backward_data.default": _all_but_reduced_dim(2),
     "aten._log_softmax.default": _log_softmax,
     "aten._log_softmax_backward_data.default": _log_softmax,
-    "aten.cumsum.default": _apart(1),
-    "aten.topk.default": _apart(2),
-    "aten.triu.default": _first(-2),
-    "aten.tril.default": _first(-2),
-    "aten.max_pool2d_with_indices.default": _first(2),
-    "aten.max_pool2d_with_indices_backward.default": _first(2),
-    "aten.avg_pool2d.default": _first(2),
-    "aten.avg_pool2d_backward.default": _first(2),
-    "aten._adaptive_avg_pool2d.default": _first(2),
-    "aten._adaptive_avg_pool2d_backward.default": _first(2),
-    "aten.sum.dim_IntList": _reduced,
-    "aten.sum.default": _reduced,
-    "aten.mean.dim": _reduced,
-    "aten.mean.default": _reduced,
-    "aten.amax.default": _reduced,
-    "aten.amin.default": _reduced,
-    "aten.all.dim": _reduced,
-    "aten.any.dim": _reduced,
-    "aten.convolution.default": _convolved,
-    "aten.convolution_backward.default": _convolved_back,
+    "aten.cumsum.default": _all_but_reduced_dim(1),
+    "aten.topk.default": _all_but_reduced_dim(2),
+    "aten.triu.default": _leading_dims(-2),
+    "aten.tril.default": _leading_dims(-2),
+    "aten.max_pool2d_with_indices.default": _leading_dims(2),
+    "aten.max_pool2d_with_indices_backward.default": _leading_dims(2),
+    "aten.avg_pool2d.default": _leading_dims(2),
+    "aten.avg_pool2d_backward.default": _leading_dims(2),
+    "aten._adaptive_avg_pool2d.default": _leading_dims(2),
+    "aten._adaptive_avg_pool2d_backward.default": _leading_dims(2),
+    "aten.sum.dim_IntList": _reduction,
+    "aten.sum.default": _reduction,
+    "aten.mean.dim": _reduction,
+    "aten.mean.default": _reduction,
+    "aten.amax.default": _reduction,
+    "aten.amin.default": _reduction,
+    "aten.all.dim": _reduction,
+    "aten.any.dim": _reduction,
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention,
-    "steelyard.masked_scale.default": _masked,
-    "aten.embedding.default": _looked_up,
-    "aten.embedding_dense_backward.default": _looked_up_back,
-    "aten.nll_loss_forward.default": _lost,
-    "aten.nll_loss_backward.default": _lost_back,
+    "steelyard.masked_scale.default": _masked_scale,
+    "aten.embedding.default": _embedding,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.nll_loss_forward.default": _nll_loss,
+    "aten.nll_loss_backward.default": _nll_loss_backward,
 }  # fmt: skip
 
-# What reads no values, and what says the same of a whole, of which only a part is at hand.
-VALUELESS = {
+# Operators that read only the shape of their input, each with the operator that takes that shape
+# as an argument. The latter makes the full tensor when the input is sharded.
+SHAPE_ONLY = {
     "aten.empty_like.default": "aten.new_empty_strided.default",
     "aten.zeros_like.default": "aten.new_zeros.default",
     "aten.ones_like.default": "aten.new_ones.default",

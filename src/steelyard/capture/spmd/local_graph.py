@@ -1,7 +1,7 @@
-"""Writes down the calls of one rank on its parts of tensors, as nodes of a graph.
+"""Builder for the graph of one rank: records its calls on local shards as nodes.
 
-Each call is carried out on fake tensors, which tell shapes, strides and what shares memory. Not for
-which calls: see partition.py.
+Each call runs on fake tensors to find its shapes, strides and aliases. Not for deciding which calls
+to make: see partition.py.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from steelyard import _torch
-from steelyard.capture.tracing.fake_execution import described
+from steelyard.capture.tracing.fake_execution import call_on_fakes
 from steelyard.capture.tracing.to_ir import layout, signature_of_call, work_of_call
 from steelyard.ir.collective import Exchange, Transport
 from steelyard.ir.graph import Argument, Node, Phase, Ref, Role, Storage, Tensor
@@ -21,7 +21,7 @@ from steelyard.passes.graph_editor import issue, wait
 
 
 class LocalGraphBuilder:
-    """The nodes so far, and a fake tensor for each of their values."""
+    """The nodes recorded so far, and a fake tensor for each of their values."""
 
     def __init__(
         self, *, axis: str, num_ranks: int, rank: int, transport: Transport, device: torch.device
@@ -33,7 +33,7 @@ class LocalGraphBuilder:
         self.by_name: dict[str, Node] = {}
         self._axis = axis
         self._transport = transport
-        # Where all inputs lie, of which a graph says nothing.
+        # The device of all inputs, which a graph does not record.
         self._device = device
         self._mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         self._values: dict[str, Any] = {}
@@ -62,7 +62,7 @@ class LocalGraphBuilder:
         try:
             with self._mode:
                 self._values[name].view(shape)
-        except (RuntimeError, ValueError):  # the second from torch's description (2.13) of it
+        except (RuntimeError, ValueError):  # ValueError: from torch's fake kernel (2.13)
             return False
         return True
 
@@ -74,7 +74,7 @@ class LocalGraphBuilder:
             op="getitem",
             args=(Ref(source), index),
             inputs=(source,),
-            outputs=self._laid(value),
+            outputs=self._tensors_of(value),
             phase=at.phase,
             path=at.path,
             line=at.line,
@@ -84,19 +84,19 @@ class LocalGraphBuilder:
         return self._add(made, value)
 
     def like(self, node: Node, args: tuple[Argument, ...], *, kwargs: Any = None) -> str:
-        """``node`` as it was captured, on other arguments."""
+        """Record a captured node under its own name, with other arguments."""
         named = node.kwargs if kwargs is None else kwargs
-        return self._call(node.op, args, named, standing_at=node, name=node.name)
+        return self._call(node.op, args, named, at=node, name=node.name)
 
-    def call(self, op: str, *args: Argument, at: Node, said: str = "", **kwargs: Argument) -> str:
-        """A call of our own, which belongs to where ``at`` stands in the user's code."""
-        name = self._unique(f"{at.name}_{said or op.split('.')[1]}")
-        return self._call(op, args, tuple(kwargs.items()), standing_at=at, name=name)
+    def call(self, op: str, *args: Argument, at: Node, suffix: str = "", **kwargs: Argument) -> str:
+        """Record an added call, attributed to the module, line and phase of the node ``at``."""
+        name = self._unique(f"{at.name}_{suffix or op.split('.')[1]}")
+        return self._call(op, args, tuple(kwargs.items()), at=at, name=name)
 
-    def exchanged(self, kind: Exchange, value: str, *, at: Node) -> str:
-        """Issue an exchange of a contiguous value, and wait for it at once."""
-        given = self.by_name[value]
-        tensor = given.outputs[0]
+    def exchange(self, kind: Exchange, value: str, *, at: Node) -> str:
+        """Issue a collective on a contiguous value and wait for it at once."""
+        source = self.by_name[value]
+        tensor = source.outputs[0]
         shape = list(tensor.shape)
         whole = tensor.nbytes
         if kind is Exchange.ALL_GATHER:
@@ -109,11 +109,11 @@ class LocalGraphBuilder:
         collective = self._transport.collective(
             kind, axis=self._axis, num_ranks=self.num_ranks, nbytes=whole
         )
-        (output,) = self._laid(fake)
+        (output,) = self._tensors_of(fake)
         issued = issue(
             collective,
-            replace(given, phase=at.phase, path=at.path, line=at.line),
-            name=self._unique(f"{value}_{_SAID[kind]}"),
+            replace(source, phase=at.phase, path=at.path, line=at.line),
+            name=self._unique(f"{value}_{_NAME_SUFFIX[kind]}"),
             output=output,
             moved_bytes=0 if kind is Exchange.ALL_GATHER else 2 * tensor.nbytes,
         )
@@ -126,17 +126,17 @@ class LocalGraphBuilder:
         args: tuple[Argument, ...],
         kwargs: tuple[tuple[str, Argument], ...],
         *,
-        standing_at: Node,
+        at: Node,
         name: str,
     ) -> str:
         target = operator_named(op)
-        given = [live(a, self._values) for a in args]
-        named = {key: live(a, self._values) for key, a in kwargs}
+        live_args = [live(a, self._values) for a in args]
+        live_kwargs = {key: live(a, self._values) for key, a in kwargs}
         with self._mode:
-            result = described(target, given, named)
+            result = call_on_fakes(target, live_args, live_kwargs)
         inputs = tuple(dict.fromkeys(_names((*args, *(a for _, a in kwargs)))))
         known = {t.storage for i in inputs for t in self.by_name[i].outputs}
-        outputs = self._laid(result)
+        outputs = self._tensors_of(result)
         is_view = bool(outputs) and all(t.storage in known for t in outputs)
         moved = sum(t.nbytes for i in inputs for t in self.by_name[i].outputs)
         operator = target if isinstance(target, _torch.OpOverload) else None
@@ -148,21 +148,21 @@ class LocalGraphBuilder:
             kwargs=kwargs,
             inputs=inputs,
             outputs=outputs,
-            phase=standing_at.phase,
-            path=standing_at.path,
-            line=standing_at.line,
-            nth=standing_at.nth if name == standing_at.name else -1,
+            phase=at.phase,
+            path=at.path,
+            line=at.line,
+            nth=at.nth if name == at.name else -1,
             signature=signature_of_call(
                 operator or op,
-                given,
-                named,
+                live_args,
+                live_kwargs,
                 layout_of=layout,
                 name_of=lambda t: names.get(id(t), ""),
             ),
-            **(work_of_call(operator, given, named, result) if operator else {}),
+            **(work_of_call(operator, live_args, live_kwargs, result) if operator else {}),
             moved_bytes=0 if is_view else moved + sum(t.nbytes for t in outputs),
             is_view=is_view,
-            is_random=operator is not None and _torch.draws(operator, given, named),
+            is_random=operator is not None and _torch.draws(operator, live_args, live_kwargs),
         )
         return self._add(node, result)
 
@@ -173,7 +173,7 @@ class LocalGraphBuilder:
         self._values[node.name] = value
         return node.name
 
-    def _laid(self, value: Any) -> tuple[Tensor, ...]:
+    def _tensors_of(self, value: Any) -> tuple[Tensor, ...]:
         found = []
         for leaf in _torch.tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
@@ -201,7 +201,7 @@ class LocalGraphBuilder:
         return f"{name}_{count}" if count > 1 else name
 
 
-_SAID = {
+_NAME_SUFFIX = {
     Exchange.ALL_REDUCE: "summed",
     Exchange.ALL_GATHER: "gathered",
     Exchange.REDUCE_SCATTER: "scattered",
@@ -218,8 +218,8 @@ def _names(arguments: Iterable[Argument]) -> list[str]:
     return found
 
 
-def numbered(nodes: Iterable[Node]) -> list[Node]:
-    """Calls of our own are counted behind those that were captured, which keep their numbers."""
+def number_calls(nodes: Iterable[Node]) -> list[Node]:
+    """Number the calls that were added; captured calls keep their ``nth``, added ones follow."""
     nodes = list(nodes)
     taken: Counter[tuple[str, str]] = Counter()
     for node in nodes:

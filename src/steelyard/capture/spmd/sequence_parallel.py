@@ -1,10 +1,10 @@
-"""Sequence parallelism: values between tensor-parallel regions lie in parts along the sequence.
+"""Sequence parallelism: shard the values between tensor-parallel regions along the sequence.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section
 4.2.2; Megatron-LM's --sequence-parallel and torchtitan's SequenceParallel. The sum that leaves a
-region is reduce-scattered and what the next region reads whole is all-gathered. Together that is as
-many bytes as an all-reduce, and each rank has its part of norms and residuals. For pricing steps
-that run elsewhere: ranks of this machine all-reduce these sums (trades/shard_tensor.py).
+region is reduce-scattered, and the input of the next region is all-gathered. Together these move as
+many bytes as one all-reduce, and each rank computes only its shard of norms and residuals. Only for
+pricing steps on declared clusters: steps run here all-reduce these sums (trades/shard_tensor.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,36 +23,36 @@ def sequence_placements(
     num_ranks: int,
     holds_samples: Callable[[int], bool],
 ) -> tuple[tuple[str, Placement], ...]:
-    """Placements for ``Parting.values``; empty where no residual has a sequence that can be cut.
+    """Return placements for ``ShardingChoice.values``; empty if no residual can be sharded.
 
-    ``holds_samples`` tells by its size that a dim is that of the batch, which is not cut here.
+    ``holds_samples`` recognizes the batch dim by its size; that dim is not sharded here.
     """
     found: dict[str, Placement] = {}
     for region in regions:
         for name in region.sums:
-            cut = {
-                node.name: lies
+            sharded = {
+                node.name: shard
                 for node in _residual_sums(graph, name)
-                if (lies := _along_the_sequence(node, num_ranks, holds_samples)) is not None
+                if (shard := _sequence_shard(node, num_ranks, holds_samples)) is not None
             }
-            if cut:
-                found |= cut
-                # Gradients of weights and of inputs both read it: gathered once for the two.
-                found |= dict.fromkeys(_gradients_read(graph, name), REPLICATE)
+            if sharded:
+                found |= sharded
+                # The gradients of weights and of inputs both read it: gather it once for both.
+                found |= dict.fromkeys(_gradient_views(graph, name), REPLICATE)
     if not found:
         return ()
     for name in [name for region in regions for name in region.wholes]:
         found[name] = REPLICATE
-        cut_again = _along_the_sequence(graph.by_name[name], num_ranks, holds_samples)
-        if cut_again is not None:
-            found |= dict.fromkeys(_gradients_of(graph, name), cut_again)
+        shard = _sequence_shard(graph.by_name[name], num_ranks, holds_samples)
+        if shard is not None:
+            found |= dict.fromkeys(_gradients_of(graph, name), shard)
     return tuple(found.items())
 
 
-def _along_the_sequence(
+def _sequence_shard(
     node: Node, num_ranks: int, holds_samples: Callable[[int], bool]
 ) -> Shard | None:
-    """The first dim that holds no samples, of all but the last, which holds features."""
+    """Return a shard of the first dim that is neither the batch nor the last one (features)."""
     tensor = node.outputs[0]
     if len(tensor.shape) < 3:
         return None
@@ -64,8 +64,10 @@ def _along_the_sequence(
 
 
 def _residual_sums(graph: Graph, name: str) -> Iterator[Node]:
-    """The first additions of another value of the step to this one, in the forward pass: behind
-    views, dropout, and norms that follow it."""
+    """Yield the first forward additions of another computed value (residual) to this value.
+
+    Views, dropout and norms may come between the value and the addition.
+    """
     numel = graph.by_name[name].outputs[0].numel
     pending, seen = [name], {name}
     while pending:
@@ -82,26 +84,26 @@ def _residual_sums(graph: Graph, name: str) -> Iterator[Node]:
 
 
 def _gradients_of(graph: Graph, name: str) -> Iterator[str]:
-    """What comes into the backward pass of the module that made a value: its gradient."""
+    """Yield the gradients of a value: inputs to the backward pass of the module that made it."""
     made = graph.by_name[name]
     shape = made.outputs[0].shape
     for node in graph.nodes:
         if node.phase is Phase.FORWARD or node.path != made.path:
             continue
         for source in map(graph.by_name.__getitem__, node.inputs):
-            comes_in = source.phase is not Phase.FORWARD and source.path != made.path
-            if comes_in and not source.is_view and source.outputs[0].shape == shape:
+            is_incoming = source.phase is not Phase.FORWARD and source.path != made.path
+            if is_incoming and not source.is_view and source.outputs[0].shape == shape:
                 yield source.name
 
 
-def _gradients_read(graph: Graph, name: str) -> Iterator[str]:
-    """The views of a product's gradient that products of its backward pass share."""
-    product = graph.by_name[name]
-    numel = product.outputs[0].numel
+def _gradient_views(graph: Graph, name: str) -> Iterator[str]:
+    """Yield the views of a matmul's output gradient that the matmuls of its backward pass share."""
+    matmul = graph.by_name[name]
+    numel = matmul.outputs[0].numel
     for node in graph.nodes:
-        if node.phase is Phase.FORWARD or node.path != product.path or not node.is_view:
+        if node.phase is Phase.FORWARD or node.path != matmul.path or not node.is_view:
             continue
         source = graph.by_name[node.inputs[0]]
-        comes_in = source.phase is not Phase.FORWARD and source.path != product.path
-        if comes_in and node.outputs[0].numel == numel:
+        is_incoming = source.phase is not Phase.FORWARD and source.path != matmul.path
+        if is_incoming and node.outputs[0].numel == numel:
             yield node.name

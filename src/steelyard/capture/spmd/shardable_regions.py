@@ -1,16 +1,16 @@
-"""Where a step could be cut by tensors: found from what its operators allow, not from names.
+"""Candidate regions for tensor parallelism, found from sharding rules rather than module names.
 
-A part of one weight is followed through everything that it makes parts of, and back through
-everything that has to be in parts for it, until each branch ends in a sum over the ranks or began
-with a value that is whole. Columns followed by rows are such a region (Shoeybi et al., 2019), heads
-of an attention, channels between two convolutions, experts, a vocabulary from its table to the
-loss. Not for what a region costs in a plan: that is for predict/ to say of the parted graph.
+A shard of one weight is propagated forward to every value it shards, and backward to every value
+that must be sharded for it, until each branch ends in a partial sum or starts at a replicated
+value. Examples are a column-parallel layer followed by a row-parallel one (Shoeybi et al., 2019),
+attention heads, channels between two convolutions, experts, and a vocabulary from its table to the
+loss. Not for the cost of a region in a plan: predict/ prices the partitioned graph.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from steelyard.capture.spmd.extra_sharding_rules import VALUELESS, argument_dim
+from steelyard.capture.spmd.extra_sharding_rules import SHAPE_ONLY, argument_dim
 from steelyard.capture.spmd.sharding_strategies import (
     SPLITS,
     VIEWS,
@@ -32,7 +32,7 @@ from steelyard.ir.sharding_choice import Region
 
 
 def regions(graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
-    """In the order of the forward pass; two may share a parameter, and then exclude each other."""
+    """Return the regions in forward order. Two that share a parameter exclude each other."""
     known = _Known.of(graph, num_ranks)
     found: dict[tuple[tuple[str, Placement], ...], Region] = {}
     covered: set[tuple[str, Placement]] = set()
@@ -41,17 +41,18 @@ def regions(graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
         for dim in range(len(tensor.shape) if len(tensor.shape) > 1 else 0):
             seed = Shard(dim)
             if fits(tensor, seed, num_ranks) and (name, seed) not in covered:
-                region = _grown(known, name, seed)
+                region = _grow(known, name, seed)
                 if region is not None:
                     covered.update(region.inputs)
                     found.setdefault(region.inputs, region)
     return tuple(found.values())
 
 
-def _grown(known: "_Known", name: str, seed: Shard) -> Region | None:
-    """The region of a part; where a view has no place for it, of one in as many groups as it has.
+def _grow(known: "_Known", name: str, seed: Shard) -> Region | None:
+    """Grow the region of one sharded weight, trying shards in groups where a view needs them.
 
-    Of several (a head can be cut as well as the list of heads) the one that exchanges least.
+    Return the region that exchanges least. Attention, for example, can be sharded by heads or
+    within each head.
     """
     pending, tried = [seed], {seed}
     found: list[Region] = []
@@ -77,14 +78,14 @@ class _NoRegion(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """What is asked of one graph again and again."""
+    """Facts about one graph that every region search needs, computed once."""
 
     graph: Graph
     num_ranks: int
     readers: dict[str, tuple[Node, ...]]
     trained: tuple[str, ...]
-    weights: frozenset[str]  # parameters, buffers, and what is made of nothing else
-    learning: frozenset[str]  # what has a gradient
+    weights: frozenset[str]  # parameters, buffers, and values computed from them alone
+    learning: frozenset[str]  # values that have a gradient
     strategies: dict[tuple[str, tuple[int, ...]], tuple[Strategy, ...]] = field(
         default_factory=dict
     )
@@ -105,7 +106,7 @@ class _Known:
                 if weights.issuperset(node.inputs):
                     weights.add(node.name)
                 is_float = all("float" in t.dtype for t in node.outputs)
-                is_drawn = node.is_random or node.op in VALUELESS
+                is_drawn = node.is_random or node.op in SHAPE_ONLY
                 if is_float and not is_drawn and not learning.isdisjoint(node.inputs):
                     learning.add(node.name)
         forward = {n.name for n in graph.forward()}
@@ -122,14 +123,14 @@ class _Known:
             learning=frozenset(learning),
         )
 
-    def ways(self, node: Node, groups: Sequence[int]) -> tuple[Strategy, ...]:
+    def strategies_of(self, node: Node, groups: Sequence[int]) -> tuple[Strategy, ...]:
         key = (node.signature, tuple(sorted(set(groups))))
-        ways = self.strategies.get(key)
-        if ways is None:
-            near = [Shard(0, g) for g in key[1]]
-            ways = strategies(node, self.takes(node), near=near, num_ranks=self.num_ranks)
-            self.strategies[key] = ways
-        return ways
+        found = self.strategies.get(key)
+        if found is None:
+            known = [Shard(0, g) for g in key[1]]
+            found = strategies(node, self.takes(node), known=known, num_ranks=self.num_ranks)
+            self.strategies[key] = found
+        return found
 
     def takes(self, node: Node) -> list[Tensor]:
         return [self.graph.by_name[name].outputs[0] for name in tensors_of(node)]
@@ -138,30 +139,30 @@ class _Known:
 class _Growth:
     def __init__(self, known: _Known) -> None:
         self._known = known
-        self._lies: dict[str, Placement] = {}
-        # Of calls with several results.
-        self._gives: dict[str, tuple[Placement | None, ...]] = {}
+        self._placements: dict[str, Placement] = {}
+        # For calls with several results; None where a placement is not decided yet.
+        self._result_placements: dict[str, tuple[Placement | None, ...]] = {}
         self._chosen: dict[str, Strategy] = {}
         self._pending: list[Node] = []
 
     def start(self, name: str, placement: Placement) -> None:
-        self._lay(name, placement)
+        self._assign(name, placement)
         while self._pending:
-            self._settle(self._pending.pop())
+            self._match(self._pending.pop())
 
     def region(self) -> Region | None:
-        """None where a parameter is in parts, and all that is computed with it is not."""
+        """Return the region; None if it shards nothing that is computed from data."""
         graph = self._known.graph
-        inputs = [n for n in graph.inputs() if isinstance(self._lies.get(n.name), Shard)]
-        sums = [name for name, p in self._lies.items() if isinstance(p, Partial)]
+        inputs = [n for n in graph.inputs() if isinstance(self._placements.get(n.name), Shard)]
+        sums = [name for name, p in self._placements.items() if isinstance(p, Partial)]
         wholes = [*dict.fromkeys(self._wholes())]
         exchanged = [*sums, *wholes]
         flops = sum(graph.by_name[name].flops for name in self._chosen)
         if self._known.weights.issuperset(self._chosen):
             return None
         return Region(
-            path=_common([graph.by_name[name].path for name in self._chosen]),
-            inputs=tuple((n.name, self._lies[n.name]) for n in inputs),
+            path=_common_path([graph.by_name[name].path for name in self._chosen]),
+            inputs=tuple((n.name, self._placements[n.name]) for n in inputs),
             sums=tuple(sums),
             wholes=tuple(wholes),
             parameter_bytes=sum(n.outputs[0].nbytes for n in inputs),
@@ -170,16 +171,16 @@ class _Growth:
         )
 
     def _wholes(self) -> Iterator[str]:
-        """Values that have a gradient and are read whole where parts are computed of them."""
-        for name, way in self._chosen.items():
+        """Yield the replicated inputs of sharded calls whose gradients are partial sums."""
+        for name, strategy in self._chosen.items():
             node = self._known.graph.by_name[name]
-            if any(isinstance(p, Shard) for p in (*way.takes, *way.gives)):
-                for value, placement in zip(tensors_of(node), way.takes, strict=True):
+            if any(isinstance(p, Shard) for p in (*strategy.takes, *strategy.gives)):
+                for value, placement in zip(tensors_of(node), strategy.takes, strict=True):
                     if placement == REPLICATE and value in self._known.learning:
-                        yield self._looked_at(value)
+                        yield self._base_of_view(value)
 
-    def _looked_at(self, value: str) -> str:
-        """What a view is a view of: readers of several views of a value read one."""
+    def _base_of_view(self, value: str) -> str:
+        """Return the base of a view: readers of several views of a value read one value."""
         node = self._known.graph.by_name[value]
         while node.is_view and not node.is_getitem:
             node = self._known.graph.by_name[node.inputs[0]]
@@ -187,137 +188,151 @@ class _Growth:
 
     # --- one value, one call
 
-    def _lay(self, name: str, placement: Placement) -> None:
-        """Decide how a value lies; who makes and who reads it has to fit."""
-        old = self._lies.get(name)
+    def _assign(self, name: str, placement: Placement) -> None:
+        """Set the placement of a value, and queue its producer and readers to be matched to it."""
+        old = self._placements.get(name)
         if old == placement:
             return
         if old is not None:
             raise _NoRegion
-        self._lies[name] = placement
+        self._placements[name] = placement
         node = self._known.graph.by_name[name]
         if not node.is_input:
             self._pending.append(node)
         if isinstance(placement, Shard):
             self._pending += self._known.readers[name]
 
-    def _settle(self, node: Node) -> None:
-        if node.op in VALUELESS:
+    def _match(self, node: Node) -> None:
+        if node.op in SHAPE_ONLY:
             return
         if node.is_getitem:
-            self._settle_getitem(node)
+            self._match_getitem(node)
             return
         names = tensors_of(node)
         count = results(node)
-        given = [p for p in map(self._lies.get, names) if p is not None]
-        made = self._gives.get(node.name, (self._lies.get(node.name),))
-        groups = [p.groups for p in (*given, *made) if isinstance(p, Shard)]
-        groups += self._groups_before(node, made)
-        fitting = [w for w in self._known.ways(node, groups) if self._fits(node, w, names, made)]
+        input_placements = [p for p in map(self._placements.get, names) if p is not None]
+        result_placements = self._result_placements.get(
+            node.name, (self._placements.get(node.name),)
+        )
+        groups = [p.groups for p in (*input_placements, *result_placements) if isinstance(p, Shard)]
+        groups += self._input_groups(node, result_placements)
+        fitting = [
+            w
+            for w in self._known.strategies_of(node, groups)
+            if self._fits(node, w, names, result_placements)
+        ]
         if not fitting:
-            raise _NoRegion(*self._hints(node, names))
-        way = min(fitting, key=lambda w: self._spread(w, names))
-        if self._chosen.get(node.name, way) != way:
+            raise _NoRegion(*self._helpful_groups(node, names))
+        strategy = min(fitting, key=lambda w: self._num_newly_sharded(w, names))
+        if self._chosen.get(node.name, strategy) != strategy:
             raise _NoRegion
-        self._chosen[node.name] = way
-        for name, placement in zip(names, way.takes, strict=True):
-            # What has no gradient may be cut anywhere, for nothing.
-            if isinstance(placement, Shard) and self._is_followed(name):
-                self._lay(name, placement)
-        if count == 1 and len(node.outputs) == 1 and not self._is_taken_apart(node):
-            if way.gives[0] != REPLICATE:
-                self._lay(node.name, way.gives[0])
+        self._chosen[node.name] = strategy
+        for name, placement in zip(names, strategy.takes, strict=True):
+            # A value without gradient can be sliced anywhere at no cost.
+            if isinstance(placement, Shard) and self._is_propagated(name):
+                self._assign(name, placement)
+        if count == 1 and len(node.outputs) == 1 and not self._has_getitems(node):
+            if strategy.gives[0] != REPLICATE:
+                self._assign(node.name, strategy.gives[0])
         else:
-            self._give(node, way.gives)
+            self._assign_results(node, strategy.gives)
 
-    def _settle_getitem(self, node: Node) -> None:
+    def _match_getitem(self, node: Node) -> None:
         source, index = node.inputs[0], node.args[1]
         assert isinstance(index, int)
-        gives = self._gives.get(source)
-        placement = self._lies.get(node.name)
-        if gives is None:
+        placements = self._result_placements.get(source)
+        placement = self._placements.get(node.name)
+        if placements is None:
             maker = self._known.graph.by_name[source]
             count = max(results(maker), len(maker.outputs))
-            self._gives[source] = tuple(placement if i == index else None for i in range(count))
+            self._result_placements[source] = tuple(
+                placement if i == index else None for i in range(count)
+            )
             self._pending.append(maker)
-        elif gives[index] not in (None, placement):
+        elif placements[index] not in (None, placement):
             raise _NoRegion
 
-    def _give(self, node: Node, gives: tuple[Placement, ...]) -> None:
-        self._gives[node.name] = gives
+    def _assign_results(self, node: Node, placements: tuple[Placement, ...]) -> None:
+        self._result_placements[node.name] = placements
         for reader in self._known.readers[node.name]:
             index = reader.args[1]
             assert isinstance(index, int)
-            placement = gives[index]
+            placement = placements[index]
             if placement != REPLICATE:
-                self._lay(reader.name, placement)
+                self._assign(reader.name, placement)
 
-    # --- which way
+    # --- choosing a strategy
 
     def _fits(
         self,
         node: Node,
-        way: Strategy,
+        strategy: Strategy,
         names: Sequence[str],
-        made: Sequence[Placement | None],
+        result_placements: Sequence[Placement | None],
     ) -> bool:
-        for name, placement in zip(names, way.takes, strict=True):
-            old = self._lies.get(name)
+        for name, placement in zip(names, strategy.takes, strict=True):
+            old = self._placements.get(name)
             if isinstance(old, Shard) and placement != old:
                 return False
             if isinstance(placement, Partial) and name not in self._known.weights:
                 return False
-        given = way.gives if len(made) == len(way.gives) else way.gives[: len(made)]
-        return all(m is None or m == g for m, g in zip(made, given, strict=True)) and (
-            way.takes != (REPLICATE,) * len(names) or node.op.startswith("aten.embedding")
+        strategy_results = (
+            strategy.gives
+            if len(result_placements) == len(strategy.gives)
+            else strategy.gives[: len(result_placements)]
         )
+        return all(
+            m is None or m == g for m, g in zip(result_placements, strategy_results, strict=True)
+        ) and (strategy.takes != (REPLICATE,) * len(names) or node.op.startswith("aten.embedding"))
 
-    def _spread(self, way: Strategy, names: Sequence[str]) -> int:
-        """How many more values would have to be in parts that are no weights."""
+    def _num_newly_sharded(self, strategy: Strategy, names: Sequence[str]) -> int:
+        """Return the number of further values, other than weights, that would become sharded."""
         return sum(
-            isinstance(p, Shard) and name not in self._lies and name not in self._known.weights
-            for name, p in zip(names, way.takes, strict=True)
+            isinstance(p, Shard)
+            and name not in self._placements
+            and name not in self._known.weights
+            for name, p in zip(names, strategy.takes, strict=True)
         )
 
-    def _is_followed(self, name: str) -> bool:
+    def _is_propagated(self, name: str) -> bool:
         return name in self._known.learning or name in self._known.weights
 
-    def _is_taken_apart(self, node: Node) -> bool:
+    def _has_getitems(self, node: Node) -> bool:
         return any(reader.is_getitem for reader in self._known.readers[node.name])
 
-    def _groups_before(self, node: Node, made: Sequence[Placement | None]) -> list[int]:
-        """In how many groups the argument lies whose view, or whose stretches, lie as is said."""
+    def _input_groups(self, node: Node, result_placements: Sequence[Placement | None]) -> list[int]:
+        """Return the groups an input shard needs for a view or split to make these results."""
         shape = self._known.takes(node)[0].shape
-        shards = [p for p in made if isinstance(p, Shard)]
+        shards = [p for p in result_placements if isinstance(p, Shard)]
         if node.op in VIEWS:
-            back = (
+            sources = (
                 seen_through(node.outputs[0].shape, shape, p, self._known.num_ranks) for p in shards
             )
-            return [b.groups for b in back if b is not None]
+            return [b.groups for b in sources if b is not None]
         return [p.groups * len(node.outputs) for p in shards] if node.op in SPLITS else []
 
-    def _hints(self, node: Node, names: Sequence[str]) -> list[int]:
-        """In how many groups a part would have to be to get through here."""
-        lies = self._lies.get(names[0]) if names else None
-        if not isinstance(lies, Shard):
+    def _helpful_groups(self, node: Node, names: Sequence[str]) -> list[int]:
+        """Return the numbers of groups with which a shard could pass this view or split."""
+        placement = self._placements.get(names[0]) if names else None
+        if not isinstance(placement, Shard):
             return []
         shape = self._known.graph.by_name[names[0]].outputs[0].shape
         if node.op in SPLITS:
             dim = argument_dim(node, 2, len(shape))
-            return [lies.groups * len(node.outputs)] if dim == lies.dim else []
+            return [placement.groups * len(node.outputs)] if dim == placement.dim else []
         if node.op not in VIEWS:
             return []
         viewed = node.outputs[0].shape
         ranks = self._known.num_ranks
-        back = (
+        sources = (
             seen_through(viewed, shape, Shard(dim), ranks)
             for dim in range(len(viewed))
             if viewed[dim] % ranks == 0
         )
-        return [b.groups for b in back if b is not None and b.dim == lies.dim]
+        return [b.groups for b in sources if b is not None and b.dim == placement.dim]
 
 
-def _common(paths: Sequence[str]) -> str:
+def _common_path(paths: Sequence[str]) -> str:
     parts = [path.split(".") for path in paths if path]
     if not parts:
         return ""

@@ -1,8 +1,8 @@
-"""Which placements an operator takes and gives: from DTensor's table, and ours where it has none.
+"""Sharding strategies of an operator: DTensor's own rules, and ours where it has none.
 
-Pure: shapes in, strategies out; no mesh, no process group. Ours are those of
-extra_sharding_rules.py, and of views, through which a part of each group is followed (see
-ir/placement.py). Not for which strategy is taken: see partition.py.
+Pure functions from shapes to strategies; they need no mesh and no process group. Our rules are
+those of extra_sharding_rules.py and, for views, the mapping of shards in groups by ir/placement.py.
+Not for choosing a strategy: see partition.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,12 @@ from typing import Any
 import torch
 
 from steelyard import _torch
-from steelyard.capture.spmd.extra_sharding_rules import BY_ROWS, OWN, Pairs, argument_dim
+from steelyard.capture.spmd.extra_sharding_rules import (
+    CONTIGUOUS_SHARDS_ONLY,
+    RULES,
+    Pairs,
+    argument_dim,
+)
 from steelyard.ir.graph import Argument, Node, Ref, Tensor
 from steelyard.ir.placement import (
     PARTIAL,
@@ -27,52 +32,55 @@ from steelyard.operators import live, operator_named
 
 
 def strategies(
-    node: Node, takes: Sequence[Tensor], *, near: Sequence[Placement], num_ranks: int
+    node: Node, takes: Sequence[Tensor], *, known: Sequence[Placement], num_ranks: int
 ) -> tuple[Strategy, ...]:
-    """What ``node`` may be called on; the first is the whole on every rank.
+    """Return the sharding strategies of a call; the first one replicates everything.
 
-    ``takes`` are its tensors in the order of its arguments, ``near`` the placements they have.
+    ``takes`` are the input tensors in the order of its arguments. ``known`` are placements
+    that the inputs have or the result should have: their numbers of groups are tried too.
     """
     count = results(node)
     whole = Strategy(takes=(REPLICATE,) * len(takes), gives=(REPLICATE,) * count)
     if not takes or node.is_random or node.mutates:
         return (whole,)
     if node.op in VIEWS:
-        pairs = _viewed(node, takes[0], near, num_ranks)
+        pairs = _view_strategies(node, takes[0], known, num_ranks)
     else:
-        base = OWN[node.op](node, takes) if node.op in OWN else _of_dtensor(node, takes, count)
+        base = (
+            RULES[node.op](node, takes) if node.op in RULES else _dtensor_rules(node, takes, count)
+        )
         pairs = [
-            (_grouped(given, groups), _grouped(made, groups))
-            for given, made in base
-            for groups in ((1,) if node.op in BY_ROWS else groups_of(near))
+            (_with_groups(inputs, groups), _with_groups(outputs, groups))
+            for inputs, outputs in base
+            for groups in ((1,) if node.op in CONTIGUOUS_SHARDS_ONLY else groups_of(known))
         ]
-        pairs += _in_groups(node, takes, near)
+        pairs += _grouped_strategies(node, takes, known)
     found = [whole]
-    for given, made in pairs:
-        if all(fits(t, p, num_ranks) for t, p in zip(takes, given, strict=True)):
-            made = made if len(made) == count else tuple(made) * count
-            found.append(Strategy(takes=tuple(given), gives=tuple(made)))
+    for inputs, outputs in pairs:
+        if all(fits(t, p, num_ranks) for t, p in zip(takes, inputs, strict=True)):
+            outputs = outputs if len(outputs) == count else tuple(outputs) * count
+            found.append(Strategy(takes=tuple(inputs), gives=tuple(outputs)))
     return tuple(dict.fromkeys(found))
 
 
 def tensors_of(node: Node) -> tuple[str, ...]:
-    """The values that a call is given, in the order of its arguments, as often as it names them."""
+    """Return the names of the input tensors in the order of the arguments, with repetitions."""
     found: list[str] = []
 
-    def look(argument: Argument) -> None:
+    def collect(argument: Argument) -> None:
         if isinstance(argument, Ref):
             found.append(argument.name)
         elif isinstance(argument, tuple):
             for part in argument:
-                look(part)
+                collect(part)
 
     for argument in (*node.args, *(a for _, a in node.kwargs)):
-        look(argument)
+        collect(argument)
     return tuple(found)
 
 
 def results(node: Node) -> int:
-    """How many results a call has, those included that it was asked to leave out."""
+    """Return the number of results of a call, including those its output mask leaves out."""
     operator = operator_named(node.op)
     if not isinstance(operator, _torch.OpOverload):
         return 1
@@ -80,35 +88,35 @@ def results(node: Node) -> int:
     return returns if returns > 1 else len(node.outputs)
 
 
-def _grouped(placements: Sequence[Placement], groups: int) -> tuple[Placement, ...]:
+def _with_groups(placements: Sequence[Placement], groups: int) -> tuple[Placement, ...]:
     return tuple(Shard(p.dim, groups) if isinstance(p, Shard) else p for p in placements)
 
 
-def _of_dtensor(node: Node, takes: Sequence[Tensor], count: int) -> Pairs:
+def _dtensor_rules(node: Node, takes: Sequence[Tensor], count: int) -> Pairs:
     operator = operator_named(node.op)
     if not isinstance(operator, _torch.OpOverload):
         return []
-    given = iter(takes)
+    tensors = iter(takes)
 
-    def described(argument: Argument) -> Any:
+    def meta_of(argument: Argument) -> Any:
         if isinstance(argument, Ref):
-            tensor = next(given)
+            tensor = next(tensors)
             return _torch.MetaTensor(tensor.shape, tensor.stride, getattr(torch, tensor.dtype))
         if isinstance(argument, tuple):
-            return [described(a) for a in argument]
+            return [meta_of(a) for a in argument]
         return live(argument, {})
 
-    args = [described(a) for a in node.args]
-    kwargs = {key: described(a) for key, a in node.kwargs}
+    args = [meta_of(a) for a in node.args]
+    kwargs = {key: meta_of(a) for key, a in node.kwargs}
     pairs: Pairs = []
     for words in _torch.dtensor_strategies(operator, args, kwargs):
-        if len(words) == count + len(takes) and all(word in _PLAIN for word, _ in words):
-            plain = [_PLAIN[word](dim) for word, dim in words]
-            pairs.append((plain[count:], plain[:count]))
+        if len(words) == count + len(takes) and all(word in _PLACEMENT_OF for word, _ in words):
+            placements = [_PLACEMENT_OF[word](dim) for word, dim in words]
+            pairs.append((placements[count:], placements[:count]))
     return pairs
 
 
-_PLAIN: dict[str, Callable[[int], Placement]] = {
+_PLACEMENT_OF: dict[str, Callable[[int], Placement]] = {
     "whole": lambda _: REPLICATE,
     "sum": lambda _: PARTIAL,
     "shard": Shard,
@@ -118,11 +126,13 @@ _PLAIN: dict[str, Callable[[int], Placement]] = {
 # --- views
 
 
-def _viewed(node: Node, source: Tensor, near: Sequence[Placement], num_ranks: int) -> Pairs:
+def _view_strategies(
+    node: Node, source: Tensor, known: Sequence[Placement], num_ranks: int
+) -> Pairs:
     pairs: Pairs = [((PARTIAL,), (PARTIAL,))]
     shape, viewed = source.shape, node.outputs[0].shape
     for dim in range(len(shape)):
-        for groups in groups_of(near):
+        for groups in groups_of(known):
             shard = Shard(dim, groups)
             if fits(source, shard, num_ranks):
                 seen = seen_through(shape, viewed, shard, num_ranks)
@@ -131,8 +141,8 @@ def _viewed(node: Node, source: Tensor, near: Sequence[Placement], num_ranks: in
     return pairs
 
 
-def _in_groups(node: Node, takes: Sequence[Tensor], near: Sequence[Placement]) -> Pairs:
-    """Taking stretches of a dim apart that are groups of a part, and putting them together."""
+def _grouped_strategies(node: Node, takes: Sequence[Tensor], known: Sequence[Placement]) -> Pairs:
+    """Return strategies for a split or cat along a dim that is sharded in groups."""
     is_split, is_joined = node.op in SPLITS, node.op == "aten.cat.default"
     if not is_split and not is_joined:
         return []
@@ -141,7 +151,7 @@ def _in_groups(node: Node, takes: Sequence[Tensor], near: Sequence[Placement]) -
     if len({piece.shape for piece in pieces}) > 1:
         return []
     pairs: Pairs = []
-    for groups in groups_of(near):
+    for groups in groups_of(known):
         if is_joined:
             joined = Shard(dim, groups * len(pieces))
             pairs.append(((Shard(dim, groups),) * len(pieces), (joined,)))

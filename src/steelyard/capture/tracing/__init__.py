@@ -1,4 +1,4 @@
-"""Tracing: from Python code to the graph of one training step, with the optimizer's step.
+"""Tracing of Python code to the graph of one training step and of the optimizer's step.
 
-Not for cutting that graph among ranks: see spmd/ and pipeline_stages.py.
+Not for partitioning that graph among ranks: see spmd/ and pipeline_stages.py.
 """

@@ -1,6 +1,7 @@
-"""The named tables of decompositions that a step may be captured with.
+"""The named decomposition tables that a step can be captured with.
 
-Part of a plan's fingerprint: under another table the same model has other operators.
+The name is part of a plan's fingerprint: another table gives the same model other operators. Not
+for tracing: see joint_graph.py.
 """
 
 from collections.abc import Callable
@@ -17,42 +18,46 @@ aten = torch.ops.aten
 _Masked = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
-def in_two_products(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """For a compiler, which makes one loop of them."""
+def masked_scale_in_two_ops(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Multiply by mask and scale in two operators, for a compiler that fuses them."""
     return x.mul(mask).mul(scale)
 
 
-def in_one_call(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same bits, with nothing held between."""
+def masked_scale_in_one_op(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Multiply by mask and scale in one operator: the same bits, without a temporary."""
     strides = zip(x.shape, x.stride(), mask.stride(), strict=True)
-    if any(size > 1 and ours != theirs for size, ours, theirs in strides):
-        return in_two_products(x, mask, scale)  # the result is to lie as x does
+    if any(size > 1 and x_stride != mask_stride for size, x_stride, mask_stride in strides):
+        return masked_scale_in_two_ops(x, mask, scale)  # the result must have the strides of x
     product: torch.Tensor = torch.ops.steelyard.masked_scale.default(x, mask, scale)
     return product
 
 
 def native_dropout(
-    x: torch.Tensor, probability: float, train: bool | None, *, masked: _Masked = in_two_products
+    x: torch.Tensor,
+    probability: float,
+    train: bool | None,
+    *,
+    masked: _Masked = masked_scale_in_two_ops,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dropout with its randomness apart: only the boolean mask is bound to the generator.
+    """Dropout whose only random operator is the one that draws the boolean mask.
 
-    Bitwise equal to eager on the CPU. Undecomposed, output and mask come from one random operator
-    and both have to be kept; so split, the output can be computed again from the mask.
+    Bitwise equal to eager on the CPU. Without this decomposition, output and mask come from one
+    random operator and both must be saved; with it, the output can be recomputed from the mask.
     """
     if train is False or probability == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if probability == 1:
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
     like = aten.empty_like.default(x, dtype=torch.bool)
-    # Eager draws in the order in which the elements lie in memory.
+    # Eager draws the elements in memory order.
     order = sorted(range(x.dim()), key=lambda d: (-like.stride(d), d))
     drawn = aten.bernoulli.p(like.permute(order), 1 - probability)
     mask = drawn.permute([order.index(d) for d in range(x.dim())])
-    return masked(x, mask, kept_scale(probability, x.dtype)), mask
+    return masked(x, mask, dropout_scale(probability, x.dtype)), mask
 
 
-def kept_scale(probability: float, dtype: torch.dtype) -> float:
-    """1 / (1 - p) as eager computes it: divided in float32, then rounded to the tensor's dtype."""
+def dropout_scale(probability: float, dtype: torch.dtype) -> float:
+    """Return 1 / (1 - p) as eager computes it: in float32, then rounded to the tensor's dtype."""
     if dtype is torch.float64:
         return 1.0 / (1.0 - probability)
     scale = np.float32(1.0) / np.float32(1.0 - probability)
@@ -65,21 +70,28 @@ def kept_scale(probability: float, dtype: torch.dtype) -> float:
 
 
 def native_dropout_backward(
-    grad: torch.Tensor, mask: torch.Tensor, scale: float, *, masked: _Masked = in_two_products
+    grad: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    *,
+    masked: _Masked = masked_scale_in_two_ops,
 ) -> torch.Tensor:
-    """What the CPU's kernel computes: torch's fake one (2.13) lays a transposed result out anew.
+    """Dropout's backward as the CPU kernel computes it.
 
-    Autograd's formula scales by an unrounded 1 / (1 - p); eager's mask holds a rounded one.
+    Torch's fake kernel (2.13) gives a transposed result other strides. Autograd's formula scales by
+    an unrounded 1 / (1 - p), eager's mask by a rounded one.
     """
-    rounded = kept_scale(1 - 1 / scale, grad.dtype) if scale else scale
+    rounded = dropout_scale(1 - 1 / scale, grad.dtype) if scale else scale
     return masked(grad, mask, rounded)
 
 
 def native_layer_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, shape: list[int], *statistics: Any
 ) -> Any:
-    """The kernel copies what is not contiguous and its result is; torch's fake one (2.13) lays the
-    result out like the gradient. So the copy is made before it, where it can be seen.
+    """LayerNorm's backward with explicit copies of non-contiguous inputs.
+
+    The kernel copies such inputs itself and returns a contiguous result, but torch's fake kernel
+    (2.13) gives the result the strides of the gradient. An explicit copy is visible in the graph.
     """
     if grad.is_contiguous() and x.is_contiguous():
         return NotImplemented
@@ -103,14 +115,13 @@ def _python(masked: _Masked) -> Decompositions:
 
 
 def _inductor() -> Decompositions:
-    return {**_torch.inductor_decompositions(), **_dropout(in_two_products)}
+    return {**_torch.inductor_decompositions(), **_dropout(masked_scale_in_two_ops)}
 
 
 _TABLES: dict[str, Callable[[], Decompositions]] = {
-    "python-1": partial(_python, in_two_products),
-    "python-2": partial(_python, in_one_call),
+    "python-1": partial(_python, masked_scale_in_two_ops),
+    "python-2": partial(_python, masked_scale_in_one_op),
     "inductor-1": _inductor,
-    # Operators whole, as trades over ranks look for them; they are taken apart where they are
-    # compiled.
-    "inductor-2": partial(_python, in_two_products),
+    # Keeps operators that trades over ranks look for; Inductor decomposes them when it compiles.
+    "inductor-2": partial(_python, masked_scale_in_two_ops),
 }

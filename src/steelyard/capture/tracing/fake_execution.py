@@ -1,6 +1,7 @@
-"""Run pieces of the user's step on fake tensors: no arithmetic, no memory, true shapes and aliases.
+"""Execution of the user's code on fake tensors: no arithmetic or memory, true shapes and aliases.
 
-For what is planned but not traced into the graph: eager's own peak, the optimizer's step.
+Used for the eager baseline and the optimizer's step. Not for tracing forward and backward: see
+joint_graph.py.
 """
 
 import contextlib
@@ -18,55 +19,55 @@ from torch import nn
 from steelyard import _torch
 
 
-def faked(
+def with_fake_tensors(
     model: nn.Module, mode: Any
 ) -> contextlib.AbstractContextManager[dict[str, nn.Parameter]]:
-    """The model with fake parameters and buffers for a while; see ``exchanged``."""
-    return exchanged(model, lambda tensor: like(tensor, mode))
+    """Give the model fake parameters and buffers for a while; see ``with_swapped_tensors``."""
+    return with_swapped_tensors(model, lambda tensor: fake_like(tensor, mode))
 
 
 @contextlib.contextmanager
-def exchanged(
+def with_swapped_tensors(
     model: nn.Module, twin_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """The model with other parameters and buffers for a while; tied ones stay tied.
+    """Replace the model's parameters and buffers by ``twin_of`` each for a while; keep ties.
 
-    Yields the other parameters by name. The user's tensors are put back whatever happens.
+    Yields the replacement parameters by name. The user's tensors are always restored.
     """
     memo: dict[int, torch.Tensor] = {}
     parameters: dict[str, nn.Parameter] = {}
-    restored: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
-        known = memo.get(id(tensor))
-        if known is None:
-            known = memo[id(tensor)] = twin_of(tensor)
-        return known
+        replaced = memo.get(id(tensor))
+        if replaced is None:
+            replaced = memo[id(tensor)] = twin_of(tensor)
+        return replaced
 
     names = {id(p): name for name, p in reversed([*model.named_parameters()])}
     try:
         for module in model.modules():
-            for held in (module._parameters, module._buffers):
-                table: dict[str, Any] = held
-                restored.append((table, dict(table)))
-                for name, tensor in restored[-1][1].items():
+            for slots in (module._parameters, module._buffers):
+                table: dict[str, Any] = slots
+                saved.append((table, dict(table)))
+                for name, tensor in saved[-1][1].items():
                     if tensor is not None:
                         table[name] = twin(tensor)
-        for key, other in memo.items():
-            if key in names and isinstance(other, nn.Parameter):
-                parameters[names[key]] = other
+        for key, replacement in memo.items():
+            if key in names and isinstance(replacement, nn.Parameter):
+                parameters[names[key]] = replacement
         yield parameters
     finally:
-        # Fakes that outlive this are looked for: ours are none of those.
+        # References to leaked fakes are searched for later: drop ours.
         memo.clear()
         parameters.clear()
-        for table, original in reversed(restored):
+        for table, original in reversed(saved):
             table.clear()
             table.update(original)
 
 
 class FakeMode(_torch.FakeTensorMode):
-    """Knows which of the tensors made under it are still alive, without a look at all objects."""
+    """Tracks the live tensors created under it, without scanning all Python objects."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -78,74 +79,74 @@ class FakeMode(_torch.FakeTensorMode):
         return result
 
     def note(self, made: Any) -> None:
-        """``made`` under this mode: a tensor, or whatever else an operator gives."""
+        """Track the tensors in ``made``, an operator's result under this mode."""
         if type(made) is _torch.FakeTensor:
             self._made.append(weakref.ref(made))
         elif isinstance(made, (tuple, list)):
             for part in made:
                 self.note(part)
 
-    def alive(self, *, apart_from: set[int]) -> list[weakref.ref[torch.Tensor]]:
-        """``apart_from``: the identities of those that may be."""
+    def alive(self, *, exclude: set[int]) -> list[weakref.ref[torch.Tensor]]:
+        """Return the live fakes, without those whose ids are in ``exclude``."""
         self._made = [ref for ref in self._made if ref() is not None]
-        return [ref for ref in self._made if id(ref()) not in apart_from]
+        return [ref for ref in self._made if id(ref()) not in exclude]
 
 
 @contextlib.contextmanager
-def without_fakes_left(model: nn.Module, mode: FakeMode, *, apart_from: Any) -> Iterator[None]:
-    """Take back each fake tensor that a forward pass has left where it outlives the pass.
+def removing_fakes(model: nn.Module, mode: FakeMode, *, keep: Any) -> Iterator[None]:
+    """Remove each fake tensor that a forward pass stored somewhere it outlives the pass.
 
-    Caches, globals and lists of weights (nn.LSTM keeps one) are filled with what it saw.
-    ``apart_from`` is the fake batch, which its maker still holds.
+    Forward passes store tensors in caches, globals and lists of weights (nn.LSTM has one). ``keep``
+    is the fake batch, which the caller still uses.
     """
-    ours = {id(leaf) for leaf in _torch.tree_leaves(apart_from)}
+    excluded = {id(leaf) for leaf in _torch.tree_leaves(keep)}
     before = [(vars(m), _Kept.of(m)) for m in model.modules()]
     try:
         yield
     finally:
-        for attributes, kept in before:
-            if any(map(_has_fakes, attributes.values())):
-                kept.put_back(attributes)
-        _take_back(mode, ours)
+        for attributes, saved in before:
+            if any(map(_tree_has_fakes, attributes.values())):
+                saved.restore(attributes)
+        _remove_fakes(mode, excluded)
 
 
 @contextlib.contextmanager
-def put_back_on_failure(model: nn.Module) -> Iterator[None]:
-    """What a forward pass has changed in the model's attributes is undone if it is refused."""
+def restoring_attributes_on_failure(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of the model's modules if the body raises."""
     before = [(vars(m), _Kept.of(m)) for m in model.modules()]
     try:
         yield
     except BaseException:
-        for attributes, kept in before:
-            kept.put_back(attributes)
+        for attributes, saved in before:
+            saved.restore(attributes)
         raise
 
 
 @contextlib.contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
-    """What forward passes change in attributes of the model is undone: nn.LSTM lists weights."""
+def restoring_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of the model's modules after the body: nn.LSTM lists its weights."""
     before = [(vars(m), _Kept.of(m)) for m in model.modules()]
     try:
         yield
     finally:
-        for attributes, kept in before:
-            kept.put_back(attributes)
+        for attributes, saved in before:
+            saved.restore(attributes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A module's attributes, and what its plain dicts and lists held."""
+    """A snapshot of a module's attributes and of the contents of its plain dicts and lists."""
 
     attributes: dict[str, Any]
     containers: list[tuple[Any, Any]]
 
     @classmethod
     def of(cls, module: nn.Module) -> "_Kept":
-        held = dict(vars(module))
-        containers = [(v, v.copy()) for v in held.values() if type(v) in (dict, list)]
-        return cls(attributes=held, containers=containers)
+        snapshot = dict(vars(module))
+        containers = [(v, v.copy()) for v in snapshot.values() if type(v) in (dict, list)]
+        return cls(attributes=snapshot, containers=containers)
 
-    def put_back(self, attributes: dict[str, Any]) -> None:
+    def restore(self, attributes: dict[str, Any]) -> None:
         attributes.clear()
         attributes.update(self.attributes)
         for container, contents in self.containers:
@@ -156,15 +157,15 @@ class _Kept:
                 container.extend(contents)
 
 
-def _take_back(mode: FakeMode, ours: set[int]) -> None:
-    """Out of caches, and out of dicts and lists: globals, closures, attributes of helpers."""
-    for generation in range(3):  # most are held by nothing but one another, and young
-        if not mode.alive(apart_from=ours):
+def _remove_fakes(mode: FakeMode, excluded: set[int]) -> None:
+    """Remove fakes from caches, dicts and lists: globals, closures, attributes of helpers."""
+    for generation in range(3):  # most are young and only in reference cycles
+        if not mode.alive(exclude=excluded):
             return
         gc.collect(generation)
-    if mode.alive(apart_from=ours):
+    if mode.alive(exclude=excluded):
         _clear_caches_of_fakes()
-    for ref in mode.alive(apart_from=ours):
+    for ref in mode.alive(exclude=excluded):
         fake = ref()
         for holder in gc.get_referrers(fake) if fake is not None else ():
             if type(holder) is dict:
@@ -175,41 +176,41 @@ def _take_back(mode: FakeMode, ours: set[int]) -> None:
 
 
 def _clear_caches_of_fakes() -> None:
-    """Every functools.lru_cache outside torch with a fake in it: models keep index tensors so."""
+    """Clear functools.lru_cache outside torch if it has a fake: models cache index tensors."""
     caches = [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]
     for cache in caches:
         if (cache.__module__ or "").startswith(_WITHOUT_TENSORS):
             continue
-        if _holds_fakes(cache):
+        if _contains_fakes(cache):
             cache.cache_clear()
 
 
 _WITHOUT_TENSORS = ("torch", "steelyard", "sympy")
-# So far into what a cache holds: a value, a value in a tuple of an object, and so on.
-_DEEPEST = 6
+# Levels of references that are followed into a cache.
+_MAX_DEPTH = 6
 
 
-def _holds_fakes(cache: Any) -> bool:
+def _contains_fakes(cache: Any) -> bool:
     layer, seen = [cache], {id(cache)}
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         parts = {id(x): x for x in gc.get_referents(*layer)}
-        layer = [x for key, x in parts.items() if key not in seen and type(x) not in _CLOSED]
+        layer = [x for key, x in parts.items() if key not in seen and type(x) not in _NOT_FOLLOWED]
         seen |= parts.keys()
         if any(isinstance(x, _torch.FakeTensor) for x in layer):
             return True
     return False
 
 
-_CLOSED = (type, FunctionType, ModuleType)
+_NOT_FOLLOWED = (type, FunctionType, ModuleType)
 
 
-def _has_fakes(value: Any) -> bool:
+def _tree_has_fakes(value: Any) -> bool:
     return any(isinstance(x, _torch.FakeTensor) for x in _torch.tree_leaves(value))
 
 
 @contextlib.contextmanager
 def on_cpu(model: nn.Module, batch: Any) -> Iterator[Any]:
-    """A model or batch on the meta device as if it lay on the CPU; others as they are.
+    """Replace a model or batch on the meta device by fakes on the CPU; leave others unchanged.
 
     Yields the batch.
     """
@@ -219,29 +220,29 @@ def on_cpu(model: nn.Module, batch: Any) -> Iterator[Any]:
         return
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     twin = _torch.tree_map(
-        lambda leaf: like(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf, batch
+        lambda leaf: fake_like(leaf, mode) if isinstance(leaf, torch.Tensor) else leaf, batch
     )
-    with faked(model, mode), mode:
+    with with_fake_tensors(model, mode), mode:
         yield twin
 
 
 def filled(batch: Any) -> Any:
-    """A batch that is only imagined (meta device) with zeros for values, to be traced and run."""
+    """Replace meta tensors in a batch by zeros on the CPU, so that it can be traced and run."""
 
-    def real(leaf: Any) -> Any:
+    def zeros_like(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "meta":
             return leaf
         if leaf.is_contiguous():
-            # Takes no memory until it is written.
+            # Zeros take no memory until they are written.
             return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
         size, stride = leaf.size(), leaf.stride()
         return torch.empty_strided(size, stride, dtype=leaf.dtype, device="cpu").zero_()
 
-    return _torch.tree_map(real, batch)
+    return _torch.tree_map(zeros_like, batch)
 
 
-def like(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
-    """A fake twin on the CPU: the meta device leaves gradients out of some models."""
+def fake_like(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+    """Return a fake copy of a tensor; on the CPU for meta tensors, as meta loses some gradients."""
     device = "cpu" if tensor.device.type == "meta" else tensor.device
     with mode:
         twin = torch.empty_strided(
@@ -252,10 +253,11 @@ def like(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
         return twin
 
 
-def described(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the operator gives on fake tensors.
+def call_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator on fake tensors.
 
-    Torch 2.13 describes products of groups for bfloat16 alone, while its kernels take others too.
+    Torch 2.13 has a fake kernel for grouped matmuls in bfloat16 only, although the real kernels
+    accept other dtypes.
     """
     dtype = args[0].dtype if func is torch.ops.aten._grouped_mm.default else torch.bfloat16
     if dtype == torch.bfloat16:
@@ -267,9 +269,10 @@ def described(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class StorageWatch(_torch.TorchDispatchMode):
-    """Counts the bytes of storages that are alive, from the first operator it sees.
+    """Tracks the bytes of live storages that operators create under it, beyond ``resident`` ones.
 
-    ``on_call(operator, args, kwargs, result)`` and ``on_death(storage key)`` may follow along.
+    Calls ``on_call(operator, args, kwargs, result)`` after each operator, and ``on_death(storage
+    key)`` when a storage is freed.
     """
 
     def __init__(
@@ -287,16 +290,16 @@ class StorageWatch(_torch.TorchDispatchMode):
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = described(func, args, kwargs or {})
+        result = call_on_fakes(func, args, kwargs or {})
         for leaf in _torch.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._born(leaf)
+                self._on_new(leaf)
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
         if self._on_call is not None:
             self._on_call(func, args, kwargs or {}, result)
         return result
 
-    def _born(self, tensor: torch.Tensor) -> None:
+    def _on_new(self, tensor: torch.Tensor) -> None:
         key = _torch.storage_key(tensor)
         if key in self._known:
             return
@@ -304,9 +307,9 @@ class StorageWatch(_torch.TorchDispatchMode):
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         self.alive_bytes += nbytes
-        weakref.finalize(storage, self._died, key, nbytes)
+        weakref.finalize(storage, self._on_freed, key, nbytes)
 
-    def _died(self, key: int, nbytes: int) -> None:
+    def _on_freed(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self.alive_bytes -= nbytes
         if self._on_death is not None:

@@ -1,8 +1,8 @@
 """Trace a user's model and loss, forward and backward, into one functional fx graph.
 
-Dynamo first (module paths and source lines exist only there), then AOTAutograd's joint export
-(descriptors name every input and output). Nothing is computed: every tensor is fake. Not for
-plain data: see to_ir.py.
+Dynamo runs first, because only it knows module paths and source lines. Then AOTAutograd exports the
+joint graph, whose descriptors name every input and output. All tensors are fake. Not for
+converting the result to plain data: see to_ir.py.
 """
 
 import ast
@@ -21,9 +21,9 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.capture.checks.activation_checkpointing import (
-    refuse_cut_off,
-    refuse_drawn_twice,
-    refuse_written_twice,
+    refuse_reentrant_without_gradient,
+    refuse_repeated_draws,
+    refuse_repeated_writes,
 )
 from steelyard.capture.checks.errors import (
     check_scalar,
@@ -44,7 +44,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholder:
-    """What one placeholder of the fx graph stands for."""
+    """The name and role of one placeholder of the fx graph."""
 
     name: str
     role: Role
@@ -52,7 +52,7 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The joint graph, what goes in by placeholder name, and what comes out.
+    """The joint graph, its inputs by placeholder name, and its outputs.
 
     ``constants`` holds the live tensors that are neither parameter, buffer nor batch. ``missing``
     names trainable parameters for which the graph has no gradient.
@@ -67,7 +67,7 @@ class Trace:
 
 
 class _StepModule(nn.Module):
-    """The whole step as one module, so that Dynamo sees the loss too."""
+    """The whole step as one module, so that Dynamo traces the loss too."""
 
     loss: Loss
 
@@ -81,53 +81,55 @@ class _StepModule(nn.Module):
 
 
 def _step(model: nn.Module, loss: Loss) -> _StepModule:
-    """Dynamo (torch 2.13) leaves what it found among the globals of the function it traces, where
-    its guards look for it and where it lives for good: so each trace has globals of its own.
+    """Return the step as a module whose forward has its own globals.
+
+    Dynamo (torch 2.13) stores objects for its guards among the globals of the traced function, and
+    they are never removed. With separate globals they are freed together with the trace.
     """
     forward = FunctionType(_StepModule.forward.__code__, {"__builtins__": __builtins__}, "forward")
-    kind = type("_StepModule", (_StepModule,), {"forward": forward})
-    made: _StepModule = kind(model, loss)
-    return made
+    module_class = type("_StepModule", (_StepModule,), {"forward": forward})
+    step: _StepModule = module_class(model, loss)
+    return step
 
 
 def trace(model: nn.Module, loss: Loss, batch: Any, *, decompositions: Decompositions) -> Trace:
     leaves, spec = _torch.tree_flatten(batch)
-    # Distinct objects: one tensor given under two keys would be traced as one input for ever.
+    # Distinct objects: a tensor under two keys would be traced as a single input.
     distinct = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
     batch = _torch.tree_unflatten(distinct, spec)
     settings = _torch.capture_settings(_ignored_loggers())
     with (
-        reading_errors(model) as reading,
+        reading_errors(model) as progress,
         torch.enable_grad(),
         settings,
-        _slots_kept(model),
+        _restoring_tensors(model),
     ):
         step, buffers_changed, reads = _dynamo(model, loss, batch)
-        reading.step = step
-        refuse_cut_off(step)
+        progress.step = step
+        refuse_reentrant_without_gradient(step)
         with _torch.PhiloxStateTracker(), contextlib.ExitStack() as stack:
             exported = _torch.aot_export_joint_with_descriptors(
                 stack, step, (batch,), decompositions=decompositions
             )
-        # Left open, the export's fake mode would swallow unrelated code of the user's.
-    described = _described(exported.graph_module, step, model, batch, reads)
-    _check_buffers(model, described, buffers_changed)
-    names = {name: placeholder.name for name, placeholder in described.placeholders.items()}
-    refuse_written_twice(described.joint, described.outputs, names)
-    refuse_drawn_twice(step, described.joint)
-    return described
+        # The stack is closed here: otherwise the export's fake mode would affect later user code.
+    traced = _build_trace(exported.graph_module, step, model, batch, reads)
+    _check_buffers(model, traced, buffers_changed)
+    names = {name: placeholder.name for name, placeholder in traced.placeholders.items()}
+    refuse_repeated_writes(traced.joint, traced.outputs, names)
+    refuse_repeated_draws(step, traced.joint)
+    return traced
 
 
 def _ignored_loggers() -> set[Callable[..., Any]]:
-    """Logging says nothing that a captured step would have to repeat; transformers adds a few."""
+    """Return the logging functions that tracing may skip; transformers adds some of its own."""
     names = ("debug", "info", "warning", "warning_once", "warning_advice", "info_once")
     found = {getattr(logging.Logger, name, None) for name in names}
     return {warnings.warn, *(f for f in found if f is not None)}
 
 
 @contextlib.contextmanager
-def _slots_kept(model: nn.Module) -> Iterator[None]:
-    """Put every parameter and buffer back into its place after tracing.
+def _restoring_tensors(model: nn.Module) -> Iterator[None]:
+    """Restore every parameter and buffer in its module after tracing.
 
     torch 2.13 leaves a traced tensor behind where one module is registered under two names.
     """
@@ -138,26 +140,25 @@ def _slots_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for table, kept in slots:
-            if any(table.get(name) is not tensor for name, tensor in kept.items()):
-                table.update(kept)
+        for table, saved in slots:
+            if any(table.get(name) is not tensor for name, tensor in saved.items()):
+                table.update(saved)
 
 
 def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], StateGuards]:
-    """Dynamo's graph module, the modules whose tables of buffers the forward pass changes, and
-    what it read."""
+    """Run Dynamo; return its graph, the modules with replaced buffers, and the state read."""
     whole = _step(model, loss)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = _torch.captured_and_guarded(whole, batch)
     step = found.graph
-    # What Dynamo follows symbolic shapes by; it would outlive the model, and shapes are static.
+    # Dynamo's table of symbolic shapes would outlive the model, and shapes are static here.
     step.meta["fake_mode"].shape_env.tracked_fakes = None
-    _data_detached(step)
+    _replace_data_by_detach(step)
     _name_closures(step, loss)
     changed = [s for w in caught for s in side_effects(str(w.message))]
     buffers = [s.removesuffix("._buffers") for s in changed if s.endswith("._buffers")]
-    # Parameters that were exchanged are back: the eager twin has looked (functional_call does it).
+    # Swapped parameters are restored, as the eager baseline has checked (functional_call swaps).
     others = [s for s in changed if not s.endswith(("._buffers", "._parameters"))]
     if others:
         raise _changes_state(", ".join(others))
@@ -166,10 +167,10 @@ def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], S
     return step, buffers, StateGuards(found, model=model, batch=batch)
 
 
-def _data_detached(step: Any) -> None:
-    """Read ``.data`` of weights and constants by ``detach()``, which says the same.
+def _replace_data_by_detach(step: Any) -> None:
+    """Replace ``.data`` of weights and constants by the equivalent ``detach()``.
 
-    Export (torch 2.13) cannot follow ``.data`` of a parameter that is not the model's.
+    Export (torch 2.13) cannot trace ``.data`` of a parameter that is not the model's.
     """
     for node in step.graph.nodes:
         if _torch.reads_data(node) and node.args[0].op == "placeholder":
@@ -178,7 +179,7 @@ def _data_detached(step: Any) -> None:
 
 
 def _name_closures(step: Any, loss: Loss) -> None:
-    """Modules that the loss function's closure holds are called by their variables."""
+    """Name modules from the loss function's closure by their variables."""
     cell = re.compile(r"\bloss(?:\.__func__)?\.__closure__\[(\d+)\]\.cell_contents")
 
     def named(found: re.Match[str]) -> str:
@@ -202,10 +203,10 @@ def _changes_state(what: str) -> CaptureRefused:
 
 
 def side_effects(warning: str) -> list[str]:
-    """The Python objects that Dynamo's warning says the forward pass changes.
+    """Return the Python objects that, by Dynamo's warning, the forward pass changes.
 
-    Context variables are left out: transformers sets and resets one around each forward, and what
-    is reset leaves nothing to repeat.
+    Context variables are left out: transformers sets and resets one around each forward, so there
+    is nothing for a captured step to repeat.
     """
     if "side effects happened" not in warning:
         return []
@@ -217,20 +218,20 @@ def side_effects(warning: str) -> list[str]:
             owner = sys.modules.get(module[1].replace("_dot_", "."))
             if "ContextVar" in type(getattr(owner, module[2], None)).__name__:
                 continue
-        source = re.sub(r"^G\['__import_(\w+)'\]\.", _of_module, source)
+        source = re.sub(r"^G\['__import_(\w+)'\]\.", _module_prefix, source)
         hook = re.match(r"(.*?)\._forward_(pre_)?hooks", source)
         named = f"a forward hook of {clean_path(hook[1])}" if hook else clean_path(source)
         names.append("an attribute of the model" if named == "model" else named or "the batch")
     return names
 
 
-def _of_module(found: re.Match[str]) -> str:
+def _module_prefix(found: re.Match[str]) -> str:
     name = found[1].replace("_dot_", ".").strip("_")
     return "" if name == "main" else f"{name}."
 
 
 def _check_buffers(model: nn.Module, trace: Trace, changed: list[str]) -> None:
-    """A buffer written in place comes out as an update; one that is replaced would be lost."""
+    """Refuse replaced buffers: in-place writes become updates, but a replacement would be lost."""
     updated = {o.target for o in trace.outputs if o.kind is OutputKind.UPDATE}
     for path in changed:
         module = model.get_submodule(path.removeprefix("model").lstrip("."))
@@ -240,10 +241,10 @@ def _check_buffers(model: nn.Module, trace: Trace, changed: list[str]) -> None:
             raise _changes_state(f"buffers of {path} are replaced")
 
 
-def _described(
+def _build_trace(
     joint: torch.fx.GraphModule, step: Any, model: nn.Module, batch: Any, reads: StateGuards
 ) -> Trace:
-    """Name inputs and outputs by their descriptors, never by their position."""
+    """Build the trace, naming inputs and outputs by their descriptors, never by position."""
     names = _NamesOfTensors(step, model)
     batch_names = [
         f"batch:{_torch.keystr(path)}" for path, _ in _torch.tree_flatten_with_path(batch)[0]
@@ -252,18 +253,18 @@ def _described(
     by_descriptor: dict[str, str] = {}
     trainable: dict[str, str] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
-        described = node.meta["desc"]
-        match described:
+        descriptor = node.meta["desc"]
+        match descriptor:
             case _torch.ParamAOTInput() | _torch.BufferAOTInput():
-                placeholder = names.of(described.target)
+                placeholder = names.of(descriptor.target)
             case _torch.PlainAOTInput():
-                placeholder = Placeholder(name=batch_names[described.idx], role=Role.BATCH)
+                placeholder = Placeholder(name=batch_names[descriptor.idx], role=Role.BATCH)
             case _torch.TangentAOTInput():
                 placeholder = Placeholder(name="tangent", role=Role.TANGENT)
             case _:
-                raise _of_unknown_kind(described)
+                raise _unknown_input(descriptor)
         placeholders[node.name] = placeholder
-        by_descriptor[str(described)] = placeholder.name
+        by_descriptor[str(descriptor)] = placeholder.name
         if placeholder.role is Role.PARAMETER and names.is_trainable(placeholder.name):
             trainable.setdefault(placeholder.name, node.name)
     outputs, with_gradient = _outputs(joint, by_descriptor, names)
@@ -283,15 +284,15 @@ def _described(
     )
 
 
-def _of_unknown_kind(described: Any) -> CaptureRefused:
-    if "Token" in type(described).__name__:
+def _unknown_input(descriptor: Any) -> CaptureRefused:
+    if "Token" in type(descriptor).__name__:
         return CaptureRefused(
             "the step has operators that check their result or must run in order",
             expected="operators that only compute, which may be moved and run again",
             remedy="use unchecked ones (torch.linalg.cholesky_ex for cholesky), then plan again",
         )
     return CaptureRefused(
-        f"the step has an input of a kind that is not known: {described}",
+        f"the step has an input of a kind that is not known: {descriptor}",
         expected="parameters, buffers, constants and the batch",
         remedy="report this model, with its loss function",
     )
@@ -303,24 +304,24 @@ def _outputs(
     node = joint.graph.output_node()
     outputs: list[Output] = []
     with_gradient: set[str] = set()
-    for value, described in zip(_results(node), node.meta["desc"], strict=True):
-        if value is None or described is None:
+    for value, descriptor in zip(_results(node), node.meta["desc"], strict=True):
+        if value is None or descriptor is None:
             continue
-        match described:
+        match descriptor:
             case _torch.PlainAOTOutput():
                 outputs.append(Output(kind=OutputKind.LOSS, node=value.name))
             case _torch.GradAOTOutput():
-                target = by_descriptor[str(described.grad_of)]
+                target = by_descriptor[str(descriptor.grad_of)]
                 if names.is_trainable(target):
                     with_gradient.add(target)
                     outputs.append(Output(kind=OutputKind.GRADIENT, node=value.name, target=target))
             case _torch.InputMutationAOTOutput():
-                target = by_descriptor[str(described.mutated_input)]
+                target = by_descriptor[str(descriptor.mutated_input)]
                 _check_written(target)
                 outputs.append(Output(kind=OutputKind.UPDATE, node=value.name, target=target))
             case _:
                 raise CaptureRefused(
-                    f"the step has a result of a kind that is not known: {described}",
+                    f"the step has a result of a kind that is not known: {descriptor}",
                     expected="a loss, gradients and new values of buffers",
                     remedy="return only the scalar loss from the loss function",
                 )
@@ -352,7 +353,7 @@ def _check_loss(joint: torch.fx.GraphModule, losses: list[Output]) -> None:
 
 
 class _NamesOfTensors:
-    """The user's names for the tensors that Dynamo found on its way."""
+    """The user's names for the tensors that Dynamo lifted to inputs."""
 
     def __init__(self, step: Any, model: nn.Module) -> None:
         self._step_parameters = dict(step.named_parameters(remove_duplicate=False))

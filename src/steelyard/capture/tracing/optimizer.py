@@ -1,6 +1,7 @@
-"""The optimizer's step as a program of its own, traced on fake parameters and gradients.
+"""Capture of the optimizer's step as a program, traced on fake parameters and gradients.
 
-Its second step, when the state exists. Not for running it: the live optimizer does that.
+The second step is captured, because the first one creates the state. Not for running the step: the
+live optimizer does that.
 """
 
 import weakref
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from steelyard import _torch
-from steelyard.capture.tracing.fake_execution import StorageWatch, like
+from steelyard.capture.tracing.fake_execution import StorageWatch, fake_like
 from steelyard.capture.tracing.to_ir import layout, plain_argument, signature_of_call
 from steelyard.errors import CaptureRefused
 from steelyard.ir.graph import Graph, Node, Phase, Ref, Role, Storage, Tensor
@@ -20,7 +21,7 @@ from steelyard.ir.placement import Shard, local_shape, local_stride
 from steelyard.ir.program import Instruction, Program
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-# How some parameters are cut, by name, and among how many ranks: the parts again, where they are.
+# The shards of parameters by name: (shard, number of ranks) per mesh axis, applied in order.
 Shares = Mapping[str, Sequence[tuple[Shard, int]]]
 
 
@@ -31,13 +32,13 @@ def capture_update(
     without_gradient: frozenset[str] = frozenset(),
     shares: Shares = MappingProxyType({}),
 ) -> Program:
-    """With ``shares`` that of one rank, which has but parts of some parameters."""
+    """Capture the optimizer's step; with ``shares``, on one rank's shards of some parameters."""
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     parameters: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        parameters[name] = _twin(parameter, mode, shares.get(name, ()))
+        parameters[name] = _fake_parameter(parameter, mode, shares.get(name, ()))
     with mode:
-        optimizer = _made(make, list(parameters.values()))
+        optimizer = _make_optimizer(make, list(parameters.values()))
         for name, parameter in parameters.items():
             if parameter.requires_grad and name not in without_gradient:
                 parameter.grad = torch.empty_like(parameter)
@@ -56,18 +57,22 @@ def capture_update(
     return recorder.program()
 
 
-def _twin(parameter: nn.Parameter, mode: Any, cuts: Sequence[tuple[Shard, int]]) -> nn.Parameter:
-    twin = like(parameter, mode)
-    assert isinstance(twin, nn.Parameter)
-    for lies, num_ranks in cuts:
-        shape = local_shape(tuple(twin.shape), lies, num_ranks)
-        stride = local_stride(tuple(twin.shape), twin.stride(), shape)
+def _fake_parameter(
+    parameter: nn.Parameter, mode: Any, shards: Sequence[tuple[Shard, int]]
+) -> nn.Parameter:
+    fake = fake_like(parameter, mode)
+    assert isinstance(fake, nn.Parameter)
+    for shard, num_ranks in shards:
+        shape = local_shape(tuple(fake.shape), shard, num_ranks)
+        stride = local_stride(tuple(fake.shape), fake.stride(), shape)
         with mode:
-            twin.data = torch.empty_strided(shape, stride, dtype=twin.dtype, device=twin.device)
-    return twin
+            fake.data = torch.empty_strided(shape, stride, dtype=fake.dtype, device=fake.device)
+    return fake
 
 
-def _made(make: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _make_optimizer(
+    make: OptimizerFactory, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
     try:
         optimizer = make(parameters)
     except Exception as error:
@@ -89,23 +94,24 @@ def _made(make: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim
 
 
 def check_optimizer(model: nn.Module, make: OptimizerFactory) -> None:
-    """Make the optimizer once, on fakes, so that what is wrong with it is said before a capture."""
+    """Create the optimizer on fake parameters once, to report its errors before a capture."""
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
-    twins = [_twin(parameter, mode, ()) for parameter in model.parameters()]
+    twins = [_fake_parameter(parameter, mode, ()) for parameter in model.parameters()]
     with mode:
-        _made(make, twins)
+        _make_optimizer(make, twins)
 
 
 def leaner_settings(model: nn.Module, make: OptimizerFactory) -> tuple[str, ...]:
-    """Settings that the optimizer has and that would lower the memory of its step.
+    """Return the settings of the optimizer that would lower the memory of its step.
 
-    Without ``foreach`` temporaries are those of one parameter; a fused step has none."""
+    Without ``foreach``, temporaries exist for one parameter at a time; a fused step has none.
+    """
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
-    twins = [_twin(parameter, mode, ()) for parameter in model.parameters()]
+    twins = [_fake_parameter(parameter, mode, ()) for parameter in model.parameters()]
     with mode:
-        settings = _made(make, twins).defaults
+        settings = _make_optimizer(make, twins).defaults
     is_on_gpu = any(parameter.is_cuda for parameter in twins)
-    # Where nobody says, torch takes foreach on a GPU and neither on a CPU.
+    # By default, torch uses foreach on a GPU, and neither foreach nor fused on a CPU.
     is_foreach = settings.get("foreach", False) or (
         is_on_gpu and settings.get("foreach", False) is None and not settings.get("fused")
     )
@@ -116,14 +122,14 @@ def leaner_settings(model: nn.Module, make: OptimizerFactory) -> tuple[str, ...]
 
 
 def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """An optimizer over parameters that it was not given would update what nobody trains."""
+    """Refuse an optimizer over other parameters than it was given."""
     own = {id(parameter) for parameter in parameters}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = [p for p in held if id(p) not in own]
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in updated if id(p) not in own]
     if foreign:
         shape = list(foreign[0].shape)
         raise CaptureRefused(
-            f"optimizer= made a {type(optimizer).__name__} over {len(foreign)} of {len(held)} "
+            f"optimizer= made a {type(optimizer).__name__} over {len(foreign)} of {len(updated)} "
             f"parameters that are not the model's, the first of shape {shape}",
             expected="an optimizer over parameters that it is given",
             remedy="write optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), and "
@@ -142,7 +148,7 @@ def _refuse_values(what: str, error: Exception) -> None:
 
 
 class _OptimizerRecorder:
-    """Follows the operators of one optimizer step and writes them down as nodes."""
+    """Records the operators of one optimizer step as nodes."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
@@ -150,24 +156,26 @@ class _OptimizerRecorder:
         self._storages: list[Storage] = []
         self._numbers: dict[int, int] = {}
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self._on_storage: dict[int, str] = {}
-        self._held: list[torch.Tensor] = []  # keeps ids and storage keys from being lent again
+        self._name_of_storage: dict[int, str] = {}
+        self._tensors_alive: list[torch.Tensor] = []  # keeps ids and storage keys from being reused
         self._nodes: list[Node] = []
         self._instructions: list[Instruction] = []
-        self._dead: list[str] = []
+        self._freed: list[str] = []
         for name, parameter in parameters.items():
-            self._enter(f"parameter:{name}", parameter, Role.PARAMETER)
+            self._add_input(f"parameter:{name}", parameter, Role.PARAMETER)
             if parameter.grad is not None:
-                self._enter(f"gradient:{name}", parameter.grad, Role.GRADIENT)
+                self._add_input(f"gradient:{name}", parameter.grad, Role.GRADIENT)
         names = {id(parameter): name for name, parameter in parameters.items()}
-        for kept_for, state in optimizer.state.items():
+        for trained, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    self._enter(f"state:{names[id(kept_for)]}:{key}", value, Role.STATE)
-        self.watch = StorageWatch(list(self._held), on_call=self._on_call, on_death=self._on_death)
+                    self._add_input(f"state:{names[id(trained)]}:{key}", value, Role.STATE)
+        self.watch = StorageWatch(
+            list(self._tensors_alive), on_call=self._on_call, on_death=self._on_death
+        )
 
     def program(self) -> Program:
-        self._release()  # what the last parameter's update held until it was over
+        self._flush_freed()  # values that the last parameter's update used to its end
         graph = Graph(
             nodes=tuple(self._nodes),
             storages=tuple(self._storages),
@@ -176,17 +184,17 @@ class _OptimizerRecorder:
         )
         return Program(graph=graph, instructions=tuple(self._instructions))
 
-    def _enter(self, name: str, tensor: torch.Tensor, role: Role) -> None:
-        self._held.append(tensor)
-        self._call(tensor, name)
+    def _add_input(self, name: str, tensor: torch.Tensor, role: Role) -> None:
+        self._tensors_alive.append(tensor)
+        self._set_name(tensor, name)
         outputs = (self._tensor(tensor, role),)
-        self._on_storage[outputs[0].storage] = name
+        self._name_of_storage[outputs[0].storage] = name
         self._nodes.append(Node(name=name, op="input", outputs=outputs, phase=Phase.UPDATE))
 
     def _on_call(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if operator.namespace == "profiler":  # the names that torch.optim gives its steps in traces
+        if operator.namespace == "profiler":  # profiler ranges that torch.optim opens
             return
-        self._release()
+        self._flush_freed()
         name = f"update_{len(self._instructions)}"
         leaves = [x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         inputs = tuple(dict.fromkeys(self._name(leaf) for leaf in leaves))
@@ -214,15 +222,15 @@ class _OptimizerRecorder:
                 mutates=inputs[:1] if mutated else (),
             )
         )
-        self._compute(name, inputs)
+        self._add_instruction(name, inputs)
         for tensor in outputs:
-            self._on_storage.setdefault(tensor.storage, name)
+            self._name_of_storage.setdefault(tensor.storage, name)
         if len(results) == 1:
-            self._call(results[0], name)
+            self._set_name(results[0], name)
         else:
-            self._take_apart(name, results, outputs)
+            self._record_getitems(name, results, outputs)
 
-    def _take_apart(
+    def _record_getitems(
         self, name: str, results: list[torch.Tensor], outputs: tuple[Tensor, ...]
     ) -> None:
         for index, (leaf, tensor) in enumerate(zip(results, outputs, strict=True)):
@@ -239,15 +247,15 @@ class _OptimizerRecorder:
                     is_view=True,
                 )
             )
-            self._compute(part, (name,))
-            self._call(leaf, part)
+            self._add_instruction(part, (name,))
+            self._set_name(leaf, part)
 
-    def _compute(self, name: str, inputs: tuple[str, ...]) -> None:
+    def _add_instruction(self, name: str, inputs: tuple[str, ...]) -> None:
         self._instructions.append(
             Instruction(node=name, value=name, inputs=inputs, phase=Phase.UPDATE)
         )
 
-    def _call(self, tensor: torch.Tensor, name: str) -> None:
+    def _set_name(self, tensor: torch.Tensor, name: str) -> None:
         known = self._names.get(id(tensor))
         if known is None or known[0]() is not tensor:
             self._names[id(tensor)] = (weakref.ref(tensor), name)
@@ -255,17 +263,17 @@ class _OptimizerRecorder:
     def _on_death(self, key: int) -> None:
         number = self._numbers.pop(key, None)
         if number is not None:
-            self._dead.append(self._on_storage[number])
+            self._freed.append(self._name_of_storage[number])
 
-    def _release(self) -> None:
-        """What died since the last operator was held until then: let that operator read it."""
-        if self._dead and self._instructions:
+    def _flush_freed(self) -> None:
+        """Let the last operator read the values freed after it, which were alive until then."""
+        if self._freed and self._instructions:
             last = self._instructions[-1]
-            inputs = tuple(dict.fromkeys([*last.inputs, *self._dead]))
+            inputs = tuple(dict.fromkeys([*last.inputs, *self._freed]))
             self._instructions[-1] = Instruction(
                 node=last.node, value=last.value, inputs=inputs, phase=last.phase
             )
-        self._dead.clear()
+        self._freed.clear()
 
     def _tensor(self, tensor: torch.Tensor, role: Role) -> Tensor:
         key = _torch.storage_key(tensor)
@@ -286,9 +294,9 @@ class _OptimizerRecorder:
         known = self._names.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
-        # A number that the optimizer made into a tensor outside the watched operators.
+        # A number that the optimizer converted to a tensor outside the recorded operators.
         name = f"constant:{len(self._nodes)}"
-        self._enter(name, tensor, Role.CONSTANT)
+        self._add_input(name, tensor, Role.CONSTANT)
         return name
 
     def _ref(self, tensor: torch.Tensor) -> Ref:

@@ -1,4 +1,4 @@
-"""Whose node is this: the module path and the user's source line of each traced operator.
+"""The module path and the user's source line of each traced operator.
 
 Not for shapes and bytes: see to_ir.py.
 """
@@ -14,12 +14,12 @@ from steelyard.ir.graph import Node, Phase
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
 _GLOBAL = re.compile(r"\bG\['(?!__import_)(\w+)'\]")
-_PYTHONS_OWN = ("_modules", "__dict__", "__self__", "__func__")
+_PYTHON_PARTS = ("_modules", "__dict__", "__self__", "__func__")
 _INDEXED = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")
 
 
 def path_of(node: Any) -> str:
-    """The module a node belongs to, as the user names it; empty for the loss itself."""
+    """Return the path of the node's module in the user's model; empty for the loss itself."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -28,64 +28,66 @@ def path_of(node: Any) -> str:
 
 
 def clean_path(path: str) -> str:
-    """Dynamo's name for a module without Python's own: the keys of tables, closures, globals.
+    """Convert Dynamo's name of a module to a module path, without Python tables, closures, globals.
 
-    A model with a ``__getattr__`` of its own, such as PEFT's, is looked into by ``__dict__``.
+    Dynamo reads a model that defines ``__getattr__``, such as PEFT's, through ``__dict__``.
     """
     path = re.sub(r"@\d+", "", _ROOT.sub("", path))
     path = re.sub(r"\bG\['(?:__import_\w+)?'\]\.?", "", _GLOBAL.sub(r"\1", path))
     path = re.sub(r"\.__closure__\[\d+\]\.cell_contents", "", path)
     path = _INDEXED.sub(r".\1", path)
-    return ".".join(part for part in path.split(".") if part and part not in _PYTHONS_OWN)
+    return ".".join(part for part in path.split(".") if part and part not in _PYTHON_PARTS)
 
 
 def line_of(node: Any) -> str:
-    """The innermost line that is not torch's own: ``train.py:31``."""
-    return line_in(node.meta.get("stack_trace") or "")
+    """Return the innermost line of user code, such as ``train.py:31``."""
+    return line_in_trace(node.meta.get("stack_trace") or "")
 
 
-def line_in(trace: str) -> str:
+def line_in_trace(trace: str) -> str:
     frames = _FRAME.findall(trace)
     for filename, line in reversed(frames):
-        if is_users(filename):
+        if is_user_file(filename):
             return f"{short_file(filename)}:{line}"
     return ""
 
 
-def is_users(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     return "/torch/" not in filename and "/steelyard/" not in filename
 
 
 def short_file(filename: str) -> str:
-    """Relative to where the user works, else the package file it is in; never a machine's path."""
+    """Return the file relative to the working directory, or its last two parts if it is outside."""
     relative = os.path.relpath(filename)
     if not relative.startswith("..") and "site-packages" not in relative:
         return relative
     return "/".join(filename.rsplit("/", 2)[-2:])
 
 
-# How autograd begins to hand a gradient on through what was written over in place.
+# The operators with which autograd propagates a gradient through an in-place overwrite.
 _OVERWRITING = ("aten.new_empty_strided.", "aten.copy.")
 
 
 def with_paths(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Give each pathless sum of gradients to the module of the term that is computed last.
+    """Assign each sum of gradients without a path to the module of its last computed term.
 
-    Where a residual joins, that is the block whose input's gradient is being summed. So is what
-    autograd makes of the gradient of a view that was written over in place.
+    At a residual connection, that is the block whose input gradient is summed. The same applies to
+    the operators with which autograd propagates the gradient of an overwritten view.
     """
-    places: dict[str, int] = {}
-    placed: list[Node] = []
+    index_of: dict[str, int] = {}
+    assigned: list[Node] = []
     copied: set[str] = set()
     for index, node in enumerate(nodes):
         if node.phase is Phase.BACKWARD and not node.path:
             is_copy = node.op.startswith(_OVERWRITING) or not copied.isdisjoint(node.inputs)
-            terms = [places[i] for i in node.inputs if i in places and placed[places[i]].path]
+            terms = [
+                index_of[i] for i in node.inputs if i in index_of and assigned[index_of[i]].path
+            ]
             if terms and (is_copy or node.op.startswith("aten.add")):
-                node = replace(node, path=placed[max(terms)].path)
+                node = replace(node, path=assigned[max(terms)].path)
             if is_copy:
                 copied.add(node.name)
         if node.phase is Phase.BACKWARD:
-            places[node.name] = index
-        placed.append(node)
-    return tuple(placed)
+            index_of[node.name] = index
+        assigned.append(node)
+    return tuple(assigned)

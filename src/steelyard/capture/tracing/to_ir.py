@@ -1,6 +1,6 @@
-"""From a traced fx graph to the torch-free Graph: names, bytes, flops, paths, lines, aliases.
+"""Conversion of a traced fx graph to a torch-free Graph: names, bytes, flops, paths, aliases.
 
-Not for tracing (joint_graph.py), nor for where a pathless node belongs (source_lines.py).
+Not for tracing (see joint_graph.py), nor for assigning nodes without a path (see source_lines.py).
 """
 
 import operator
@@ -37,7 +37,7 @@ _REDUCED_IN_PLACE = {
     torch.ops.aten.binary_cross_entropy.default,
     torch.ops.aten.soft_margin_loss.default,
 }
-# Identities that exist only for autograd's sake; dropped, so that they cost nothing to run.
+# Identities that only autograd needs; they are dropped, so that they cost nothing to run.
 _IDENTITIES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
@@ -57,13 +57,13 @@ def to_graph(trace: Trace, *, decomposition: str) -> Graph:
 
 
 class _Reader:
-    """Reads fx nodes one by one, giving each fake storage a number."""
+    """Converts fx nodes one by one, numbering the fake storages."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._storage_numbers: dict[int, int] = {}
         self._constants: dict[str, torch.Tensor] = {}
-        self._alive: list[torch.Tensor] = []  # a freed fake storage would lend its key to another
+        self._alive: list[torch.Tensor] = []  # a freed fake storage's key could be reused
         self._renamed: dict[str, str] = {}
         self._is_backward = False
         self.storages: list[Storage] = []
@@ -87,7 +87,7 @@ class _Reader:
     def _read_placeholder(self, node: torch.fx.Node) -> None:
         placeholder = self._trace.placeholders[node.name]
         if placeholder.name in (n.name for n in self.nodes if n.is_input):
-            # A tied weight comes in once for each of its names, but is one tensor.
+            # A tied weight has one placeholder for each of its names, but is one tensor.
             self._renamed[node.name] = placeholder.name
             return
         self._renamed[node.name] = placeholder.name
@@ -111,7 +111,7 @@ class _Reader:
         self._renamed[node.name] = name
         meta = node.meta.get("val", value)
         if name in self._constants:
-            # A constant comes in once for each of its readers, but is one tensor.
+            # A constant has one attribute node for each of its readers, but is one tensor.
             self._share_storage(meta, self._storage(self._constants[name], Role.CONSTANT))
             return
         self._trace.constants[name] = value
@@ -124,12 +124,12 @@ class _Reader:
         self._share_storages(node)
         outputs = self._tensors(node.meta.get("val"), role=Role.ACTIVATION)
         if node.target in _REDUCED_IN_PLACE and outputs[0].shape == ():
-            # The mean is left on the storage of the differences it was taken of.
+            # The mean shares the storage of the elementwise differences it is computed from.
             nbytes = max(_nbytes(t) for i in node.all_input_nodes for t in _tensors_in(i))
             number = outputs[0].storage
             self.storages[number] = replace(self.storages[number], nbytes=nbytes)
         if node.target is torch.ops.aten._embedding_bag.default:
-            # The bag of each index: the kernel (torch 2.13, CPU) makes room for one more.
+            # The bag of each index: the kernel (torch 2.13, CPU) allocates one element more.
             number = outputs[1].storage
             nbytes = self.storages[number].nbytes + torch.int64.itemsize
             self.storages[number] = replace(self.storages[number], nbytes=nbytes)
@@ -185,8 +185,9 @@ class _Reader:
         )
 
     def _share_storages(self, node: torch.fx.Node) -> None:
-        """A view of a frozen weight or a constant comes out of tracing on a storage of its own; it
-        has none.
+        """Let a view share its source's storage.
+
+        Tracing gives views of frozen weights and constants a storage of their own.
         """
         target = node.target
         if not isinstance(target, _torch.OpOverload) or not _torch.is_view(target):
@@ -247,7 +248,7 @@ class _Reader:
 
 
 def plain_argument(value: Any, ref: Callable[[Any], Ref]) -> Argument:
-    """An operator's argument as plain data; ``ref`` names its tensors."""
+    """Convert an operator's argument to plain data; ``ref`` names its tensors."""
     match value:
         case torch.fx.Node() | torch.Tensor():
             return ref(value)
@@ -267,7 +268,7 @@ def plain_argument(value: Any, ref: Callable[[Any], Ref]) -> Argument:
 
 
 def symbol_of(device: torch.device) -> Symbol:
-    """The GPU that is this process's has no number: of another rank it is another one's."""
+    """Return a device as a symbol; the current GPU has no index, as it differs between ranks."""
     if device.type == "cuda" and torch.cuda.is_available():
         device = torch.device("cuda") if device.index == torch.cuda.current_device() else device
     return Symbol(f"torch.device({str(device)!r})")
@@ -281,18 +282,18 @@ def signature_of_call(
     layout_of: Callable[[Any], str],
     name_of: Callable[[Any], str],
 ) -> str:
-    """What a measured cost is keyed by: the operator, its tensors' layouts, its plain arguments.
+    """Return the key for measured costs: operator, layouts of tensors and plain arguments.
 
-    A tensor that is given twice is marked: ``x * x`` reads half of what ``x * y`` reads.
+    A repeated tensor is marked: ``x * x`` reads half of what ``x * y`` reads.
     """
-    places: dict[str, int] = {}
+    position_of: dict[str, int] = {}
 
     def describe(value: Any) -> str:
         if isinstance(value, (torch.fx.Node, torch.Tensor)):
             name = name_of(value)
-            again = f"={places[name]}" if name in places else ""
-            places.setdefault(name, len(places))
-            return f"{layout_of(value)}{again}"
+            repeated = f"={position_of[name]}" if name in position_of else ""
+            position_of.setdefault(name, len(position_of))
+            return f"{layout_of(value)}{repeated}"
         if isinstance(value, (list, tuple)):
             return f"[{','.join(describe(v) for v in value)}]"
         return str(value)
@@ -331,7 +332,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def work_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> dict[str, Any]:
-    """How much a call multiplies and in which format, or that nobody knows: fields of a node."""
+    """Return the node fields for a call's flops, their dtype, and if they are unknown."""
     flops = flops_of_call(target, args, kwargs, result)
     return {
         "flops": flops,
@@ -350,7 +351,7 @@ def _work(node: torch.fx.Node) -> dict[str, Any]:
 
 
 def _numbered(nodes: list[Node]) -> list[Node]:
-    """Count the calls of each operator in each module of the forward pass."""
+    """Number the forward calls of each operator within each module."""
     calls: Counter[tuple[str, str]] = Counter()
     numbered = []
     for node in nodes:
@@ -365,10 +366,10 @@ def _numbered(nodes: list[Node]) -> list[Node]:
 def _own_gradients(
     reader: _Reader, outputs: tuple[Output, ...]
 ) -> tuple[list[Node], tuple[Output, ...]]:
-    """Give each gradient a storage of its own, laid out as its parameter, as autograd would.
+    """Give each gradient its own storage with the strides of its parameter, as autograd would.
 
-    Two parameters may get the same tensor (``a + b``), or a view that is expanded or transposed;
-    kept as it is, clipping one in place would change the other.
+    Two parameters may get the same tensor (``a + b``), or an expanded or transposed view. Without
+    the copy, clipping one gradient in place would change the other.
     """
     nodes = list(reader.nodes)
     by_name = {node.name: node for node in nodes}
@@ -385,26 +386,26 @@ def _own_gradients(
             continue
         source = by_name[output.node]
         clone = _clone(reader, source, parameter, len(owned))
-        # What is passed on as it came (the tangent, of a scalar that is added to the loss) stands
-        # before the backward pass, to which the copy belongs.
-        late = (i for i, n in enumerate(nodes) if n.phase is Phase.BACKWARD)
-        nodes.insert(max(nodes.index(source) + 1, next(late, len(nodes))), clone)
+        # The copy belongs to the backward pass. Its source may come before that: the tangent is
+        # itself the gradient of a scalar that is added to the loss.
+        backward_indices = (i for i, n in enumerate(nodes) if n.phase is Phase.BACKWARD)
+        nodes.insert(max(nodes.index(source) + 1, next(backward_indices, len(nodes))), clone)
         owned.append(replace(output, node=clone.name))
     return nodes, tuple(owned)
 
 
-def _clone(reader: _Reader, source: Node, like: Tensor, number: int) -> Node:
-    size = getattr(torch, like.dtype).itemsize * like.numel
-    shape = f"{like.dtype}{list(like.shape)}~{list(source.outputs[0].stride)}"
+def _clone(reader: _Reader, source: Node, parameter: Tensor, number: int) -> Node:
+    size = getattr(torch, parameter.dtype).itemsize * parameter.numel
+    shape = f"{parameter.dtype}{list(parameter.shape)}~{list(source.outputs[0].stride)}"
     return Node(
         name=f"own_gradient_{number}",
         op="steelyard.copy_laid_out",
-        args=(Ref(source.name), like.shape, like.stride),
+        args=(Ref(source.name), parameter.shape, parameter.stride),
         inputs=(source.name,),
-        outputs=(replace(like, storage=reader.new_storage(size), offset=0),),
+        outputs=(replace(parameter, storage=reader.new_storage(size), offset=0),),
         phase=Phase.BACKWARD,
         path=source.path,
         line=source.line,
-        signature=f"copy_laid_out({shape};{list(like.stride)})",
+        signature=f"copy_laid_out({shape};{list(parameter.stride)})",
         moved_bytes=2 * size,
     )

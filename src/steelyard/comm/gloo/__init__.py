@@ -1,4 +1,4 @@
-"""Collectives and messages through gloo that its own do slower.
+"""Collectives and messages over gloo that are faster than gloo's own.
 
 Not for ranks that share memory: see shared_memory/.
 """

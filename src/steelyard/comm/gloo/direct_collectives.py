@@ -1,12 +1,12 @@
-"""Gathers, all-to-alls and scattered sums of ranks that gloo joins: each sends each other one what
-is for it, and asks for all that is to come before it sends anything.
+"""All-gathers, all-to-alls and reduce-scatters over gloo as direct messages: each rank sends
+every other rank its part, and posts all receives before it sends anything.
 
-Stands in place of torch's calls (Channel.calls). Gloo's own send first: who asks has his word wait
-behind his data, and who is asked does not send before it is there. Where exchanges follow one
-another on a slow link, a gather of two ranks took 1.5 times as long as what it carries, and an
-all-to-all twice; of a sum that each needs some rows of, gloo sends all rows to all (decision 0034).
-Nor is there a copy in a thread of gloo's. Not for sums that all need: around a ring they go both
-ways, and take as long as they should. Not for the messages: see point_to_point.py.
+Replaces torch's calls (Channel.calls). Gloo's own collectives send first: the receiver's request
+then queues behind its data, and the sender waits for that request. In a row of collectives over a
+slow link, an all-gather of two ranks took 1.5 times as long as its data takes, and an all-to-all
+twice; gloo's reduce-scatter sends all rows to all ranks (decision 0034). Messages also save a
+copy in a thread of gloo's. Not for all-reduces: gloo's ring uses both directions of the link and
+takes as long as it should. Not for the messages: see point_to_point.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,85 +23,92 @@ from steelyard.ir.collective import Exchange
 
 
 def put_together(whole: torch.Tensor, row: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank's row, and here they are when this returns."""
-    if _goes_directly(row, group):
-        _filled(whole, [row] * group.size(), group, Exchange.ALL_GATHER).wait()
+    """All-gather ``row`` into ``whole``; complete when this returns."""
+    if _is_supported(row, group):
+        _fill(whole, [row] * group.size(), group, Exchange.ALL_GATHER).wait()
     else:
         dist.all_gather_single(whole, row, group=group)
 
 
 def hand_round(whole: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """To each rank its row; what each has for this one is here when this returns."""
-    if _goes_directly(rows, group):
-        _filled(whole, rows.chunk(group.size()), group, Exchange.ALL_TO_ALL).wait()
+    """All-to-all of ``rows`` into ``whole``; complete when this returns."""
+    if _is_supported(rows, group):
+        _fill(whole, rows.chunk(group.size()), group, Exchange.ALL_TO_ALL).wait()
     else:
         dist.all_to_all_single(whole, rows, group=group)
 
 
 def own_rows_of_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Of what the ranks have, summed up, this one's rows on memory of their own."""
+    """Reduce-scatter: return this rank's rows of the sum over the ranks, as a new tensor."""
     x = x.contiguous()
     result = torch.empty_like(x.chunk(group.size())[group.rank()])
-    if _goes_directly(x, group):
-        under_way, add_up = _asked_to_sum(x, result, group)
-        under_way.wait()
+    if _is_supported(x, group):
+        messages, add_up = _start_reduce_scatter(x, result, group)
+        messages.wait()
         add_up()
     else:
         dist.reduce_scatter_single(result, x, group=group)
     return result
 
 
-def _goes_directly(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Gloo sends nothing that lies on a GPU."""
+def _is_supported(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Return True for CPU tensors on gloo; gloo's messages cannot send GPU memory."""
     backend: Any = group._get_backend(x.device)
     return x.device.type == "cpu" and backend.name() == "gloo"
 
 
-def _filled(
+def _fill(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, kind: Exchange
 ) -> PendingMessages:
-    """With this rank's own part now, and with what comes from the others when it has."""
-    rooms, own = whole.chunk(group.size()), group.rank()
-    under_way = hand_over(kind, parts, rooms, group)
-    rooms[own].copy_(parts[own])
-    return under_way
+    """Start the messages that fill ``whole``, and copy this rank's own part now. The other parts
+    are complete when the returned messages are."""
+    buffers, own = whole.chunk(group.size()), group.rank()
+    messages = hand_over(kind, parts, buffers, group)
+    buffers[own].copy_(parts[own])
+    return messages
 
 
-def _asked_to_sum(
+def _start_reduce_scatter(
     x: torch.Tensor, result: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[PendingMessages, Callable[[], None]]:
-    """What is to be waited for, and what to do then. One part that comes lies in ``result``."""
+    """Start the messages of a reduce-scatter; return them and a function that adds up their
+    values once they are complete. One of the parts is received in ``result``."""
     assert group.size() > 1, "nobody's part lies in the result"
     parts = x.chunk(group.size())
     own = parts[group.rank()]
-    more = [torch.empty_like(own) for _ in range(group.size() - 2)]
-    rooms = [result, *more]
-    rooms.insert(group.rank(), own)
+    received = [torch.empty_like(own) for _ in range(group.size() - 2)]
+    buffers = [result, *received]
+    buffers.insert(group.rank(), own)
 
     def add_up() -> None:
-        for part in (own, *more):
+        for part in (own, *received):
             result.add_(part)
 
-    return hand_over(Exchange.REDUCE_SCATTER, parts, rooms, group), add_up
+    return hand_over(Exchange.REDUCE_SCATTER, parts, buffers, group), add_up
 
 
 class DirectCollectives:
-    """``over`` is the channel of the axis, whose time of waiting is counted on."""
+    """The collectives of one mesh axis. ``base_channel`` is the channel of the axis, whose timer
+    counts the waits."""
 
-    # Between steps.
+    # No memory stays allocated between steps.
     held_bytes = 0
 
-    def __init__(self, over: Channel) -> None:
-        assert over.process_group is not None, "see can"
-        self._over, self._group = over, over.process_group
-        # By what was returned when it was issued, which whoever waits hands in.
-        self._under_way: dict[int, tuple[torch.Tensor, PendingMessages, Callable[[], None]]] = {}
-        # Of steps that were broken off.
-        self._left: list[PendingMessages] = []
+    def __init__(self, base_channel: Channel) -> None:
+        assert base_channel.process_group is not None, "see can"
+        self._base_channel, self._group = base_channel, base_channel.process_group
+        # Pending collectives by the id of their result tensor, which is the argument of the wait.
+        self._pending: dict[int, tuple[torch.Tensor, PendingMessages, Callable[[], None]]] = {}
+        # Pending messages of interrupted steps.
+        self._abandoned: list[PendingMessages] = []
 
     @staticmethod
-    def can(over: Channel) -> bool:
-        return over.process_group is not None and over.backend == "gloo" and over.device == CPU
+    def can(base_channel: Channel) -> bool:
+        return (
+            base_channel.process_group is not None
+            and base_channel.backend == "gloo"
+            and base_channel.device == CPU
+        )
 
     @property
     def channel(self) -> Channel:
@@ -110,15 +117,19 @@ class DirectCollectives:
             "steelyard.all_gather": self._all_gather,
             "_c10d_functional.reduce_scatter_tensor.default": self._reduce_scatter,
         }
-        return replace(self._over, calls=calls, waiting=_Arriving(self._over.waiting, self._finish))
+        return replace(
+            self._base_channel,
+            calls=calls,
+            waiting=_Arriving(self._base_channel.waiting, self._finish),
+        )
 
     def begin(self) -> None:
-        """A step. What one that was broken off has under way still comes, and gloo says no more to
-        who takes its place away."""
-        for _, under_way, _ in self._under_way.values():
-            under_way.give_up()
-            self._left.append(under_way)
-        self._under_way.clear()
+        """Begin a step. Receives of an interrupted step may still be pending: their buffers are
+        kept, since gloo reports nothing more if they are freed."""
+        for _, messages, _ in self._pending.values():
+            messages.give_up()
+            self._abandoned.append(messages)
+        self._pending.clear()
         begin_step(self._group)
 
     # --- issuing
@@ -126,49 +137,49 @@ class DirectCollectives:
     def _all_gather(self, share: torch.Tensor, num_ranks: int, _group: str) -> torch.Tensor:
         share = share.contiguous()
         whole = share.new_empty((num_ranks * share.shape[0], *share.shape[1:]))
-        under_way = _filled(whole, [share] * num_ranks, self._group, Exchange.ALL_GATHER)
-        return self._issued(whole, under_way)
+        messages = _fill(whole, [share] * num_ranks, self._group, Exchange.ALL_GATHER)
+        return self._register(whole, messages)
 
     def _all_to_all(
         self, x: torch.Tensor, _given: list[int], _taken: list[int], _group: str
     ) -> torch.Tensor:
         x = x.contiguous()
-        whole, parts = torch.empty_like(x), x.chunk(self._over.num_ranks)
-        return self._issued(whole, _filled(whole, parts, self._group, Exchange.ALL_TO_ALL))
+        whole, parts = torch.empty_like(x), x.chunk(self._base_channel.num_ranks)
+        return self._register(whole, _fill(whole, parts, self._group, Exchange.ALL_TO_ALL))
 
     def _reduce_scatter(self, x: torch.Tensor, op: str, ranks: int, _group: str) -> torch.Tensor:
         assert op == "sum", op
         x = x.contiguous()
-        result = torch.empty_like(x.chunk(ranks)[self._over.rank])
-        return self._issued(result, *_asked_to_sum(x, result, self._group))
+        result = torch.empty_like(x.chunk(ranks)[self._base_channel.rank])
+        return self._register(result, *_start_reduce_scatter(x, result, self._group))
 
-    def _issued(
+    def _register(
         self,
         result: torch.Tensor,
-        under_way: PendingMessages,
+        messages: PendingMessages,
         finish: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        self._under_way[id(result)] = result, under_way, finish
+        self._pending[id(result)] = result, messages, finish
         return result
 
     # --- waiting
 
     def _finish(self, sent: torch.Tensor) -> bool:
-        """Whether it was sent from here."""
-        if id(sent) not in self._under_way:
+        """Complete a collective; return False if another backend issued it."""
+        if id(sent) not in self._pending:
             return False
-        with self._over.waiting.running():
-            _, under_way, finish = self._under_way[id(sent)]
-            under_way.wait()
+        with self._base_channel.waiting.running():
+            _, messages, finish = self._pending[id(sent)]
+            messages.wait()
             finish()
-            del self._under_way[id(sent)]
-        # What was issued before came before.
-        self._left.clear()
+            del self._pending[id(sent)]
+        # Messages issued earlier have arrived earlier.
+        self._abandoned.clear()
         return True
 
 
 class _Arriving(Waiting):
-    """Sums are torch's."""
+    """Waits for these collectives; hands all others, such as all-reduces, to torch's wait."""
 
     def __init__(self, others: Waiting, finishes: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Messages of a rank to all others of a group at once, and from all: what is to come is asked for
-before anything is sent.
+"""Messages of a rank to and from all other ranks of a group at once; receives are posted before
+sends.
 
-Torch's flight recorder knows nothing of messages over gloo (torch 2.13), so what was issued lately
-is noted here, for whoever asks where a rank is. Not for what they are part of: see
-direct_collectives.py.
+Torch's flight recorder does not record point-to-point messages over gloo (torch 2.13). This
+module therefore notes the latest ones itself, for reports of the state of a rank. Not for the
+collectives made of them: see direct_collectives.py.
 """
 
 import time
@@ -18,16 +18,17 @@ import torch.distributed as dist
 
 from steelyard.ir.collective import Exchange
 
-# Torch takes tags of 31 bits. Those of a step begin anew: what is left of one that some rank broke
-# off meets nothing of the next. The first are left to others, who may send over the same group.
-_OF_A_STEP, _STEPS = 1 << 16, (1 << 15) - 1
-# More than a step has between two of torch's exchanges.
+# Torch accepts tags of 31 bits. Each step has a range of tags, so that leftover messages of an
+# interrupted step never match those of the next. The first range is left to other users of the
+# same group.
+_TAGS_PER_STEP, _STEP_RANGES = 1 << 16, (1 << 15) - 1
+# More messages than a step has between two collectives of torch.
 _LATELY = 4096
 
 
 @dataclass(slots=True)
 class Note:
-    """An exchange that was issued over the group of that name, the so-manieth of ours there."""
+    """A collective issued over the group of this name; ``number`` counts those of this module."""
 
     group: str
     number: int
@@ -40,36 +41,36 @@ LATELY: deque[Note] = deque(maxlen=_LATELY)
 
 
 class _Tags:
-    """Of one group, whoever sends over it."""
+    """The message tags of one group, shared by all senders in this process."""
 
     def __init__(self) -> None:
         self._step = self.issued = 0
         self.begin()
 
     def begin(self) -> None:
-        self._step = self._step % _STEPS + 1
+        self._step = self._step % _STEP_RANGES + 1
         self._numbers = count()
 
     def next(self) -> int:
         self.issued += 1
-        return self._step * _OF_A_STEP + next(self._numbers) % _OF_A_STEP
+        return self._step * _TAGS_PER_STEP + next(self._numbers) % _TAGS_PER_STEP
 
 
 _TAGS: defaultdict[str, _Tags] = defaultdict(_Tags)
 
 
 def begin_step(group: dist.ProcessGroup) -> None:
-    """On all its ranks."""
+    """Begin a step; every rank of the group must call this."""
     _TAGS[group.group_name].begin()
 
 
 class PendingMessages:
-    """What is to be waited for, and has its place as long as this is there."""
+    """Messages in flight. This object keeps their buffers alive."""
 
     def __init__(
-        self, works: Sequence[dist.Work], places: Sequence[torch.Tensor], note: Note
+        self, works: Sequence[dist.Work], buffers: Sequence[torch.Tensor], note: Note
     ) -> None:
-        self._works, self._places, self._note = works, places, note
+        self._works, self._buffers, self._note = works, buffers, note
 
     def wait(self) -> None:
         for work in self._works:
@@ -77,24 +78,24 @@ class PendingMessages:
         self._note.is_over = True
 
     def give_up(self) -> None:
-        """Nobody will wait for it."""
+        """Mark the messages as abandoned: no caller will wait for them."""
         self._note.is_over = True
 
 
 def hand_over(
     kind: Exchange,
     parts: Sequence[torch.Tensor],
-    rooms: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
 ) -> PendingMessages:
-    """To each other rank its part; what comes from each is put into its room."""
+    """Send each other rank its part, and receive from each into its buffer in ``buffers``."""
     tags, (part, *_) = _TAGS[group.group_name], parts
     tag = tags.next()
     words = f"{kind} {str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
     LATELY.append(note := Note(group.group_name, tags.issued, words, time.time_ns()))
-    # Not all to the same one at first.
-    others = [(group.rank() + far) % group.size() for far in range(1, group.size())]
-    works = [dist.irecv(rooms[r], group=group, group_src=r, tag=tag) for r in others]
+    # In rotated order, so that not all ranks send to the same one first.
+    others = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
+    works = [dist.irecv(buffers[r], group=group, group_src=r, tag=tag) for r in others]
     works += [dist.isend(parts[r], group=group, group_dst=r, tag=tag) for r in others]
-    # Who is in the group is given one for each.
-    return PendingMessages(cast("list[dist.Work]", works), [*rooms, *parts], note)
+    # The calls return None only on ranks outside the group.
+    return PendingMessages(cast("list[dist.Work]", works), [*buffers, *parts], note)

@@ -1,8 +1,8 @@
-"""How gloo's threads share a core with what computes there.
+"""CPU scheduling between gloo's threads and the computing thread.
 
-One of them listens for what arrives (torch 2.13: ``gloo_tcp_loop``). Where it finds a connection's
-lock taken it asks again at once, until the kernel takes the core away; with one core to a rank,
-whoever holds the lock cannot go on meanwhile. Not for what is exchanged.
+One of gloo's threads listens for incoming data (torch 2.13: ``gloo_tcp_loop``). If it finds the
+lock of a connection taken, it spins until the kernel preempts it; with one core per rank the
+owner of the lock cannot run meanwhile. Not for the exchanges themselves.
 """
 
 import contextlib
@@ -12,20 +12,21 @@ from pathlib import Path
 
 LISTENER = "gloo_tcp_loop"
 _TASKS = Path("/proc/self/task")
-# How often who computes gives way, and how many times as long as others then took it computes.
-_EVERY_SECONDS = 1e-4
-_TIMES = 4
+# The shortest time between two yields, and the pause after a yield as a multiple of its length.
+_MIN_PAUSE_SECONDS = 1e-4
+_PAUSE_FACTOR = 4
 
 
 def give_way() -> None:
-    """Before something is sent: those threads hear who waits for it by now, and it goes at once."""
+    """Yield the core before a send, so that gloo's threads process pending receive requests and
+    the send starts at once."""
     os.sched_yield()
 
 
 class ThreadScheduling:
-    """Called again and again by what computes while something is on its way: gives way now and
-    then, and the more seldom the longer it does not get the core back. So where another program
-    is at work there, that one has a fifth of it from here, and not all."""
+    """Yields the core now and then while the caller computes with a transfer in flight. The
+    longer a yield takes, the longer the pause before the next one: a competing program gets a
+    fifth of the core this way, not all of it."""
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -35,16 +36,17 @@ class ThreadScheduling:
         if begin >= self._next:
             give_way()
             end = time.perf_counter()
-            self._next = end + max(_EVERY_SECONDS, _TIMES * (end - begin))
+            self._next = end + max(_MIN_PAUSE_SECONDS, _PAUSE_FACTOR * (end - begin))
 
 
 def take_turns() -> None:
-    """Those threads no longer cut in on the one that runs when they wake; as a batch job does not.
+    """Set gloo's listener threads to batch scheduling, so that they do not preempt the running
+    thread when they wake.
 
-    Eight exchanges of 1 KiB at once took 16 ms between two ranks with a core each, and take 1 ms. A
-    hint: where the kernel knows or allows none, all is as it was.
+    Eight exchanges of 1 KiB at once took 16 ms between two ranks with a core each, and take 1 ms
+    with this. A hint: kernels that do not support or permit it are left unchanged.
     """
     for task in _TASKS.iterdir() if _TASKS.exists() else ():
-        with contextlib.suppress(OSError):  # it may have ended just now
+        with contextlib.suppress(OSError):  # the thread may have ended meanwhile
             if (task / "comm").read_text().strip() == LISTENER:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))

@@ -1,4 +1,5 @@
-"""Messages written once, into memory that the reader has too: of a host, of its GPUs, or over RDMA.
+"""Messages written once, directly into memory of the reader: host memory, GPU memory, or over
+RDMA.
 
-Not for when a plan uses it: see trades/shared_memory_transfer.py.
+Not for the plans that use it: see trades/shared_memory_transfer.py.
 """

@@ -1,10 +1,10 @@
-"""Exchanges of ranks of one host, through memory that they share: each writes what is for another
-rank where that one reads it, and adds up or copies what it finds there.
+"""Collectives of ranks that share memory: each rank writes its parts directly into the readers'
+slots, and adds up or copies the parts it finds there.
 
-Stands in place of torch's calls (Channel.calls). Whoever issues an exchange writes, whoever waits
-reads; between the two nothing moves, and no thread takes a turn. Of two ranks each adds up all; of
-more, each adds up a part and hands the sum on, so that all have the same. Not for the slots: see
-same_host.py, nor for how many there have to be: ir/message_slots.py.
+Replaces torch's calls (Channel.calls). The issue of a collective writes, the wait reads; nothing
+is transferred in between and no thread is involved. Of two ranks each adds up everything; of
+more, each adds up a part and passes the sum on, so that all ranks get the same bits. Not for the
+slots: see same_host.py, nor for how many are needed: ir/message_slots.py.
 """
 
 from collections.abc import Callable
@@ -22,20 +22,25 @@ _Finish = Callable[[], object]
 
 
 class SharedMemoryCollectives:
-    """``over`` is the channel of the axis, whose time of waiting is counted on."""
+    """The collectives of one mesh axis. ``base_channel`` is the channel of the axis, whose timer
+    counts the waits."""
 
-    def __init__(self, rounds: CollectiveSlots, over: Channel) -> None:
-        group = over.process_group
+    def __init__(self, rounds: CollectiveSlots, base_channel: Channel) -> None:
+        group = base_channel.process_group
         assert group is not None, "these ranks are no processes"
-        rounds = _of_all(rounds, group)
-        self._pinned = pinned_among(rounds.edges, group=group, device=over.device)
-        self._num_ranks, self._rank, self._over = over.num_ranks, over.rank, over
-        self._others = [rank for rank in range(over.num_ranks) if rank != over.rank]
+        rounds = _max_over_ranks(rounds, group)
+        self._transport = pinned_among(rounds.edges, group=group, device=base_channel.device)
+        self._num_ranks, self._rank, self._base_channel = (
+            base_channel.num_ranks,
+            base_channel.rank,
+            base_channel,
+        )
+        self._others = [rank for rank in range(base_channel.num_ranks) if rank != base_channel.rank]
         self._index = {pair: index for index, pair in enumerate(rounds.pairs)}
-        self.held_bytes = self._pinned.held_bytes
+        self.held_bytes = self._transport.held_bytes
         self._number = 0
-        # By what was returned when it was issued, which whoever waits hands in.
-        self._under_way: dict[int, tuple[torch.Tensor, _Finish]] = {}
+        # Pending collectives by the id of their result tensor, which is the argument of the wait.
+        self._pending: dict[int, tuple[torch.Tensor, _Finish]] = {}
 
     @property
     def channel(self) -> Channel:
@@ -46,20 +51,20 @@ class SharedMemoryCollectives:
             "_c10d_functional.all_to_all_single.default": self._all_to_all,
             "steelyard.all_gather": self._all_gather,
         }
-        return replace(self._over, calls=calls, waiting=_PendingRead(self._finished))
+        return replace(self._base_channel, calls=calls, waiting=_PendingRead(self._complete))
 
     def begin(self) -> None:
-        """A step; what was left behind by one that was broken off is nobody's."""
-        self._under_way.clear()
+        """Begin a step; collectives left over from an interrupted step are dropped."""
+        self._pending.clear()
         self._number = 0
-        self._pinned.begin()
+        self._transport.begin()
 
     def close(self) -> None:
-        self._pinned.close()
+        self._transport.close()
 
     def watching(self, *, watches: bool) -> bool:
-        """From now on, or not; whether it was so before."""
-        before, self._pinned.watches = self._pinned.watches, watches
+        """Enable or disable busy polling before a wait sleeps; return the previous setting."""
+        before, self._transport.watches = self._transport.watches, watches
         return before
 
     # --- issuing
@@ -69,10 +74,10 @@ class SharedMemoryCollectives:
 
     def _all_reduce_in_place(self, x: torch.Tensor, op: str, _group: str) -> torch.Tensor:
         assert op == "sum", op
-        flat, number = x.view(-1), self._next()
+        flat, number = x.view(-1), self._next_number()
         if self._num_ranks == 2:
             self._write(self._others[0], number, flat)
-            return self._issued(x, lambda: self._add_up(flat, number))
+            return self._register(x, lambda: self._add_up(flat, number))
         parts = flat.tensor_split(self._num_ranks)
         for rank in self._others:
             self._write(rank, number, parts[rank])
@@ -85,39 +90,40 @@ class SharedMemoryCollectives:
             for rank in self._others:
                 parts[rank].copy_(self._read(rank, number, parts[rank], sums=True))
 
-        return self._issued(x, finish)
+        return self._register(x, finish)
 
     def _reduce_scatter(
         self, x: torch.Tensor, op: str, num_ranks: int, _group: str
     ) -> torch.Tensor:
         assert op == "sum", op
-        number, parts = self._handed_out(x)
+        number, parts = self._send_chunks(x)
         assert len(parts) == num_ranks, "one for each"
         own = parts[self._rank].clone()
-        return self._issued(own, lambda: self._add_up(own, number))
+        return self._register(own, lambda: self._add_up(own, number))
 
     def _all_gather(self, share: torch.Tensor, num_ranks: int, _group: str) -> torch.Tensor:
-        number = self._next()
+        number = self._next_number()
         for rank in self._others:
             self._write(rank, number, share)
         whole = share.new_empty((num_ranks * share.shape[0], *share.shape[1:]))
-        return self._filled(whole, number, share)
+        return self._receive_into(whole, number, share)
 
     def _all_to_all(
         self, x: torch.Tensor, _given: list[int], _taken: list[int], _group: str
     ) -> torch.Tensor:
-        number, parts = self._handed_out(x)
-        return self._filled(torch.empty_like(x), number, parts[self._rank])
+        number, parts = self._send_chunks(x)
+        return self._receive_into(torch.empty_like(x), number, parts[self._rank])
 
-    def _handed_out(self, x: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
-        """To each its rows."""
-        number, parts = self._next(), x.chunk(self._num_ranks)
+    def _send_chunks(self, x: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
+        """Send each other rank its chunk of ``x``."""
+        number, parts = self._next_number(), x.chunk(self._num_ranks)
         for rank in self._others:
             self._write(rank, number, parts[rank])
         return number, parts
 
-    def _filled(self, whole: torch.Tensor, number: int, own: torch.Tensor) -> torch.Tensor:
-        """With this rank's own part now, and with what the others wrote when it is waited for."""
+    def _receive_into(self, whole: torch.Tensor, number: int, own: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's own part into ``whole`` now, and the other ranks' parts when the
+        result is waited for."""
         parts = whole.chunk(self._num_ranks)
         parts[self._rank].copy_(own)
 
@@ -125,12 +131,12 @@ class SharedMemoryCollectives:
             for rank in self._others:
                 parts[rank].copy_(self._read(rank, number, parts[rank]))
 
-        return self._issued(whole, finish)
+        return self._register(whole, finish)
 
     # --- waiting
 
-    def _finished(self, sent: torch.Tensor) -> torch.Tensor:
-        _, finish = self._under_way.pop(id(sent))
+    def _complete(self, sent: torch.Tensor) -> torch.Tensor:
+        _, finish = self._pending.pop(id(sent))
         finish()
         return sent
 
@@ -140,48 +146,49 @@ class SharedMemoryCollectives:
 
     # --- slots
 
-    def _next(self) -> int:
+    def _next_number(self) -> int:
         self._number += 1
         return self._number
 
-    def _issued(self, result: torch.Tensor, finish: _Finish) -> torch.Tensor:
-        self._under_way[id(result)] = result, finish
+    def _register(self, result: torch.Tensor, finish: _Finish) -> torch.Tensor:
+        self._pending[id(result)] = result, finish
         return result
 
     def _write(self, rank: int, number: int, value: torch.Tensor, *, sums: bool = False) -> None:
-        self._pinned.send(self._edge(self._rank, rank, sums=sums), number, [value])
-        self._over.waiting.moved_bytes += value.nbytes
+        self._transport.send(self._edge(self._rank, rank, sums=sums), number, [value])
+        self._base_channel.waiting.moved_bytes += value.nbytes
 
     def _read(
         self, rank: int, number: int, like: torch.Tensor, *, sums: bool = False
     ) -> torch.Tensor:
-        """What that rank has written, where it lies."""
+        """Return the value that ``rank`` has written, as a tensor on the slot itself."""
         edge = self._edge(rank, self._rank, sums=sums)
-        with self._over.waiting.running():
-            (value,) = self._pinned.receive(edge, number, [(like.shape, like.dtype)])
+        with self._base_channel.waiting.running():
+            (value,) = self._transport.receive(edge, number, [(like.shape, like.dtype)])
         return value
 
     def _edge(self, source: int, target: int, *, sums: bool) -> int:
         return self._index[source, target] + (len(self._index) if sums else 0)
 
 
-def _of_all(own: CollectiveSlots, group: dist.ProcessGroup) -> CollectiveSlots:
-    """Ranks that work on more samples than others may have more under way at one time."""
-    everyones = gathered(own, CollectiveSlots, group=group)
+def _max_over_ranks(own: CollectiveSlots, group: dist.ProcessGroup) -> CollectiveSlots:
+    """Return the maximum over the ranks: ranks with more samples may have more in flight at a
+    time."""
+    all_rounds = gathered(own, CollectiveSlots, group=group)
     return replace(
         own,
-        part_bytes=max(rounds.part_bytes for rounds in everyones),
-        sum_bytes=max(rounds.sum_bytes for rounds in everyones),
-        count=max(rounds.count for rounds in everyones),
+        part_bytes=max(rounds.part_bytes for rounds in all_rounds),
+        sum_bytes=max(rounds.sum_bytes for rounds in all_rounds),
+        count=max(rounds.count for rounds in all_rounds),
     )
 
 
 class _PendingRead(Waiting):
-    """What others wrote is read when it is waited for."""
+    """Waits for a collective by reading the slots that other ranks have written."""
 
-    def __init__(self, finished: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, complete: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._finished = finished
+        self._complete = complete
 
     def __call__(self, sent: torch.Tensor) -> torch.Tensor:
-        return self._finished(sent)
+        return self._complete(sent)

@@ -1,10 +1,11 @@
-"""Messages between ranks on GPUs of one host, each written once, into the GPU memory of who reads.
+"""Messages between ranks on GPUs of one host, each written once into the reader's GPU memory.
 
-Slots are memory that each rank may write of the others (gpu_memory.py). Bells, and slots that come
-back, go through pipes as among ranks of a host (same_host.py). What a host says so its GPU has been
-told and not yet done: events that both ranks have say when it is. Who reads has its host wait for
-that, as a GPU that waited for a rank that has ended would wait for good; who writes waits for
-nothing, and a slot that is still read is none. Not for what is sent, nor when.
+Each rank can write the slots of the others (gpu_memory.py). Notifications and returned slots go
+through pipes, as among ranks of a host (same_host.py). When a host sends a notification, its GPU
+has been given the work but may not have done it; shared events tell when it has. The reader's
+host waits for that event: if its GPU waited, a rank that has ended would block it forever. The
+writer waits for nothing: a slot that is still being read is not free. Not for the choice and
+times of messages.
 """
 
 import time
@@ -29,13 +30,13 @@ from steelyard.comm.shared_memory.slots import Outlet, Room
 from steelyard.ir.message_slots import SlotSpec, evenly_held_bytes
 from steelyard.units import format_bytes
 
-# Between two looks at a GPU that has much to do.
+# The pause between two queries of a busy GPU.
 _PAUSE_SECONDS = 2e-5
 
 
 class CudaIpcTransport(SharedMemoryTransport):
-    """As among ranks of one host, each on its GPU, or some of them on one. All have as much room as
-    the one that reads most: ``held_bytes``."""
+    """The transport among ranks of one host, each on its own GPU or several on one. Every rank
+    allocates as much memory as the rank that reads most: ``held_bytes``."""
 
     expects: ClassVar[str] = "ranks of one host and user, on GPUs that reach each other's memory"
     through: ClassVar[str] = "memory of GPUs that ranks share"
@@ -48,95 +49,102 @@ class CudaIpcTransport(SharedMemoryTransport):
     # --- meeting
 
     @property
-    def _kind(self) -> type[Offered]:
+    def _offer_type(self) -> type[Offered]:
         return _OnGpu
 
-    def _made(self, files: list[FileIO]) -> "_OnGpu":
+    def _allocate(self, files: list[FileIO]) -> "_OnGpu":
         self.held_bytes = evenly_held_bytes(self._edges)
         try:
-            return self._made_here(files)
+            return self._allocate_on_gpu(files)
         except RuntimeError as error:  # the driver's own, or an allocator's
             size = format_bytes(self.held_bytes)
-            raise NotReachable(f"no {size} of its GPU can be shared: {_said(error)}") from None
+            raise NotReachable(
+                f"no {size} of its GPU can be shared: {_first_line(error)}"
+            ) from None
 
-    def _made_here(self, files: list[FileIO]) -> "_OnGpu":
-        self._whole = self._gpu.memory(self.held_bytes)
-        begins, handles = _begins(self._edges), dict[int, list[str]]()
+    def _allocate_on_gpu(self, files: list[FileIO]) -> "_OnGpu":
+        self._memory = self._gpu.memory(self.held_bytes)
+        offsets, handles = _edge_offsets(self._edges), dict[int, list[str]]()
         for index, edge in enumerate(self._edges):
             if self._rank in (edge.source, edge.target):
-                made = [self._gpu.event() for _ in range(edge.count)]
-                self._events[index] = [event for event, _ in made]
-                handles[index] = [handle for _, handle in made]
+                created = [self._gpu.event() for _ in range(edge.count)]
+                self._events[index] = [event for event, _ in created]
+                handles[index] = [handle for _, handle in created]
             if edge.target == self._rank:
-                own = self._whole[begins[index] : begins[index] + edge.nbytes]
-                self._read[index] = RoomOnGpu(edge, self._gpu, own, self._events[index])
-        return self._offered(files, _OnGpu, gpu=self._gpu.name, events=handles)
+                own = self._memory[offsets[index] : offsets[index] + edge.nbytes]
+                self._rooms[index] = RoomOnGpu(edge, self._gpu, own, self._events[index])
+        return self._offer(files, _OnGpu, gpu=self._gpu.name, events=handles)
 
-    def _open(self, everyones: Sequence[Offered], files: list[FileIO], *, host: str) -> None:
-        """All find the same in the way, or nothing: torch has them come together."""
-        if any(each.host != host for each in everyones):
+    def _open(self, offers: Sequence[Offered], files: list[FileIO], *, host: str) -> None:
+        """Open the other ranks' memory. All ranks raise for the same reason or none does, since
+        torch opens it in a collective."""
+        if any(offer.host != host for offer in offers):
             raise NotReachable("another rank is on another host, or kept apart from this one")
-        gpus = [each.gpu for each in everyones if isinstance(each, _OnGpu)]
-        for rank, reaches in enumerate(self._all_reach(gpus)):
+        gpus = [offer.gpu for offer in offers if isinstance(offer, _OnGpu)]
+        for rank, reaches in enumerate(self._reach_all(gpus)):
             if not reaches:
                 raise NotReachable(f"the GPU of rank {rank} does not reach all others")
         try:
-            self._views = self._gpu.views(self._whole, self._group)
-            for index, room in self._read.items():
+            self._views = self._gpu.views(self._memory, self._group)
+            for index, room in self._rooms.items():
                 assert isinstance(room, RoomOnGpu)
-                room.filled = self._opened(everyones[room.edge.source], index)
-            super()._open(everyones, files, host=host)
+                room.filled = self._open_events(offers[room.edge.source], index)
+            super()._open(offers, files, host=host)
         except RuntimeError as error:
-            raise NotReachable(f"what another GPU has cannot be opened: {_said(error)}") from None
+            raise NotReachable(
+                f"what another GPU has cannot be opened: {_first_line(error)}"
+            ) from None
 
-    def _all_reach(self, gpus: Sequence[str]) -> list[bool]:
-        """By rank, whether its GPU reaches all of these."""
+    def _reach_all(self, gpus: Sequence[str]) -> list[bool]:
+        """Return for each rank if its GPU reaches all of these."""
         return gathered(all(map(self._gpu.reaches, gpus)), bool, group=self._group)
 
     def _outlet_to(
         self,
-        theirs: Offered,
+        offer: Offered,
         index: int,
         files: list[FileIO],  # noqa: ARG002 - there are none
         *,
-        host: str,  # noqa: ARG002 - was looked at
+        host: str,  # noqa: ARG002 - checked in _open
     ) -> Outlet:
-        edge, begin = self._edges[index], _begins(self._edges)[index]
+        edge, begin = self._edges[index], _edge_offsets(self._edges)[index]
         whole = self._views[edge.target][begin : begin + edge.nbytes]
         return OutletOnGpu(
-            edge, whole, filled=self._events[index], emptied=self._opened(theirs, index)
+            edge, whole, filled=self._events[index], emptied=self._open_events(offer, index)
         )
 
-    def _opened(self, theirs: Offered, index: int) -> list[Event]:
-        assert isinstance(theirs, _OnGpu)
-        if len(theirs.events.get(index, ())) != self._edges[index].count:
+    def _open_events(self, offer: Offered, index: int) -> list[Event]:
+        assert isinstance(offer, _OnGpu)
+        if len(offer.events.get(index, ())) != self._edges[index].count:
             raise NotReachable("another rank made no event for each slot")
-        return [self._gpu.opened(handle) for handle in theirs.events[index]]
+        return [self._gpu.opened(handle) for handle in offer.events[index]]
 
     # --- waiting
 
-    def _until_filled(self, index: int, slot: int, until: float) -> None:
-        room = self._read[index]
+    def _await_filled(self, index: int, slot: int, deadline: float) -> None:
+        room = self._rooms[index]
         assert isinstance(room, RoomOnGpu)
-        watched = time.perf_counter() + WATCHED_SECONDS
+        spin_end = time.perf_counter() + WATCHED_SECONDS
         while not room.filled[slot].query():
-            if time.monotonic() >= until:
-                raise self._silent({room.edge.source})
-            self._listen(self._asked.poll(0), {room.edge.source})
+            if time.monotonic() >= deadline:
+                raise self._timeout_error({room.edge.source})
+            self._handle(self._poll.poll(0), {room.edge.source})
             self._push_all()
-            if time.perf_counter() > watched:
+            if time.perf_counter() > spin_end:
                 time.sleep(_PAUSE_SECONDS)
 
-    def _heard(self, until: float) -> list[tuple[int, int]]:
-        """Nobody rings when a slot that was given back is read no more."""
-        if not any(o.waiting and o.is_to_come for o in self._written.values()):
-            return super()._heard(until)
+    def _poll_pipes(self, deadline: float) -> list[tuple[int, int]]:
+        """Poll instead of sleeping while a returned slot is still being read: nothing notifies
+        the writer when that ends."""
+        if not any(o.waiting and o.has_pending_slots for o in self._outlets.values()):
+            return super()._poll_pipes(deadline)
         time.sleep(_PAUSE_SECONDS)
-        return self._asked.poll(0)
+        return self._poll.poll(0)
 
 
 class RoomOnGpu(Room):
-    """On these bytes; ``filled`` are the events of who writes, known once it has been met."""
+    """The slots of an edge in GPU memory. ``filled`` are the writer's events, set once its rank
+    has been met."""
 
     filled: Sequence[Event]
 
@@ -144,20 +152,21 @@ class RoomOnGpu(Room):
         self, edge: SlotSpec, gpu: Gpu, whole: torch.Tensor, emptied: Sequence[Event]
     ) -> None:
         super().__init__(edge)
-        self._gpu, self._whole, self._emptied = gpu, whole, emptied
+        self._gpu, self._memory, self._emptied = gpu, whole, emptied
 
-    def lying(self, slot: int) -> "_Slot":
-        return _Slot(self._whole, slot * self.edge.slot_bytes)
+    def lease(self, slot: int) -> "_Slot":
+        return _Slot(self._memory, slot * self.edge.slot_bytes)
 
-    def part(self, whole: "_Slot", offset: int, nbytes: int) -> torch.Tensor:
+    def bytes_at(self, whole: "_Slot", offset: int, nbytes: int) -> torch.Tensor:
         return self._gpu.lent(whole, whole.address + offset, nbytes)
 
-    def over(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         self._emptied[slot].record()
 
 
 class OutletOnGpu(Outlet):
-    """What was given back is free when its reader's GPU is done with it."""
+    """The writer's side of an edge. A returned slot is free once the reader's GPU is done with
+    it."""
 
     def __init__(
         self,
@@ -169,48 +178,48 @@ class OutletOnGpu(Outlet):
     ) -> None:
         super().__init__(edge, whole)
         self._filled, self._emptied = filled, emptied
-        self._given_back: deque[int] = deque()
+        self._returned: deque[int] = deque()
 
     @property
-    def is_to_come(self) -> bool:
-        return bool(self._given_back)
+    def has_pending_slots(self) -> bool:
+        return bool(self._returned)
 
-    def give_back(self, slot: int) -> None:
-        self._given_back.append(slot)
+    def take_back(self, slot: int) -> None:
+        self._returned.append(slot)
 
-    def look(self) -> None:
-        while self._given_back and self._emptied[self._given_back[0]].query():
-            self.free.append(self._given_back.popleft())
+    def refresh_free(self) -> None:
+        while self._returned and self._emptied[self._returned[0]].query():
+            self.free.append(self._returned.popleft())
 
-    def filled(self, slot: int) -> None:
+    def mark_filled(self, slot: int) -> None:
         self._filled[slot].record()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OnGpu(Offered):
-    """Which GPU it is on, and by edge what others open the events of its slots by."""
+    """A rank's offer with the name of its GPU and, by edge, the event handles of the slots."""
 
     gpu: str = ""
     events: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
 
 class _Slot:
-    """A message that is held, and with it the memory that it lies in."""
+    """A message in use. It keeps its memory alive."""
 
     def __init__(self, whole: torch.Tensor, begin: int) -> None:
-        self._whole = whole
+        self._memory = whole
         self.address = whole.data_ptr() + begin
 
 
-def _begins(edges: Sequence[SlotSpec]) -> list[int]:
-    """Where each edge's slots begin in the memory of who reads them."""
+def _edge_offsets(edges: Sequence[SlotSpec]) -> list[int]:
+    """Return the offset of each edge's slots in the memory of its reader."""
     ends: dict[int, int] = {}
-    found = []
+    offsets = []
     for edge in edges:
-        found.append(ends.get(edge.target, 0))
-        ends[edge.target] = found[-1] + edge.nbytes
-    return found
+        offsets.append(ends.get(edge.target, 0))
+        ends[edge.target] = offsets[-1] + edge.nbytes
+    return offsets
 
 
-def _said(error: RuntimeError) -> str:
+def _first_line(error: RuntimeError) -> str:
     return (str(error).strip().splitlines() or ["nothing"])[0]

@@ -1,7 +1,7 @@
-"""What slots need of a GPU: memory that other processes of its host may write, and events that they
-can ask for.
+"""GPU primitives for slots: memory that other processes of the host can write, and events that
+they can query.
 
-Not for slots: see cuda_ipc.py.
+Not for the slots: see cuda_ipc.py.
 """
 
 import os
@@ -13,14 +13,15 @@ import torch.distributed as dist
 
 from steelyard import _torch
 
-# Torch refuses two ranks that have one number for their GPU, be it one or two, unless it is told
-# that this is meant.
+# Torch refuses two ranks whose GPUs have the same index, even if these are two GPUs, unless this
+# environment variable is set.
 _SHARES_A_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Event(Protocol):
-    """``record`` puts it behind all that this process has told its GPU, ``query`` says whether that
-    is done; of a process that has ended it never is."""
+    """An interprocess event. ``record`` places it behind all work that this process has launched
+    on its GPU; ``query`` returns True once that work is done, and never if the process has ended.
+    """
 
     def record(self) -> object: ...
 
@@ -28,18 +29,19 @@ class Event(Protocol):
 
 
 class Gpu:
-    """The one that this rank computes on."""
+    """The GPU that this rank computes on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
     def name(self) -> str:
-        """Which one it is, whatever number a process has for it."""
+        """The UUID of the GPU, which is the same in every process."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def reaches(self, name: str) -> bool:
-        """So far as can be known: one that this process does not see is tried."""
+        """Return True if this GPU can access the one of that name, as far as is known: a GPU that
+        is invisible to this process counts as reachable."""
         others = [Gpu(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
         return all(
             torch.cuda.can_device_access_peer(self.device, other.device)
@@ -51,7 +53,7 @@ class Gpu:
         return _torch.symmetric_memory(nbytes, self.device)
 
     def views(self, memory: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        """What each rank has made, as this one may write it."""
+        """Return the memory of each rank as this rank can write it."""
         before = os.environ.get(_SHARES_A_GPU)
         os.environ[_SHARES_A_GPU] = "1"
         try:
@@ -62,17 +64,17 @@ class Gpu:
                 os.environ[_SHARES_A_GPU] = before
 
     def lent(self, owner: object, address: int, nbytes: int) -> torch.Tensor:
-        """Bytes of this GPU, which keep their owner as long as anything lies on them."""
+        """Return bytes of this GPU as a tensor that keeps ``owner`` alive."""
         return torch.as_tensor(_Lent(owner, address, nbytes), device=self.device)
 
     def event(self) -> tuple[Event, str]:
-        """An event, and in hexadecimal digits the handle by which others open it."""
+        """Return an event, and its handle for other processes in hexadecimal digits."""
         made = torch.cuda.Event(interprocess=True)
         with torch.cuda.device(self.device):
             return _Made(made, self.device), made.ipc_handle().hex()
 
     def opened(self, handle: str) -> Event:
-        """The event of a handle that another rank sent; raises RuntimeError if it is none."""
+        """Return the event of a handle from another rank; raise RuntimeError if it is invalid."""
         try:
             given = bytes.fromhex(handle)
         except ValueError:
@@ -83,7 +85,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Whatever GPU is the current one when it is recorded."""
+    """An event of this process, recorded on its own device whatever the current GPU is."""
 
     event: torch.cuda.Event
     device: torch.device
@@ -96,7 +98,7 @@ class _Made:
 
 
 class _Lent:
-    """Memory that is another's, as torch takes it."""
+    """Memory of another owner, as a CUDA array for torch."""
 
     def __init__(self, owner: object, address: int, nbytes: int) -> None:
         self._owner = owner

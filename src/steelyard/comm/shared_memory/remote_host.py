@@ -1,10 +1,10 @@
-"""Messages between ranks of several hosts, each written once into the memory of who reads it.
+"""Messages between ranks of several hosts, each written once into the reader's memory.
 
-A slot is there twice, where it is written and where it is read, both known to NIXL beforehand: RDMA
-carries one over to the other without either processor. A process beside each rank sees to that
-(nixl_proxy.py), and is to the rank what another rank of the same host is to it: it is rung, rings,
-and gives slots back. Over TCP, where tests have it go, that process moves the bytes itself. Not for
-what is sent, nor when.
+A slot exists twice, at the writer and at the reader, and both are registered with NIXL
+beforehand: RDMA copies one to the other without either processor. A proxy process on each rank's
+host, the carrier (nixl_proxy.py), drives these transfers. To its rank it behaves like another
+rank of the same host: it sends and receives notifications and returns slots. Over TCP, as in the
+tests, the proxy copies the bytes itself. Not for the choice and times of messages.
 """
 
 import contextlib
@@ -35,28 +35,28 @@ from steelyard.comm.shared_memory.same_host import (
     host,
     pipe,
 )
-from steelyard.comm.shared_memory.slots import Outlet, SharedRoom, mapped, memory_of
+from steelyard.comm.shared_memory.slots import Outlet, SharedRoom, allocate_shared, map_memory
 from steelyard.errors import RankFailed
 from steelyard.ir.message_slots import SlotSpec
 from steelyard.safe_text import printable
 
-# To import NIXL, and for all hosts to reach one another.
-_SECONDS = 60.0
+# The time limit for importing NIXL and for all hosts to connect.
+_TIMEOUT_SECONDS = 60.0
 
 
 def is_able() -> bool:
-    """Whether this host could: NIXL is installed, and there is a device for RDMA."""
+    """Return True if this host can use RDMA: NIXL is installed and there is a device."""
     return any(find_spec(wheel) is not None for wheel in nixl_proxy.WHEELS) and has_devices()
 
 
 def has_devices() -> bool:
-    """Of RDMA, that this process may use."""
+    """Return True if there is an RDMA device that this process may use."""
     verbs = Path("/dev/infiniband").glob("uverbs*")
     return any(os.access(device, os.R_OK | os.W_OK) for device in verbs)
 
 
 class RdmaTransport(SharedMemoryTransport):
-    """As among ranks of one host; ``held_bytes`` is the room for what goes, too."""
+    """The transport between hosts; ``held_bytes`` includes the memory for outgoing messages."""
 
     expects: ClassVar[str] = "hosts that reach one another by NIXL"
     through: ClassVar[str] = "slots that NIXL carries to other hosts"
@@ -64,7 +64,7 @@ class RdmaTransport(SharedMemoryTransport):
     def __init__(self, edges: Sequence[SlotSpec], *, group: dist.ProcessGroup) -> None:
         super().__init__(edges, group=group)
         self.held_bytes += sum(edge.nbytes for edge in edges if edge.source == self._rank)
-        # The carrier has this rank's core now and again.
+        # The proxy shares this rank's core.
         self.watches = False
 
     def close(self) -> None:
@@ -73,21 +73,21 @@ class RdmaTransport(SharedMemoryTransport):
         super().close()
 
     @property
-    def _kind(self) -> type[Offered]:
+    def _offer_type(self) -> type[Offered]:
         return _Reached
 
-    def _made(self, files: list[FileIO]) -> "_Reached":
-        """``theirs`` are the ends that the carrier has."""
-        theirs: list[FileIO] = []
+    def _allocate(self, files: list[FileIO]) -> "_Reached":
+        """Allocate the slots and pipes of this rank, and start its proxy process."""
+        proxy_ends: list[FileIO] = []
         edges: dict[int, dict[str, Any]] = {}
         for index, edge in enumerate(self._edges):
             if self._rank not in (edge.source, edge.target):
                 continue
-            files.append(memory := memory_of(edge.nbytes))
+            files.append(memory := allocate_shared(edge.nbytes))
             if edge.target == self._rank:
-                self._read[index] = SharedRoom(edge, memory)
+                self._rooms[index] = SharedRoom(edge, memory)
             else:
-                self._written[index] = Outlet(edge, mapped(memory, edge.nbytes))
+                self._outlets[index] = Outlet(edge, map_memory(memory, edge.nbytes))
             edges[index] = {
                 "file": memory.fileno(),
                 "nbytes": edge.nbytes,
@@ -101,50 +101,50 @@ class RdmaTransport(SharedMemoryTransport):
         given_back: dict[int, int] = {}
         rings: dict[int, int] = {}
         frees: dict[int, int] = {}
-        for rank in sorted({room.edge.source for room in self._read.values()}):
-            ring, rings[rank] = _coming(files, theirs)
+        for rank in sorted({room.edge.source for room in self._rooms.values()}):
+            ring, rings[rank] = _incoming_pipe(files, proxy_ends)
             self._from[rank] = From(ring)
-            self._from[rank].credit, given_back[rank] = _going(files, theirs)
-        for rank in sorted({outlet.edge.target for outlet in self._written.values()}):
-            free, frees[rank] = _coming(files, theirs)
+            self._from[rank].credit, given_back[rank] = _outgoing_pipe(files, proxy_ends)
+        for rank in sorted({outlet.edge.target for outlet in self._outlets.values()}):
+            free, frees[rank] = _incoming_pipe(files, proxy_ends)
             self._to[rank] = To(free)
-            self._to[rank].bell, bells[rank] = _going(files, theirs)
+            self._to[rank].bell, bells[rank] = _outgoing_pipe(files, proxy_ends)
         setup = {
             "rank": self._rank, "address": _own_address(), "edges": edges, "bells": bells,
             "given_back": given_back, "rings": rings, "frees": frees,
         }  # fmt: skip
         numbers = [edge["file"] for edge in edges.values()]
-        self._carrier = _ProxyProcess([*numbers, *(end.fileno() for end in theirs)])
+        self._carrier = _ProxyProcess([*numbers, *(end.fileno() for end in proxy_ends)])
         weakref.finalize(self, self._carrier.end)
-        for end in theirs:
+        for end in proxy_ends:
             end.close()
-        return _Reached(host=host(), is_made=True, carrier=self._carrier.told(setup))
+        return _Reached(host=host(), is_allocated=True, carrier=self._carrier.request(setup))
 
-    def _open(self, everyones: Sequence[Offered], files: list[FileIO], *, host: str) -> None:  # noqa: ARG002 - the carrier opens what there is
+    def _open(self, offers: Sequence[Offered], files: list[FileIO], *, host: str) -> None:  # noqa: ARG002 - the proxy opens it
         carriers = {
-            n: each.carrier for n, each in enumerate(everyones) if isinstance(each, _Reached)
+            n: offer.carrier for n, offer in enumerate(offers) if isinstance(offer, _Reached)
         }
-        self._carrier.told({rank: carriers[rank] for rank in {*self._from, *self._to}})
+        self._carrier.request({rank: carriers[rank] for rank in {*self._from, *self._to}})
 
-    def _gone(self, rank: int) -> RankFailed:
-        error = super()._gone(rank)
-        if self._carrier.is_gone and self._carrier.complaint != "nothing":
-            error.happened += f"; its carrier here said {self._carrier.complaint}"
+    def _ended_error(self, rank: int) -> RankFailed:
+        error = super()._ended_error(rank)
+        if self._carrier.has_ended and self._carrier.last_error != "nothing":
+            error.happened += f"; its carrier here said {self._carrier.last_error}"
         return error
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Reached(Offered):
-    """What a rank's carrier says of itself to those of others."""
+    """A rank's offer with the connection data of its proxy for the other proxies."""
 
     carrier: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _ProxyProcess:
-    """The process beside this rank, which holds the files of these ``numbers`` too."""
+    """The proxy process of this rank, which inherits the file descriptors ``numbers``."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         environ = {"NIXL_LOG_LEVEL": "WARN", **os.environ}
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         if interface and not has_devices():
@@ -153,69 +153,70 @@ class _ProxyProcess:
             [sys.executable, nixl_proxy.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._stderr,
             pass_fds=numbers,
             env=environ,
         )
 
-    def told(self, what: Mapping[Any, Any]) -> dict[str, Any]:
-        """What it answers; an error is what was in its way."""
+    def request(self, message: Mapping[Any, Any]) -> dict[str, Any]:
+        """Send a request and return the answer; raise NotReachable if it failed."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         try:
-            stdin.write(json.dumps(what).encode() + b"\n")
+            stdin.write(json.dumps(message).encode() + b"\n")
             stdin.flush()
         except BrokenPipeError:
-            raise self._failure("") from None
-        asked = select.poll()
-        asked.register(stdout, select.POLLIN)
-        line = stdout.readline() if asked.poll(1000 * _SECONDS) else b""
+            raise self._failed("") from None
+        poller = select.poll()
+        poller.register(stdout, select.POLLIN)
+        line = stdout.readline() if poller.poll(1000 * _TIMEOUT_SECONDS) else b""
         answer: dict[str, Any] = json.loads(line) if line else {"failed": ""}
         if "failed" in answer:
-            raise self._failure(answer["failed"])
+            raise self._failed(answer["failed"])
         return answer
 
     @property
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     @property
-    def complaint(self) -> str:
-        self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+    def last_error(self) -> str:
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return printable((lines or ["nothing"])[-1])
 
-    def _failure(self, said: str) -> NotReachable:
-        return NotReachable(f"its carrier says {printable(said) or self.complaint}")
+    def _failed(self, reason: str) -> NotReachable:
+        return NotReachable(f"its carrier says {printable(reason) or self.last_error}")
 
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
-        for file in (self._process.stdin, self._process.stdout, self._complaints):
+        for file in (self._process.stdin, self._process.stdout, self._stderr):
             if file is not None:
-                with contextlib.suppress(OSError):  # what it was not told any more
+                with contextlib.suppress(OSError):  # unsent requests
                     file.close()
 
 
-def _coming(files: list[FileIO], theirs: list[FileIO]) -> tuple[FileIO, int]:
-    """What this rank reads, and the number of the end at which the carrier writes."""
-    made: list[FileIO] = []
-    read, write = pipe(made)
+def _incoming_pipe(files: list[FileIO], proxy_ends: list[FileIO]) -> tuple[FileIO, int]:
+    """Make a pipe from the proxy to this rank; return its read end and the proxy's descriptor."""
+    ends: list[FileIO] = []
+    read, write = pipe(ends)
     files.append(read)
-    theirs.append(write)
+    proxy_ends.append(write)
     return read, write.fileno()
 
 
-def _going(files: list[FileIO], theirs: list[FileIO]) -> tuple[FileIO, int]:
-    """What this rank writes, and the number of the end at which the carrier reads."""
+def _outgoing_pipe(files: list[FileIO], proxy_ends: list[FileIO]) -> tuple[FileIO, int]:
+    """Make a pipe from this rank to the proxy; return its write end and the proxy's descriptor."""
     read, write = os.pipe()
-    ours, its = FileIO(write, "w"), FileIO(read, "r")
-    files.append(ours)
-    theirs.append(its)
-    return ours, its.fileno()
+    own_end, proxy_end = FileIO(write, "w"), FileIO(read, "r")
+    files.append(own_end)
+    proxy_ends.append(proxy_end)
+    return own_end, proxy_end.fileno()
 
 
 def _own_address() -> str:
-    """On the interface that ranks speak over; the loopback's where none was named."""
+    """Return the address on the interface that ranks communicate over, or the loopback address if
+    none was set."""
     return address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or "127.0.0.1"

@@ -1,10 +1,10 @@
-"""Messages between ranks of one host, each written once, into memory that both have.
+"""Messages between ranks of one host, each written once into shared memory.
 
-The reader of a message makes room for it before the first step, as many slots as the schedule
-needs; whoever sends writes there and rings. A slot is given back when the last tensor on it is
-gone. What has no slot yet waits with its sender, which goes on. Nothing has a name in the file
-system, so that whatever ends a rank leaves nothing behind. Not for what is sent, nor when: that is
-run/pipeline/driver.py.
+The reader allocates the slots before the first step, as many as the schedule needs; the sender
+writes into a slot and notifies the reader through a pipe, its bell. A slot is given back when the
+last tensor on it is freed. A message without a free slot waits at its sender, which goes on.
+Nothing has a name in the file system, so a rank leaves nothing behind however it ends. Not for
+the choice and times of messages: see run/pipeline/driver.py.
 """
 
 import os
@@ -30,27 +30,28 @@ from steelyard.comm.shared_memory.slots import (
     Outlet,
     Room,
     SharedRoom,
-    mapped,
-    memory_of,
+    allocate_shared,
+    map_memory,
 )
 from steelyard.errors import BadInput, RankFailed
 from steelyard.hardware.host_os import quota_cores
 from steelyard.ir.message_slots import SlotSpec
 from steelyard.units import format_bytes, format_seconds
 
-# Of a message: the how-manieth from its sender, the edge, the step, its number, the slot.
+# The notification of a message: its sequence number from this sender, edge, step, number, slot.
 _BELL = struct.Struct("<QIQQI")
-# Of these, as many as are read at once.
-_MANY = 16
+# The most records that are read at once.
+_MAX_RECORDS = 16
 WATCHED_SECONDS = 200e-6
 
 
 class SharedMemoryTransport:
-    """Of one rank of ``group``: what it reads and sends along ``edges``, which all ranks know.
+    """The messages of one rank of ``group`` along ``edges``, which are the same on all ranks.
 
-    Made by all of them together. ``held_bytes`` is the room made here for what comes,
-    ``moved_bytes`` what this rank has written in all. Who waits ``watches`` for a moment before it
-    sleeps, where each rank has a core: else it is the other one's meanwhile.
+    Creating it is a collective. ``held_bytes`` is the memory allocated here for incoming
+    messages, ``moved_bytes`` the total this rank has written. If ``watches`` is True, a wait
+    polls for a moment before it sleeps; that is the default if each rank has a core of its own,
+    since otherwise it would take the core from another rank.
     """
 
     expects: ClassVar[str] = "ranks of one host and one user that see each other's processes"
@@ -64,87 +65,89 @@ class SharedMemoryTransport:
         self.moved_bytes = 0
         self.watches = False
         self._step = 0
-        self._read: dict[int, Room] = {}
-        self._written: dict[int, Outlet] = {}
-        # By the other rank: what it rings here, and what it says of its slots.
+        self._rooms: dict[int, Room] = {}
+        self._outlets: dict[int, Outlet] = {}
+        # By rank: the pipes of the ranks this one reads from, and of those it sends to.
         self._from: dict[int, From] = {}
         self._to: dict[int, To] = {}
-        self._came: dict[tuple[int, int, int], int] = {}
-        # All ends that may still have something to say, by the numbers of their files.
+        self._arrived: dict[tuple[int, int, int], int] = {}
+        # All pipe ends that are still open, by file descriptor.
         self._ends: dict[int, tuple[int, From | To]] = {}
-        self._asked = select.poll()
+        self._poll = select.poll()
         files: list[FileIO] = []
-        self._close = weakref.finalize(self, _closed, files)
+        self._close = weakref.finalize(self, _close_all, files)
         self._meet(files)
         for rank, end in chain[tuple[int, From | To]](self._from.items(), self._to.items()):
             self._ends[end.file.fileno()] = rank, end
-            self._asked.register(end.file, select.POLLIN)
+            self._poll.register(end.file, select.POLLIN)
 
     def close(self) -> None:
         self._close()
 
     def begin(self) -> None:
-        """A step; what was left behind by one that was broken off is nobody's."""
+        """Begin a step; messages left over from an interrupted step are dropped."""
         self._step += 1
-        for outlet in self._written.values():
+        for outlet in self._outlets.values():
             outlet.begin()
-        for key in [key for key in self._came if key[0] < self._step]:
-            self._given_back(key[1], self._came.pop(key))()
+        for key in [key for key in self._arrived if key[0] < self._step]:
+            self._give_back(key[1], self._arrived.pop(key))()
 
     # --- meeting
 
     def _meet(self, files: list[FileIO]) -> None:
-        """Each makes room for what it reads, and opens what the others made for it."""
-        offered, failure = self._kind(), None
+        """Allocate the slots for incoming messages, and open those of the other ranks."""
+        own_offer, failure = self._offer_type(), None
         try:
-            offered = self._made(files)
+            own_offer = self._allocate(files)
         except OSError as error:
             failure = f"no {format_bytes(self.held_bytes)} to share can be had: {error.strerror}"
-        except NotReachable as elsewhere:
-            failure = str(elsewhere)
-        everyones = gathered(offered, self._kind, group=self._group)
-        self.watches = all(each.has_cores for each in everyones) and len(
-            {core for each in everyones for core in each.cores}
-        ) >= len(everyones)
-        if failure is None and all(each.is_made for each in everyones):
+        except NotReachable as unreachable:
+            failure = str(unreachable)
+        offers = gathered(own_offer, self._offer_type, group=self._group)
+        self.watches = all(offer.has_cores for offer in offers) and len(
+            {core for offer in offers for core in offer.cores}
+        ) >= len(offers)
+        if failure is None and all(offer.is_allocated for offer in offers):
             try:
-                self._open(everyones, files, host=offered.host)
+                self._open(offers, files, host=own_offer.host)
             except OSError as error:
                 failure = f"what another rank made cannot be opened: {error.strerror}"
-            except NotReachable as elsewhere:
-                failure = str(elsewhere)
+            except NotReachable as unreachable:
+                failure = str(unreachable)
         failures = gathered(failure, str | None, group=self._group)
-        for file in files:  # others have opened them, and when those end it is seen
-            if file.fileno() in offered.for_others:
+        # The others have opened these by now. Only when this rank has closed its own copies does a
+        # pipe show that the other rank has ended.
+        for file in files:
+            if file.fileno() in own_offer.given_descriptors:
                 file.close()
-        for rank, said in enumerate(failures):
-            if said is not None:
+        for rank, fault in enumerate(failures):
+            if fault is not None:
                 self.close()
                 who = dist.get_global_rank(self._group, rank)
                 raise BadInput(
-                    f"messages are to go through {self.through}, and on rank {who} {said}",
+                    f"messages are to go through {self.through}, and on rank {who} {fault}",
                     expected=self.expects,
                     remedy="take [[shared_memory_transfer]] out of the plan, or plan again",
                 )
 
     @property
-    def _kind(self) -> "type[Offered]":
-        """The type of what each rank offers the others."""
+    def _offer_type(self) -> "type[Offered]":
+        """The type of each rank's offer to the others."""
         return Offered
 
-    def _made(self, files: list[FileIO]) -> "Offered":
+    def _allocate(self, files: list[FileIO]) -> "Offered":
         rooms: dict[int, int] = {}
         for index, edge in enumerate(self._edges):
             if edge.target == self._rank:
-                files.append(memory := memory_of(edge.nbytes))
-                self._read[index] = SharedRoom(edge, memory)
+                files.append(memory := allocate_shared(edge.nbytes))
+                self._rooms[index] = SharedRoom(edge, memory)
                 rooms[index] = memory.fileno()
-        return self._offered(files, Offered, rooms=rooms)
+        return self._offer(files, Offered, rooms=rooms)
 
-    def _offered(self, files: list[FileIO], kind: "type[O]", **made: Any) -> "O":
-        """With the ends of pipes that others write to."""
+    def _offer(self, files: list[FileIO], kind: "type[O]", **made: Any) -> "O":
+        """Return this rank's offer, with the pipe ends that others write to."""
         bells: dict[int, int] = {}
-        heard: dict[int, int] = {}
+        credit_ends: dict[int, int] = {}
         for edge in self._edges:
             if edge.target == self._rank:
                 if edge.source not in self._from:
@@ -154,167 +157,170 @@ class SharedMemoryTransport:
             elif edge.source == self._rank and edge.target not in self._to:
                 free, credit = pipe(files)
                 self._to[edge.target] = To(free)
-                heard[edge.target] = credit.fileno()
+                credit_ends[edge.target] = credit.fileno()
         return kind(
-            host=host(), pid=os.getpid(), bells=bells, heard=heard, is_made=True,
+            host=host(), pid=os.getpid(), bells=bells, credits=credit_ends, is_allocated=True,
             cores=frozenset(os.sched_getaffinity(0)),
             has_cores=quota_cores() >= dist.get_world_size(self._group),
             **made,
         )  # fmt: skip
 
-    def _open(self, everyones: "Sequence[Offered]", files: list[FileIO], *, host: str) -> None:
+    def _open(self, offers: "Sequence[Offered]", files: list[FileIO], *, host: str) -> None:
         for index, edge in enumerate(self._edges):
             if edge.source == self._rank:
-                theirs, to = everyones[edge.target], self._to[edge.target]
-                self._written[index] = self._outlet_to(theirs, index, files, host=host)
+                offer, to = offers[edge.target], self._to[edge.target]
+                self._outlets[index] = self._outlet_to(offer, index, files, host=host)
                 if to.bell is None:
-                    to.bell = theirs.pipe(theirs.bells, self._rank, host=host)
+                    to.bell = offer.pipe(offer.bells, self._rank, host=host)
                     files.append(to.bell)
             elif edge.target == self._rank and self._from[edge.source].credit is None:
-                theirs = everyones[edge.source]
-                credit = theirs.pipe(theirs.heard, self._rank, host=host)
+                offer = offers[edge.source]
+                credit = offer.pipe(offer.credits, self._rank, host=host)
                 files.append(credit)
                 self._from[edge.source].credit = credit
 
-    def _outlet_to(
-        self, theirs: "Offered", index: int, files: list[FileIO], *, host: str
-    ) -> Outlet:
-        """Where this rank writes of that edge, which another has made."""
+    def _outlet_to(self, offer: "Offered", index: int, files: list[FileIO], *, host: str) -> Outlet:
+        """Open the memory that the reader has allocated for an edge."""
         edge = self._edges[index]
-        files.append(memory := theirs.memory(index, host=host))
+        files.append(memory := offer.memory(index, host=host))
         if os.fstat(memory.fileno()).st_size != edge.nbytes:
             raise NotReachable("what another rank made is not as large as was planned")
-        return Outlet(edge, mapped(memory, edge.nbytes))
+        return Outlet(edge, map_memory(memory, edge.nbytes))
 
     # --- sending
 
     def place(self, index: int, number: int, position: int, like: Like) -> torch.Tensor | None:
-        """Where to make the how-manieth value of a message along this edge, before it is sent;
-        nowhere while there is no slot, somebody waits for one, or another one is made."""
+        """Return a place to compute a value of a message before it is sent; None if no slot is
+        free, a message waits for one, or another message has reserved one."""
         return self._outlet(index).place(number, position, *like)
 
     def send(self, index: int, number: int, values: Sequence[torch.Tensor]) -> None:
-        """Along the edge of this index; what has no slot yet is held until it has one."""
-        self._outlet(index).put(number, values)
+        """Send values along an edge. A message without a free slot is kept until there is one."""
+        self._outlet(index).enqueue(number, values)
         self._push(index)
 
     def _outlet(self, index: int) -> Outlet:
-        """With a slot, if one is known to be free."""
-        outlet = self._written[index]
-        outlet.look()
+        """Return the outlet of an edge, after reading returned slots if none is free."""
+        outlet = self._outlets[index]
+        outlet.refresh_free()
         if not outlet.free:
-            self._hear(outlet.edge.target)
-            outlet.look()
+            self._read_credits(outlet.edge.target)
+            outlet.refresh_free()
         return outlet
 
     def settle(self) -> None:
-        """All that was sent lies in its slot."""
-        until = time.monotonic() + self._timeout
-        while waited_for := {o.edge.target for o in self._written.values() if o.waiting}:
-            self._await(waited_for, until)
+        """Wait until all sent messages are in their slots."""
+        deadline = time.monotonic() + self._timeout
+        while waited_for := {o.edge.target for o in self._outlets.values() if o.waiting}:
+            self._await(waited_for, deadline)
 
     def _push(self, index: int) -> None:
-        outlet = self._written[index]
+        outlet = self._outlets[index]
         to = self._to[outlet.edge.target]
         assert to.bell is not None
-        while (written := outlet.written()) is not None:
-            number, slot, nbytes = written
+        while (message := outlet.write_next()) is not None:
+            number, slot, nbytes = message
             self.moved_bytes += nbytes
             try:
-                to.bell.write(_BELL.pack(to.sent, index, self._step, number, slot))
+                to.bell.write(_BELL.pack(to.num_sent, index, self._step, number, slot))
             except BrokenPipeError:
-                raise self._gone(outlet.edge.target) from None
-            to.sent += 1
+                raise self._ended_error(outlet.edge.target) from None
+            to.num_sent += 1
 
-    def _hear(self, rank: int) -> None:
-        """Which slots of that rank are free again."""
-        for index, slot in CREDIT.iter_unpack(_read(self._to[rank], CREDIT.size)):
-            self._written[index].give_back(slot)
+    def _read_credits(self, rank: int) -> None:
+        """Read which slots ``rank`` has given back."""
+        for index, slot in CREDIT.iter_unpack(_read_records(self._to[rank], CREDIT.size)):
+            self._outlets[index].take_back(slot)
 
     # --- reading
 
     def receive(self, index: int, number: int, likes: Sequence[Like]) -> list[torch.Tensor]:
-        """The values of one message, once it has come, each of its shape."""
-        room, until = self._read[index], time.monotonic() + self._timeout
+        """Wait for a message and return its values, with these shapes and dtypes."""
+        room, deadline = self._rooms[index], time.monotonic() + self._timeout
         key = self._step, index, number
-        while key not in self._came:
-            self._await({room.edge.source}, until)
-        self._until_filled(index, self._came[key], until)
-        slot = self._came.pop(key)
-        values = room.tensors(slot, likes, self._given_back(index, slot))
+        while key not in self._arrived:
+            self._await({room.edge.source}, deadline)
+        self._await_filled(index, self._arrived[key], deadline)
+        slot = self._arrived.pop(key)
+        values = room.tensors(slot, likes, self._give_back(index, slot))
         if room.is_full:
-            # Whoever sends would wait for what is held here, and this rank for what it sends.
+            # Avoid a deadlock: the sender would wait for slots in use here, and this rank for it.
             values = [value.clone() for value in values]
         return values
 
-    def _until_filled(self, index: int, slot: int, until: float) -> None:
-        """What rang has written, where a processor wrote it."""
+    def _await_filled(self, index: int, slot: int, deadline: float) -> None:
+        """Wait until the writer's device has written the slot; a CPU has done so before it
+        notifies."""
 
-    def _given_back(self, index: int, slot: int) -> GiveBack:
-        credit = self._from[self._read[index].edge.source].credit
+    def _give_back(self, index: int, slot: int) -> GiveBack:
+        credit = self._from[self._rooms[index].edge.source].credit
         assert credit is not None
         return GiveBack(credit, index, slot)
 
-    def _await(self, ranks: Collection[int], until: float) -> None:
-        """For a moment, or something that is heard of any rank."""
-        heard = self._heard(until)
-        if not heard and time.monotonic() >= until:
-            raise self._silent(ranks)
-        self._listen(heard, ranks)
+    def _await(self, ranks: Collection[int], deadline: float) -> None:
+        """Wait until a notification from any rank arrives, and handle it."""
+        events = self._poll_pipes(deadline)
+        if not events and time.monotonic() >= deadline:
+            raise self._timeout_error(ranks)
+        self._handle(events, ranks)
         self._push_all()
 
     def _push_all(self) -> None:
-        """Messages that have waited for a slot."""
-        for index, outlet in self._written.items():
+        """Write messages that have waited for a slot."""
+        for index, outlet in self._outlets.items():
             if outlet.waiting:
                 self._push(index)
 
-    def _listen(self, heard: Sequence[tuple[int, int]], ranks: Collection[int]) -> None:
-        """To what is said by then; those that are waited for are to be there."""
-        for number, _ in heard:
+    def _handle(self, events: Sequence[tuple[int, int]], ranks: Collection[int]) -> None:
+        """Handle these notifications; raise RankFailed if one of the awaited ranks has ended."""
+        for number, _ in events:
             rank, end = self._ends[number]
             if isinstance(end, From):
-                self._answer(rank, end)
+                self._read_bells(rank, end)
             else:
-                self._hear(rank)
-            if end.is_over:
-                self._asked.unregister(number)
+                self._read_credits(rank)
+            if end.is_closed:
+                self._poll.unregister(number)
                 del self._ends[number]
         for rank in ranks:
-            if any(end.is_over for end in (self._from.get(rank), self._to.get(rank)) if end):
-                raise self._gone(rank)
+            if any(end.is_closed for end in (self._from.get(rank), self._to.get(rank)) if end):
+                raise self._ended_error(rank)
 
-    def _heard(self, until: float) -> list[tuple[int, int]]:
-        heard = self._watched() if self.watches else []
-        return heard or self._asked.poll(1000 * max(0.0, until - time.monotonic()))
+    def _poll_pipes(self, deadline: float) -> list[tuple[int, int]]:
+        events = self._poll_briefly() if self.watches else []
+        return events or self._poll.poll(1000 * max(0.0, deadline - time.monotonic()))
 
-    def _watched(self) -> list[tuple[int, int]]:
-        """What is heard within a moment: a core that sleeps takes some time to wake."""
+    def _poll_briefly(self) -> list[tuple[int, int]]:
+        """Poll for a moment without sleeping: a sleeping core takes some time to wake."""
         end = time.perf_counter() + WATCHED_SECONDS
-        while not (heard := self._asked.poll(0)) and time.perf_counter() < end:
+        while not (events := self._poll.poll(0)) and time.perf_counter() < end:
             pass
-        return heard
+        return events
 
-    def _answer(self, rank: int, source: "From") -> None:
-        for order, index, step, number, slot in _BELL.iter_unpack(_read(source, _BELL.size)):
-            assert order == source.rung, f"message {order} of rank {rank} is not {source.rung}"
-            source.rung += 1
-            if step < self._step:  # of one that was broken off here before it was heard
-                self._given_back(index, slot)()
+    def _read_bells(self, rank: int, source: "From") -> None:
+        for order, index, step, number, slot in _BELL.iter_unpack(
+            _read_records(source, _BELL.size)
+        ):
+            assert order == source.num_received, (
+                f"message {order} of rank {rank} is not {source.num_received}"
+            )
+            source.num_received += 1
+            if step < self._step:  # from a step that was interrupted here
+                self._give_back(index, slot)()
             else:
-                self._came[step, index, number] = slot
+                self._arrived[step, index, number] = slot
 
-    def _silent(self, ranks: Collection[int]) -> RankFailed:
-        among = [dist.get_global_rank(self._group, r) for r in sorted(ranks)]
-        said = ", ".join(map(str, among))
+    def _timeout_error(self, ranks: Collection[int]) -> RankFailed:
+        global_ranks = [dist.get_global_rank(self._group, r) for r in sorted(ranks)]
+        names = ", ".join(map(str, global_ranks))
         return RankFailed(
-            f"nothing came from rank {said} within {format_seconds(self._timeout)}",
+            f"nothing came from rank {names} within {format_seconds(self._timeout)}",
             expected="ranks that all take the same steps",
             remedy="look at what it does, or allow ranks to wait longer",
-            rank=among[0],
+            rank=global_ranks[0],
         )
 
-    def _gone(self, rank: int) -> RankFailed:
+    def _ended_error(self, rank: int) -> RankFailed:
         return RankFailed(
             f"rank {dist.get_global_rank(self._group, rank)} is gone, and messages go "
             f"through {self.through}",
@@ -324,38 +330,41 @@ class SharedMemoryTransport:
 
 
 class NotReachable(Exception):
-    """What another rank made, or is to carry, is not where it can be had."""
+    """Another rank's memory or pipes cannot be used from this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offered:
-    """What a rank has made for others, by the numbers of its open files: memory by edge, ends to
-    ring at and to give back at by rank. On which cores it may be, and whether its control group has
-    one for each rank."""
+    """The offer of a rank: the file descriptors of its memory, by edge, and of the pipe ends for
+    notifications and returned slots, by rank.
+
+    ``cores`` are those it may run on. ``has_cores`` is True if its control group has one core for
+    each rank.
+    """
 
     host: str = ""
     pid: int = 0
     rooms: Mapping[int, int] = field(default_factory=dict)
     bells: Mapping[int, int] = field(default_factory=dict)
-    heard: Mapping[int, int] = field(default_factory=dict)
-    is_made: bool = False
+    credits: Mapping[int, int] = field(default_factory=dict)
+    is_allocated: bool = False
     cores: frozenset[int] = frozenset()
     has_cores: bool = False
 
     @property
-    def for_others(self) -> frozenset[int]:
-        return frozenset((*self.rooms.values(), *self.bells.values(), *self.heard.values()))
+    def given_descriptors(self) -> frozenset[int]:
+        return frozenset((*self.rooms.values(), *self.bells.values(), *self.credits.values()))
 
     def memory(self, index: int, *, host: str) -> FileIO:
-        """The memory that this rank made for the edge of that index."""
+        """Open the memory that this rank allocated for an edge."""
         path = self._path(self.rooms, index, host=host)
         if not str(path.readlink()).startswith("/memfd:"):
             raise NotReachable("what another rank offers as memory is none")
         return FileIO(path, "r+")
 
     def pipe(self, numbers: Mapping[int, int], rank: int, *, host: str) -> FileIO:
-        """The end, for writing, of the pipe that this rank made for that one. Another rank says
-        which file it is: a file that is no pipe must not even be opened for writing."""
+        """Open the write end of the pipe that this rank made for ``rank``. The file descriptor
+        comes from another rank: a file that is not a pipe must not even be opened for writing."""
         path = self._path(numbers, rank, host=host)
         if not path.is_fifo():
             raise NotReachable("what another rank offers as a pipe is none")
@@ -374,38 +383,40 @@ O = TypeVar("O", bound=Offered)
 
 @dataclass(slots=True)
 class _End:
-    """Of a pipe, where it is read; over when nobody holds the other."""
+    """The read end of a pipe. ``is_closed`` when no process has the write end open."""
 
     file: FileIO
-    is_over: bool = False
+    is_closed: bool = False
 
 
 @dataclass(slots=True)
 class From(_End):
-    """Where a rank rings. ``credit`` is where it hears of slots, ``rung`` how often it has rung."""
+    """The pipes of a rank that this one reads from: notifications arrive here, ``num_received``
+    so far, and ``credit`` returns slots."""
 
     credit: FileIO | None = None
-    rung: int = 0
+    num_received: int = 0
 
 
 @dataclass(slots=True)
 class To(_End):
-    """Where a rank says which slots are free; it is rung at its ``bell``, and has been so often."""
+    """The pipes of a rank that this one sends to: returned slots arrive here, and ``bell`` takes
+    notifications, ``num_sent`` so far."""
 
     bell: FileIO | None = None
-    sent: int = 0
+    num_sent: int = 0
 
 
 def host() -> str:
-    """Where memory can be shared: one kernel, one view of its processes, and one network: what is
-    kept apart by that stands for two hosts."""
+    """Identify the memory-sharing domain: one kernel, one PID namespace and one network
+    namespace. Processes in different namespaces count as two hosts."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = Path("/proc/self/ns")
     return " ".join((boot, *(str((spaces / kind).readlink()) for kind in ("pid", "net"))))
 
 
 def pipe(files: list[FileIO]) -> tuple[FileIO, FileIO]:
-    """Both ends, of which this rank is to keep the first, which is read without waiting."""
+    """Make a pipe; return both ends. This rank keeps the read end, which does not block."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     ends = FileIO(read, "r"), FileIO(write, "w")
@@ -413,13 +424,13 @@ def pipe(files: list[FileIO]) -> tuple[FileIO, FileIO]:
     return ends
 
 
-def _read(end: _End, size: int) -> bytes:
-    said = end.file.read(size * _MANY)
-    if said == b"":
-        end.is_over = True
-    return said or b""
+def _read_records(end: _End, size: int) -> bytes:
+    data = end.file.read(size * _MAX_RECORDS)
+    if data == b"":
+        end.is_closed = True
+    return data or b""
 
 
-def _closed(files: Sequence[FileIO]) -> None:
+def _close_all(files: Sequence[FileIO]) -> None:
     for file in files:
         file.close()

@@ -1,7 +1,7 @@
-"""The slots of an edge between two ranks, in memory that both have: where messages are written, and
-where they are read without a copy.
+"""The slots of an edge between two ranks, in shared memory: messages are written into them, and
+read from them without a copy.
 
-Not for who rings whom: see same_host.py.
+Not for the notifications between ranks: see same_host.py.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import torch
 
 from steelyard.ir.message_slots import SlotSpec
 
-# Of a slot that is free again: the edge, the slot.
+# The record of a slot that is free again: edge, slot.
 CREDIT = struct.Struct("<II")
 _FILES = count()
 
@@ -30,8 +30,9 @@ _FILES = count()
 Like = tuple[Sequence[int], torch.dtype]
 
 
-def memory_of(nbytes: int) -> FileIO:
-    """That is there and not only promised: who writes to what cannot be had is ended."""
+def allocate_shared(nbytes: int) -> FileIO:
+    """Allocate shared memory and commit it: a process that writes to memory that is only reserved
+    is killed if there is none."""
     file = FileIO(os.memfd_create(f"steelyard {next(_FILES)}"), "r+")
     try:
         os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -41,59 +42,60 @@ def memory_of(nbytes: int) -> FileIO:
     return file
 
 
-def mapped(memory: FileIO, nbytes: int) -> torch.Tensor:
-    """All of it, as bytes to write to."""
+def map_memory(memory: FileIO, nbytes: int) -> torch.Tensor:
+    """Map all of the memory as a writable byte tensor."""
     return torch.frombuffer(mmap.mmap(memory.fileno(), nbytes), dtype=torch.uint8)
 
 
 class Room(ABC):
-    """The slots of an edge, where they are read."""
+    """The slots of an edge on the reader's side."""
 
     def __init__(self, edge: SlotSpec) -> None:
         self.edge, self._offsets = edge, edge.offsets
-        # What stands for a slot that is held; it says when it goes.
-        self._held: dict[int, weakref.ref[Any]] = {}
+        # A weak reference for each slot in use; its callback gives the slot back.
+        self._leases: dict[int, weakref.ref[Any]] = {}
 
     @property
     def is_full(self) -> bool:
-        return not self.edge.holds_all and len(self._held) >= self.edge.count
+        return not self.edge.holds_all and len(self._leases) >= self.edge.count
 
     def tensors(
         self, slot: int, likes: Sequence[Like], give_back: "GiveBack"
     ) -> list[torch.Tensor]:
-        """On the slot itself, which is given back when the last of them is gone."""
+        """Return the tensors of a message on the slot itself; the slot is given back when the
+        last of them is freed."""
 
-        def let_go(_: object) -> None:
-            del self._held[slot]
-            self.over(slot)
+        def on_freed(_: object) -> None:
+            del self._leases[slot]
+            self.release(slot)
             give_back()
 
-        whole = self.lying(slot)
-        self._held[slot] = weakref.ref(whole, let_go)
-        return [*self._on(whole, likes)]
+        whole = self.lease(slot)
+        self._leases[slot] = weakref.ref(whole, on_freed)
+        return [*self._views_on(whole, likes)]
 
     @abstractmethod
-    def lying(self, slot: int) -> Any:
-        """What stands for all of it, and goes with the last tensor on it."""
+    def lease(self, slot: int) -> Any:
+        """Return an object for the slot's memory that dies with the last tensor on it."""
 
     @abstractmethod
-    def part(self, whole: Any, offset: int, nbytes: int) -> torch.Tensor:
-        """Of that, some bytes, which are the storage of a tensor of their own."""
+    def bytes_at(self, whole: Any, offset: int, nbytes: int) -> torch.Tensor:
+        """Return some bytes of it as a tensor with a storage of its own."""
 
     @abstractmethod
-    def over(self, slot: int) -> None:
-        """Nothing here reads it any more, and nobody has been told."""
+    def release(self, slot: int) -> None:
+        """The reader is done with the slot; the sender has not been notified yet."""
 
-    def _on(self, whole: Any, likes: Sequence[Like]) -> Iterator[torch.Tensor]:
+    def _views_on(self, whole: Any, likes: Sequence[Like]) -> Iterator[torch.Tensor]:
         sizes = self.edge.sizes
         for (shape, dtype), size, offset in zip(likes, sizes, self._offsets, strict=True):
             nbytes = math.prod(shape) * dtype.itemsize
             assert nbytes <= size, f"{list(shape)} is read where {size} bytes lie"
-            yield self.part(whole, offset, nbytes).view(dtype).view(list(shape))
+            yield self.bytes_at(whole, offset, nbytes).view(dtype).view(list(shape))
 
 
 class SharedRoom(Room):
-    """In memory of this host."""
+    """The slots of an edge in host memory."""
 
     def __init__(self, edge: SlotSpec, memory: FileIO) -> None:
         super().__init__(edge)
@@ -101,108 +103,113 @@ class SharedRoom(Room):
         size = edge.slot_bytes
         self._slots = [whole[n * size : (n + 1) * size] for n in range(edge.count)]
 
-    def lying(self, slot: int) -> memoryview:
-        return self._slots[slot][:]  # one of its own
+    def lease(self, slot: int) -> memoryview:
+        return self._slots[slot][:]  # a new object, whose lifetime is this message's
 
-    def part(self, whole: memoryview, offset: int, nbytes: int) -> torch.Tensor:
+    def bytes_at(self, whole: memoryview, offset: int, nbytes: int) -> torch.Tensor:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(whole, dtype=torch.uint8, count=nbytes, offset=offset)
 
-    def over(self, slot: int) -> None:
-        """A processor that reads no more has read all."""
+    def release(self, slot: int) -> None:
+        """Do nothing: a CPU has completed all its reads by then."""
 
 
 class Outlet:
-    """The slots of an edge, where they are written; ``waiting`` are messages that were not rung
-    for. What the next one holds may be made in a slot that is taken for it before it is sent.
-    ``whole`` are the bytes of all of them."""
+    """The slots of an edge on the writer's side.
+
+    ``waiting`` are messages that the reader has not been notified of. A slot can be reserved
+    before its message is sent, so that the values can be computed in place. ``whole`` has the
+    bytes of all slots.
+    """
 
     def __init__(self, edge: SlotSpec, whole: torch.Tensor) -> None:
         self.edge = edge
         self.free = deque(range(edge.count))
         self.waiting: deque[tuple[int, tuple[torch.Tensor, ...], int | None]] = deque()
-        # Which message is being made, and in which slot.
-        self._made: tuple[int, int] | None = None
-        self._rooms = [
+        # The message that is being computed in place, and its slot.
+        self._reserved: tuple[int, int] | None = None
+        self._buffers = [
             [
                 whole.narrow(0, slot * edge.slot_bytes + offset, size)
                 for size, offset in zip(edge.sizes, edge.offsets, strict=True)
             ]
             for slot in range(edge.count)
         ]
-        # The same as tensors of what goes there.
-        self._places: dict[tuple[int, int, torch.dtype, torch.Size], torch.Tensor] = {}
+        # Views of the buffers, as tensors of the values written there.
+        self._views: dict[tuple[int, int, torch.dtype, torch.Size], torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Without what was left behind."""
+        """Begin a step; drop the messages of an interrupted step."""
         self.free += [slot for _, _, slot in self.waiting if slot is not None]
         self.waiting.clear()
-        if self._made is not None:
-            self.free.append(self._made[1])
-            self._made = None
+        if self._reserved is not None:
+            self.free.append(self._reserved[1])
+            self._reserved = None
 
     def place(
         self, number: int, position: int, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """In the slot of this message."""
-        if self._made is None and self.free and not self.waiting:
-            self._made = number, self.free.popleft()
-        if self._made is None or self._made[0] != number:
+        """Return the place of a value in the slot reserved for this message, or None."""
+        if self._reserved is None and self.free and not self.waiting:
+            self._reserved = number, self.free.popleft()
+        if self._reserved is None or self._reserved[0] != number:
             return None
-        return self._place(self._made[1], position, torch.Size(shape), dtype)
+        return self._view(self._reserved[1], position, torch.Size(shape), dtype)
 
-    def put(self, number: int, values: Sequence[torch.Tensor]) -> None:
+    def enqueue(self, number: int, values: Sequence[torch.Tensor]) -> None:
         slot = None
-        if self._made is not None and self._made[0] == number:
-            slot, self._made = self._made[1], None
+        if self._reserved is not None and self._reserved[0] == number:
+            slot, self._reserved = self._reserved[1], None
         self.waiting.append((number, tuple(values), slot))
 
-    def written(self) -> tuple[int, int, int] | None:
-        """Of a message that now lies in a slot, its number, the slot, and its bytes; None where
-        each that waits has none."""
-        self.look()
-        able = (n for n, (_, _, slot) in enumerate(self.waiting) if slot is not None or self.free)
-        first = next(able, None)
+    def write_next(self) -> tuple[int, int, int] | None:
+        """Write the next message that can get a slot; return its number, the slot and its bytes,
+        or None if no waiting message can get one."""
+        self.refresh_free()
+        sendable = (
+            n for n, (_, _, slot) in enumerate(self.waiting) if slot is not None or self.free
+        )
+        first = next(sendable, None)
         if first is None:
             return None
-        number, values, made = self.waiting[first]
+        number, values, reserved = self.waiting[first]
         del self.waiting[first]
-        slot = self.free.popleft() if made is None else made
+        slot = self.free.popleft() if reserved is None else reserved
         for position, value in enumerate(values):
             if value.nbytes:
-                place = self._place(slot, position, value.shape, value.dtype)
-                if place.data_ptr() != value.data_ptr():
-                    place.copy_(value)
-        self.filled(slot)
+                view = self._view(slot, position, value.shape, value.dtype)
+                if view.data_ptr() != value.data_ptr():
+                    view.copy_(value)
+        self.mark_filled(slot)
         return number, slot, sum(value.nbytes for value in values)
 
-    def give_back(self, slot: int) -> None:
-        """Nobody is to read it any more."""
+    def take_back(self, slot: int) -> None:
+        """Mark a slot as given back: its reader is done with it."""
         self.free.append(slot)
 
-    def look(self) -> None:
-        """Which of those are really free by now."""
+    def refresh_free(self) -> None:
+        """Update which of the slots that were given back are free by now."""
 
     @property
-    def is_to_come(self) -> bool:
-        """Whether one of those is not."""
+    def has_pending_slots(self) -> bool:
+        """True if a slot that was given back is not free yet."""
         return False
 
-    def filled(self, slot: int) -> None:
-        """All of a message lies there, and nobody has been told."""
+    def mark_filled(self, slot: int) -> None:
+        """All of a message is in the slot; the reader has not been notified yet."""
 
-    def _place(
+    def _view(
         self, slot: int, position: int, shape: torch.Size, dtype: torch.dtype
     ) -> torch.Tensor:
         key = slot, position, dtype, shape
-        place = self._places.get(key)
-        if place is None:
-            room, nbytes = self._rooms[slot][position], math.prod(shape) * dtype.itemsize
-            said = f"a value of {nbytes} bytes is sent where {room.nbytes} go"
-            assert nbytes <= room.nbytes, said
-            place = self._places[key] = room[:nbytes].view(dtype).view(shape)
-        return place
+        view = self._views.get(key)
+        if view is None:
+            buffer, nbytes = self._buffers[slot][position], math.prod(shape) * dtype.itemsize
+            message = f"a value of {nbytes} bytes is sent where {buffer.nbytes} go"
+            assert nbytes <= buffer.nbytes, message
+            view = self._views[key] = buffer[:nbytes].view(dtype).view(shape)
+        return view
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +219,6 @@ class GiveBack:
     slot: int
 
     def __call__(self) -> None:
-        # Whoever sent it may have ended by now, or this rank have closed all.
+        # The sender may have ended by now, or this rank may have closed its pipes.
         with contextlib.suppress(OSError, ValueError):
             self.credit.write(CREDIT.pack(self.index, self.slot))

@@ -1,7 +1,7 @@
-"""Slots among ranks, wherever these are: in memory that they share, of their host or of its GPUs,
-or written on another host.
+"""Chooses the slot transport for a group of ranks: shared host memory, shared GPU memory, or RDMA
+to other hosts.
 
-Not for any of these ways: see same_host.py, cuda_ipc.py and remote_host.py.
+Not for the transports: see same_host.py, cuda_ipc.py and remote_host.py.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,12 @@ from steelyard.ir.message_slots import SlotSpec
 def pinned_among(
     edges: Sequence[SlotSpec], *, group: dist.ProcessGroup, device: torch.device = CPU
 ) -> SharedMemoryTransport:
-    """Made by all ranks of the group together, in the same way; what is sent lies on ``device``."""
+    """Return the transport for tensors on ``device``. A collective: every rank of the group must
+    call it with the same edges."""
     if device.type == "cuda":
         return CudaIpcTransport(edges, group=group, gpu=Gpu(device))
-    everyones = gathered((host(), is_able()), tuple[str, bool], group=group)
-    are_apart = len({where for where, _ in everyones}) > 1
-    if are_apart and all(able for _, able in everyones):
+    abilities = gathered((host(), is_able()), tuple[str, bool], group=group)
+    are_several_hosts = len({host_id for host_id, _ in abilities}) > 1
+    if are_several_hosts and all(is_rank_able for _, is_rank_able in abilities):
         return RdmaTransport(edges, group=group)
     return SharedMemoryTransport(edges, group=group)

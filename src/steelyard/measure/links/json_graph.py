@@ -1,6 +1,7 @@
 """Graphs, devices and what they are made of as JSON, for a process that another one started.
 
-Not for files: those have formats of their own, see plans/plan_file.py and plans/prediction_file.py.
+Not for files: those have formats of their own, see plan_files/plan_file.py and
+plan_files/prediction_file.py.
 """
 
 import json

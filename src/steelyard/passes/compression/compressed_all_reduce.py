@@ -1,10 +1,10 @@
-"""Gradients summed over ranks in few bits: written down, exchanged, added up, all as nodes.
+"""Compressed all-reduce of gradients: encode, exchange, sum and decode, all as graph nodes.
 
-Takes the place of all-reduces that are in the graph already (passes/data_parallel/all_reduce.py).
-What is linear is all-reduced itself, and so are both factors of a matrix, one after the other. Of
-all else, between two ranks each sends the other all of its codes; of more, each adds up a part,
-writes the sum down again and hands it to the others, so that nobody sends more where there are
-more. Not for what a code is: see ir/gradient_codec.py.
+Replaces the all-reduces that passes/data_parallel/all_reduce.py put into the graph. Linear codecs
+are all-reduced directly, as are the two factors of a low-rank matrix, one after the other. For the
+other codecs, two ranks all-gather their codes. More ranks use an all-to-all: each rank sums one
+part, encodes the sum and all-gathers it, so the bytes sent per rank do not grow with the number of
+ranks. Not for the codecs: see ir/gradient_codec.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,9 @@ from steelyard.ir.parallel_layout import DATA
 from steelyard.passes.data_parallel.buckets import (
     BucketMember,
     Sized,
+    all_reduce_joined,
+    assign_views,
     buckets,
-    handed_out,
-    sent_as_they_are,
 )
 from steelyard.passes.graph_editor import GraphEditor, call, issue, issue_in_place, wait
 
@@ -47,18 +47,20 @@ def coded(
     axis: str = DATA,
     stride: int = 1,
 ) -> Graph:
-    """The gradients of these parameters in their codes. What shares a bucket with them and has none
-    goes with the like of other buckets, behind the last."""
-    change = GraphEditor(graph)
+    """Return the graph with the gradients of these parameters sent by their codecs.
+
+    Uncompressed gradients of the same buckets are all-reduced in one bucket after the last.
+    """
+    editor = GraphEditor(graph)
 
     def collective(kind: Exchange, nbytes: int) -> Collective:
         return transport.collective(
             kind, axis=axis, num_ranks=num_ranks, nbytes=nbytes, stride=stride
         )
 
-    sending = _Sending(change, transport, collective, num_ranks)
+    sending = _Sending(editor, transport, collective, num_ranks)
     outputs = list(graph.outputs)
-    left: list[BucketMember] = []
+    uncompressed: list[BucketMember] = []
     dropped: set[str] = set()
     last = ""
     for bucket in buckets(graph, axis):
@@ -69,120 +71,120 @@ def coded(
         if not by_codec:
             continue
         dropped |= bucket.nodes
-        left += [m for m in bucket.members if m.target not in codecs]
+        uncompressed += [m for m in bucket.members if m.target not in codecs]
         for codec, members in by_codec.items():
-            whole = sending.compress_gradients(members, codec, behind=bucket.waited.name)
-            handed_out(change, outputs, members, whole, behind=bucket.waited.name)
+            whole = sending.compress_gradients(members, codec, after=bucket.waited.name)
+            assign_views(editor, outputs, members, whole, after=bucket.waited.name)
         last = bucket.waited.name
-    if left:
-        whole = sent_as_they_are(
-            change, left, name="rest_of_buckets", behind=last, transport=transport,
+    if uncompressed:
+        whole = all_reduce_joined(
+            editor, uncompressed, name="rest_of_buckets", after=last, transport=transport,
             collective=collective,
         )  # fmt: skip
-        handed_out(change, outputs, left, whole, behind=last)
-    return change.result(outputs, without=dropped)
+        assign_views(editor, outputs, uncompressed, whole, after=last)
+    return editor.result(outputs, without=dropped)
 
 
 class _Sending:
-    """Puts exchanges into the graph; each returns the sum over the ranks, flat."""
+    """Inserts compressed all-reduces; each returns the flat sum over the ranks."""
 
     def __init__(
         self,
-        change: GraphEditor,
+        editor: GraphEditor,
         transport: Transport,
         collective: Sized,
         num_ranks: int,
     ) -> None:
-        self._change, self._transport, self._collective = change, transport, collective
+        self._editor, self._transport, self._collective = editor, transport, collective
         self._num_ranks = num_ranks
 
     def compress_gradients(
-        self, members: Sequence[BucketMember], codec: Codec, *, behind: str
+        self, members: Sequence[BucketMember], codec: Codec, *, after: str
     ) -> Node:
         flats = [member.flat for member in members]
         name = members[0].target.partition(":")[2]
         if codec.is_linear:
-            return self._narrowed(flats, codec, name=name, behind=behind)
+            return self._linear(flats, codec, name=name, after=after)
         if codec.rank:
-            return self._in_factors(members, codec.rank, name=name, behind=behind)
-        at_once = self._num_ranks == 2
-        parts = 1 if at_once else self._num_ranks
+            return self._low_rank(members, codec.rank, name=name, after=after)
+        is_direct = self._num_ranks == 2
+        parts = 1 if is_direct else self._num_ranks
         blocks = blocks_of(sum(f.outputs[0].numel for f in flats), parts=parts)
-        lost = self._residual(f"{name}", blocks, codec, flats[-1])
+        residual = self._residual(f"{name}", blocks, codec, flats[-1])
         row = codec.row_bytes(blocks // parts)
-        written = self._called(
-            ENCODE, flats, lost, (codec.name, parts), (parts, row), "uint8",
-            name=f"{name}.coded", like=flats[-1], behind=behind,
+        encoded = self._codec_call(
+            ENCODE, flats, residual, (codec.name, parts), (parts, row), "uint8",
+            name=f"{name}.coded", like=flats[-1], after=after,
         )  # fmt: skip
-        if at_once:
-            gathered = self._exchanged(Exchange.ALL_GATHER, written, behind=behind)
-            return self._called(
+        if is_direct:
+            gathered = self._exchanged(Exchange.ALL_GATHER, encoded, after=after)
+            return self._codec_call(
                 DECODE_SUM, [gathered], None, (codec.name,), (blocks * BLOCK,), "float32",
-                name=f"{name}.decoded", like=gathered, behind=behind,
+                name=f"{name}.decoded", like=gathered, after=after,
             )  # fmt: skip
-        received = self._exchanged(Exchange.ALL_TO_ALL, written, behind=behind)
+        received = self._exchanged(Exchange.ALL_TO_ALL, encoded, after=after)
         own = self._residual(f"{name}:own", blocks // parts, codec, received)
-        added = self._called(
+        added = self._codec_call(
             ENCODE_SUM, [received], own, (codec.name,), (1, row), "uint8",
-            name=f"{name}.added", like=received, behind=behind,
+            name=f"{name}.added", like=received, after=after,
         )  # fmt: skip
-        gathered = self._exchanged(Exchange.ALL_GATHER, added, behind=behind)
-        return self._called(
+        gathered = self._exchanged(Exchange.ALL_GATHER, added, after=after)
+        return self._codec_call(
             DECODE, [gathered], None, (codec.name,), (blocks * BLOCK,), "float32",
-            name=f"{name}.decoded", like=gathered, behind=behind,
+            name=f"{name}.decoded", like=gathered, after=after,
         )  # fmt: skip
 
-    def _narrowed(self, flats: Sequence[Node], codec: Codec, *, name: str, behind: str) -> Node:
+    def _linear(self, flats: Sequence[Node], codec: Codec, *, name: str, after: str) -> Node:
         shape = (sum(flat.outputs[0].numel for flat in flats),)
-        written = self._called(
+        encoded = self._codec_call(
             ENCODE, flats, None, (codec.name, 1), shape, codec.name,
-            name=f"{name}.coded", like=flats[-1], behind=behind,
+            name=f"{name}.coded", like=flats[-1], after=after,
         )  # fmt: skip
-        sent = self._collective(Exchange.ALL_REDUCE, written.outputs[0].nbytes)
-        issued = issue_in_place(sent, written, name=f"{written.name}_sent")
-        arrived = self._issued(issued, behind=behind)
-        return self._called(
+        sent = self._collective(Exchange.ALL_REDUCE, encoded.outputs[0].nbytes)
+        issued = issue_in_place(sent, encoded, name=f"{encoded.name}_sent")
+        arrived = self._issued(issued, after=after)
+        return self._codec_call(
             DECODE, [arrived], None, (codec.name,), shape, "float32",
-            name=f"{name}.decoded", like=arrived, behind=behind,
+            name=f"{name}.decoded", like=arrived, after=after,
         )  # fmt: skip
 
-    def _in_factors(
-        self, members: Sequence[BucketMember], rank: int, *, name: str, behind: str
+    def _low_rank(
+        self, members: Sequence[BucketMember], rank: int, *, name: str, after: str
     ) -> Node:
-        """A product of matrices that are known of all ranks' sum, each after another all-reduce."""
+        """Send low-rank factors: all-reduce the left, then the right, and multiply them."""
         flats = [member.flat for member in members]
-        shapes = tuple(matrix_of(member.laid_out) for member in members)
+        shapes = tuple(matrix_of(member.tensor) for member in members)
         numel = sum(rows * columns for rows, columns in shapes)
-        lost = self._state(name, numel, flats[-1])
+        residual = self._state(name, numel, flats[-1])
         start = self._state(f"{name}{START}", rank * sum(c for _, c in shapes), flats[-1])
 
         def put(
             op: str, own: str, args: tuple[Argument, ...], inputs: Sequence[Node], elements: int,
             mutates: Sequence[Node],
         ) -> Node:  # fmt: skip
-            output = self._change.tensor((elements,), "float32")
+            output = self._editor.tensor((elements,), "float32")
             moved = output.nbytes + sum(n.outputs[0].nbytes for n in inputs)
             node = call(
                 op, inputs[0], name=f"{name}.{own}", args=(*args, shapes, rank), inputs=inputs,
                 output=output, moved_bytes=moved,
             )  # fmt: skip
             changed = tuple(each.name for each in mutates)
-            return self._change.put_behind(behind, replace(node, nth=-1, mutates=changed))
+            return self._editor.put_after(after, replace(node, nth=-1, mutates=changed))
 
         def summed(value: Node) -> Node:
             sent = self._collective(Exchange.ALL_REDUCE, value.outputs[0].nbytes)
             issued = issue_in_place(sent, value, name=f"{value.name}_sent")
-            return self._issued(issued, behind=behind)
+            return self._issued(issued, after=after)
 
         given = tuple(Ref(flat.name) for flat in flats)
         left = put(
-            LEFT, "coded", (given, Ref(lost.name), Ref(start.name)), [*flats, lost, start],
-            rank * sum(r for r, _ in shapes), [lost],
+            LEFT, "coded", (given, Ref(residual.name), Ref(start.name)), [*flats, residual, start],
+            rank * sum(r for r, _ in shapes), [residual],
         )  # fmt: skip
         left = summed(left)
         right = put(
-            RIGHT, "added", (Ref(left.name), Ref(lost.name)), [left, lost],
-            rank * sum(c for _, c in shapes), [left, lost],
+            RIGHT, "added", (Ref(left.name), Ref(residual.name)), [left, residual],
+            rank * sum(c for _, c in shapes), [left, residual],
         )  # fmt: skip
         right = summed(right)
         return put(
@@ -194,17 +196,17 @@ class _Sending:
         return self._state(name, blocks * BLOCK, like) if codec.has_residual else None
 
     def _state(self, name: str, numel: int, like: Node) -> Node:
-        """An input that stays from step to step."""
-        change = self._change
-        tensor = change.tensor((numel,), "float32")
-        change.storages[tensor.storage] = Storage(nbytes=tensor.nbytes, role=Role.STATE)
+        """Add an input that keeps its value from step to step."""
+        editor = self._editor
+        tensor = editor.tensor((numel,), "float32")
+        editor.storages[tensor.storage] = Storage(nbytes=tensor.nbytes, role=Role.STATE)
         node = Node(
             name=f"{RESIDUAL}{name}", op="input", outputs=(tensor,), phase=like.phase,
             path=like.path, line=like.line,
         )  # fmt: skip
-        return change.put_before(change.before.nodes[0].name, node)
+        return editor.put_before(editor.before.nodes[0].name, node)
 
-    def _called(
+    def _codec_call(
         self,
         op: str,
         given: Sequence[Node],
@@ -215,34 +217,34 @@ class _Sending:
         *,
         name: str,
         like: Node,
-        behind: str,
+        after: str,
     ) -> Node:
         values = tuple(Ref(node.name) for node in given)
-        lost = () if op in (DECODE, DECODE_SUM) else (Ref(residual.name) if residual else None,)
-        output = self._change.tensor(shape, dtype)
+        state = () if op in (DECODE, DECODE_SUM) else (Ref(residual.name) if residual else None,)
+        output = self._editor.tensor(shape, dtype)
         node = call(
-            op, like, name=name, args=(values if op == ENCODE else values[0], *lost, *rest),
+            op, like, name=name, args=(values if op == ENCODE else values[0], *state, *rest),
             inputs=[*given, *([residual] if residual else [])], output=output,
             moved_bytes=output.nbytes + sum(n.outputs[0].nbytes for n in given),
         )  # fmt: skip
         if residual is not None:
             node = replace(node, mutates=(residual.name,))
-        return self._change.put_behind(behind, replace(node, nth=-1))
+        return self._editor.put_after(after, replace(node, nth=-1))
 
-    def _exchanged(self, kind: Exchange, value: Node, *, behind: str) -> Node:
+    def _exchanged(self, kind: Exchange, value: Node, *, after: str) -> Node:
         rows, row = value.outputs[0].shape
         ranks = self._num_ranks if kind is Exchange.ALL_GATHER else 1
         nbytes = value.outputs[0].nbytes * ranks
         issued = issue(
             self._collective(kind, nbytes), value, name=f"{value.name}_sent",
-            output=self._change.tensor((rows * ranks, row), "uint8"), moved_bytes=0,
+            output=self._editor.tensor((rows * ranks, row), "uint8"), moved_bytes=0,
         )  # fmt: skip
-        return self._issued(issued, behind=behind)
+        return self._issued(issued, after=after)
 
-    def _issued(self, issued: Node, *, behind: str) -> Node:
-        self._change.put_behind(behind, replace(issued, nth=-1))
+    def _issued(self, issued: Node, *, after: str) -> Node:
+        self._editor.put_after(after, replace(issued, nth=-1))
         arrived = wait(issued, self._transport)
-        return self._change.put_behind(behind, replace(arrived, nth=-1))
+        return self._editor.put_after(after, replace(arrived, nth=-1))
 
 
 __all__ = ["coded"]

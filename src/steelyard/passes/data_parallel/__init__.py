@@ -1,4 +1,4 @@
-"""Data parallelism as graph rewrites: averaged gradients, sharded parameters, overlapped exchanges.
+"""Data parallelism as graph rewrites: all-reduced gradients, sharded parameters, overlap.
 
 Not for the live process groups: see comm/.
 """

@@ -1,9 +1,7 @@
-"""The buckets in which ranks sum gradients up already: what is in them, and what takes the place of
-some of it.
+"""Find the gradient buckets that are already all-reduced in a graph, and replace their members.
 
-For what sends gradients in another way than all-reducing them
-(passes/compression/compressed_all_reduce.py, sparse_embedding_grads.py). Not for filling buckets:
-see all_reduce.py.
+Used by passes that send gradients in another way (passes/compression/compressed_all_reduce.py,
+sparse_embedding_grads.py). Not for filling buckets: see all_reduce.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +17,21 @@ Sized = Callable[[Exchange, int], Collective]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketMember:
-    """One gradient of a bucket: its place among the graph's outputs, and what is sent of it."""
+    """One gradient of a bucket.
+
+    ``place`` is its index in the graph's outputs, ``flat`` the flat value that is sent, and
+    ``tensor`` the shape and strides of the gradient.
+    """
 
     place: int
     target: str
     flat: Node
-    laid_out: Tensor
+    tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """``nodes`` are those that only its exchange needs."""
+    """An all-reduced bucket; ``nodes`` are those that serve only its all-reduce."""
 
     waited: Node
     members: tuple[BucketMember, ...]
@@ -37,20 +39,20 @@ class Bucket:
 
 
 def buckets(graph: Graph, axis: str = DATA) -> list[Bucket]:
-    """The all-reduces of gradients over this axis, in their order."""
+    """Return the buckets of gradients all-reduced over this axis, in graph order."""
     waits = {node.waits_for: node for node in graph.nodes if node.waits_for}
-    leaving: dict[int, list[int]] = {}
+    outputs_on: dict[int, list[int]] = {}
     for place, output in enumerate(graph.outputs):
         if output.kind in (OutputKind.GRADIENT, OutputKind.SUMMED):
             (storage,) = graph.storages_of(output.node)
-            leaving.setdefault(storage, []).append(place)
+            outputs_on.setdefault(storage, []).append(place)
     found = []
     for node in graph.nodes:
         sent = node.collective
         if sent is None or sent.kind is not Exchange.ALL_REDUCE or sent.axis != axis:
             continue
         waited = waits[node.name]
-        if places := leaving.get(waited.outputs[0].storage):
+        if places := outputs_on.get(waited.outputs[0].storage):
             found.append(_bucket(graph, node, waited, places))
     return found
 
@@ -66,7 +68,7 @@ def _bucket(graph: Graph, issued: Node, waited: Node, places: Sequence[int]) -> 
             place=place,
             target=graph.outputs[place].target,
             flat=flat,
-            laid_out=results[place].outputs[0],
+            tensor=results[place].outputs[0],
         )
         for place, flat in zip(in_order, flats, strict=True)
     )
@@ -78,56 +80,56 @@ def _bucket(graph: Graph, issued: Node, waited: Node, places: Sequence[int]) -> 
     )
 
 
-def handed_out(
-    change: GraphEditor,
+def assign_views(
+    editor: GraphEditor,
     outputs: list[Output],
     members: Sequence[BucketMember],
     whole: Node,
     *,
-    behind: str,
+    after: str,
 ) -> None:
-    """Each member's gradient as a view of the sum of all."""
+    """Make each member's gradient a view of the flat sum, and set the output to it."""
     (summed,) = whole.outputs
     start = summed.offset
     for member in members:
-        lies = replace(member.laid_out, storage=summed.storage, offset=start)
-        own = view(whole, lies, name=change.fresh(f"{member.flat.name}_of_all"))
-        change.put_behind(behind, own)
+        part = replace(member.tensor, storage=summed.storage, offset=start)
+        own = view(whole, part, name=editor.fresh(f"{member.flat.name}_of_all"))
+        editor.put_after(after, own)
         outputs[member.place] = replace(outputs[member.place], node=own.name)
-        start += lies.numel
+        start += part.numel
 
 
-def sent_as_they_are(
-    change: GraphEditor,
+def all_reduce_joined(
+    editor: GraphEditor,
     members: Sequence[BucketMember],
     *,
     name: str,
-    behind: str,
+    after: str,
     transport: Transport,
     collective: Sized,
 ) -> Node:
-    """All of them as one, all-reduced; the sum over the ranks, flat."""
-    name = change.fresh(name)
-    flats = [_flattened(change, member.flat, behind) for member in members]
+    """Concatenate and all-reduce the members uncompressed; return the flat sum over the ranks."""
+    name = editor.fresh(name)
+    flats = [_flattened(editor, member.flat, after) for member in members]
     dtype = flats[0].outputs[0].dtype
-    output = change.tensor((sum(f.outputs[0].numel for f in flats),), dtype)
+    output = editor.tensor((sum(f.outputs[0].numel for f in flats),), dtype)
     joined = call(
         "aten.cat.default", flats[-1], name=name,
         args=(tuple(Ref(flat.name) for flat in flats),), inputs=flats, output=output,
         moved_bytes=2 * output.nbytes,
     )  # fmt: skip
-    change.put_behind(behind, joined)
+    editor.put_after(after, joined)
     sent = collective(Exchange.ALL_REDUCE, output.nbytes)
-    issued = change.put_behind(behind, issue_in_place(sent, joined, name=f"{name}_reduced"))
-    return change.put_behind(behind, wait(issued, transport))
+    issued = editor.put_after(after, issue_in_place(sent, joined, name=f"{name}_reduced"))
+    return editor.put_after(after, wait(issued, transport))
 
 
-def _flattened(change: GraphEditor, given: Node, behind: str) -> Node:
+def _flattened(editor: GraphEditor, given: Node, after: str) -> Node:
     tensor = given.outputs[0]
     if len(tensor.shape) == 1:
         return given
     flat = replace(tensor, shape=(tensor.numel,), stride=(1,))
-    return change.put_behind(behind, view(given, flat, name=change.fresh(f"{given.name}_as_flat")))
+    return editor.put_after(after, view(given, flat, name=editor.fresh(f"{given.name}_as_flat")))
 
 
-__all__ = ["Bucket", "BucketMember", "Sized", "buckets", "handed_out", "sent_as_they_are"]
+__all__ = ["Bucket", "BucketMember", "Sized", "all_reduce_joined", "assign_views", "buckets"]

@@ -1,6 +1,7 @@
-"""When results of exchanges are waited for: the later, the more is hidden, and the more is held.
+"""Overlap collectives with computation: issue them earlier and wait for them later.
 
-Moves lines of a program, without torch. Not for choosing the window: that has a price.
+A later wait hides more of a collective but keeps its buffers alive longer. Moves lines of a
+program, without torch. Not for choosing the window: that has a price, see search/.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,20 +13,20 @@ from steelyard.ir.program import SO_FAR, Instruction, Program
 
 
 def waits_within(program: Program, window: int | None) -> Program:
-    """Wait for each exchange only behind the issue of the ``window``-th one after it.
+    """Wait for each collective only after the issue of the ``window``-th collective after it.
 
-    Sooner where something computes with the result; with None only that counts. Views of the
-    result move along, and where it is in codes, what reads them and sends them on: that is waited
-    for as long again.
+    The wait stays before the first line that computes with the result; a window of None has no
+    other limit. Views of the result move along. For compressed gradients, the lines that decode
+    the result or send it on move along too, and the second collective gets a window of its own.
     """
-    depths = _depths(program)
+    depths = _collective_depths(program)
     for depth in range(max(depths.values(), default=-1) + 1):
-        program = _waits_at(program, window, {v for v, d in depths.items() if d == depth})
+        program = _delay_waits(program, window, {v for v, d in depths.items() if d == depth})
     return program
 
 
-def _waits_at(program: Program, window: int | None, values: Collection[str]) -> Program:
-    """Of those that are issued as one of these."""
+def _delay_waits(program: Program, window: int | None, values: Collection[str]) -> Program:
+    """Delay the waits of the collectives that are issued as one of these values."""
     lines = [i for i in program.instructions if i.sink is None]
     bare = _without_sinks(program, lines)
     exchanges = bare.exchanges
@@ -43,8 +44,8 @@ def _waits_at(program: Program, window: int | None, values: Collection[str]) -> 
     return _reordered(program, lines, places)
 
 
-def _depths(program: Program) -> dict[str, int]:
-    """Of each exchange, how many are before it that it sends on."""
+def _collective_depths(program: Program) -> dict[str, int]:
+    """Return, for each collective, the number of collectives whose results it sends on."""
     nodes, found = program.graph.by_name, dict[str, int]()
     reached: dict[str, int] = {}
     for line in program.instructions:
@@ -53,7 +54,7 @@ def _depths(program: Program) -> dict[str, int]:
             continue
         before = max((reached.get(name, 0) for name in line.inputs), default=0)
         if node.collective is not None:
-            before = before if any(_is_coded(nodes[i]) for i in node.inputs) else 0
+            before = before if any(_is_codec_call(nodes[i]) for i in node.inputs) else 0
             found[line.value] = before
         elif node.waits_for:
             before = found.get(_issued(node, line), 0) + 1
@@ -64,11 +65,11 @@ def _depths(program: Program) -> dict[str, int]:
 
 
 def issued_ahead(program: Program, count: int, room: Sequence[int] = ()) -> Program:
-    """Issue each exchange up to ``count`` computing lines sooner, within its pass, and with
-    ``room`` only past lines at which so many bytes as it then holds are free.
+    """Issue each collective up to ``count`` computing lines earlier, within its pass.
 
-    It cannot be sooner than its arguments exist; a parameter's share always does, and what puts
-    several side by side moves along.
+    It moves only to a line where its arguments exist; a parameter shard always exists, and the
+    line that joins several shards moves along. ``room`` lists the free bytes at each line: if
+    given, a collective moves only past lines with enough room for its buffers.
     """
     lines = [i for i in program.instructions if i.sink is None]
     bare = _without_sinks(program, lines)
@@ -77,62 +78,67 @@ def issued_ahead(program: Program, count: int, room: Sequence[int] = ()) -> Prog
     places = {index: (index, 0, index) for index in range(len(lines))}
     free = [*room]
     for exchange in bare.exchanges:
-        moved = _with_its_joining(lines, exchange.issue, nodes, born)
+        moved = _with_joining_line(lines, exchange.issue, nodes, born)
         first = lines[moved[0]]
         earliest = max((born[i] + 1 for i in first.inputs if i in born), default=0)
-        holds = _held_bytes(program.graph, [nodes[lines[index].node] for index in moved])
+        buffer_bytes = _live_bytes(program.graph, [nodes[lines[index].node] for index in moved])
         place, left = moved[0], count
         while place > earliest and left and lines[place - 1].phase is first.phase:
-            if free and free[place - 1] < holds:
+            if free and free[place - 1] < buffer_bytes:
                 break
             place -= 1
             left -= not nodes[lines[place].node].is_free
             if free:
-                free[place] -= holds
+                free[place] -= buffer_bytes
         places |= {index: (place, -1, index) for index in moved}
     return _reordered(program, lines, places.values())
 
 
 def sent_first(program: Program) -> Program:
-    """Of what the backward pass computes between two issues, first what the second one sends: it
-    goes on its way beside the rest, such as the gradient of what a layer was given. What is waited
-    for, and what comes of that, stays where it is."""
+    """Reorder the backward pass to compute first what the next collective sends.
+
+    The collective then overlaps the rest, such as the gradient of a layer's input. Waits, and the
+    lines that depend on them, stay in place.
+    """
     nodes = program.graph.by_name
-    makes = {added: gradient for gradient, added in _added(program.graph)}
+    gradient_of_sum = {added: gradient for gradient, added in _gradient_sums(program.graph)}
     ordered: list[Instruction] = []
     waiting: dict[str, Instruction] = {}
     arrived: set[str] = set()
     for line in (i for i in program.instructions if i.sink is None):
         node = nodes[line.node]
         if node.collective is not None and line.phase is Phase.BACKWARD:
-            ordered += [*_needed_first(line, waiting, makes), line]
+            ordered += [*_take_needed(line, waiting, gradient_of_sum), line]
         elif node.waits_for or not arrived.isdisjoint(line.inputs):
             arrived.add(line.value)
             if not waiting.keys().isdisjoint(line.inputs):
-                ordered += _all(waiting)
+                ordered += _take_all(waiting)
             ordered.append(line)
         elif line.phase is not Phase.BACKWARD or node.is_random or node.mutates:
-            ordered += [*_all(waiting), line]
+            ordered += [*_take_all(waiting), line]
         else:
             waiting[line.value] = line
-    return program.with_lines([*ordered, *_all(waiting)], on=program.graph)
+    return program.with_lines([*ordered, *_take_all(waiting)], on=program.graph)
 
 
-def _needed_first(
-    issue: Instruction, waiting: dict[str, Instruction], makes: Mapping[str, str]
+def _take_needed(
+    issue: Instruction, waiting: dict[str, Instruction], gradient_of_sum: Mapping[str, str]
 ) -> list[Instruction]:
-    """Of the lines that wait, taken from them, those that this exchange sends something of."""
-    needed = {*issue.inputs, *(makes[name] for name in issue.inputs if name in makes)}
+    """Remove from ``waiting`` and return the lines that this collective depends on."""
+    needed = {
+        *issue.inputs,
+        *(gradient_of_sum[name] for name in issue.inputs if name in gradient_of_sum),
+    }
     found: list[Instruction] = []
     for value, line in reversed([*waiting.items()]):
         if value in needed:
             needed.update(line.inputs)
-            needed.update(makes[name] for name in line.inputs if name in makes)
+            needed.update(gradient_of_sum[name] for name in line.inputs if name in gradient_of_sum)
             found.append(waiting.pop(value))
     return found[::-1]
 
 
-def _all(waiting: dict[str, Instruction]) -> list[Instruction]:
+def _take_all(waiting: dict[str, Instruction]) -> list[Instruction]:
     found = [*waiting.values()]
     waiting.clear()
     return found
@@ -141,25 +147,25 @@ def _all(waiting: dict[str, Instruction]) -> list[Instruction]:
 _Place = tuple[int, int, int]
 
 
-def _with_its_joining(
+def _with_joining_line(
     lines: list[Instruction], issue: int, nodes: Mapping[str, Node], born: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """The line that issues, and before it the one that put side by side what it sends."""
+    """Return the issuing line, preceded by the line that joins the tensors it sends, if any."""
     makers = [born[value] for value in lines[issue].inputs if value in born]
     joining = [index for index in makers if nodes[lines[index].node].op == JOINED_ROWS]
     return (*joining, issue)
 
 
-def _goes_along(nodes: Mapping[str, Node], node: Node) -> bool:
-    """Whether it only reads codes, sends them on or waits for them."""
+def _passes_codes_on(nodes: Mapping[str, Node], node: Node) -> bool:
+    """True if the node only decodes compressed gradients, sends them on or waits for them."""
     if node.collective is not None:
-        return any(_is_coded(nodes[name]) for name in node.inputs)
+        return any(_is_codec_call(nodes[name]) for name in node.inputs)
     if node.waits_for:
-        return _goes_along(nodes, nodes[node.waits_for])
+        return _passes_codes_on(nodes, nodes[node.waits_for])
     return node.op in CODED_CALLS - FIRST_CALLS
 
 
-def _is_coded(node: Node) -> bool:
+def _is_codec_call(node: Node) -> bool:
     return node.op in CODED_CALLS
 
 
@@ -171,11 +177,11 @@ def _without_sinks(program: Program, lines: list[Instruction]) -> Program:
     return replace(program, instructions=tuple(lines))
 
 
-def _held_bytes(graph: Graph, moved: Sequence[Node]) -> int:
-    """What is there from these lines on: what they make, and what a backend keeps."""
-    made = {storage for node in moved for storage in graph.storages_of(node.name)}
-    kept = (node.collective.held_bytes for node in moved if node.collective is not None)
-    return sum(graph.storages[storage].nbytes for storage in made) + sum(kept)
+def _live_bytes(graph: Graph, moved: Sequence[Node]) -> int:
+    """Return the bytes live from these lines on: their results and the backend's buffers."""
+    storages = {storage for node in moved for storage in graph.storages_of(node.name)}
+    backend_bytes = (node.collective.held_bytes for node in moved if node.collective is not None)
+    return sum(graph.storages[storage].nbytes for storage in storages) + sum(backend_bytes)
 
 
 def _reordered(program: Program, lines: list[Instruction], places: Iterable[_Place]) -> Program:
@@ -185,16 +191,19 @@ def _reordered(program: Program, lines: list[Instruction], places: Iterable[_Pla
     return moved
 
 
-def _added(graph: Graph) -> list[tuple[str, str]]:
-    """Each gradient, and the sum of those so far that it is added to as it leaves."""
+def _gradient_sums(graph: Graph) -> list[tuple[str, str]]:
+    """Return pairs of a gradient and the micro-batch sum that it is added to as an output."""
     return [(o.node, f"{SO_FAR}{o.target}") for o in graph.outputs if o.kind is OutputKind.GRADIENT]
 
 
 def _followers(program: Program, lines: list[Instruction], wait: int) -> tuple[list[int], int]:
-    """The wait with the views of its result, and the first line that does more than look at it, or
-    reads what it is added to."""
+    """Return the lines that move with a wait, and the first line that must stay after it.
+
+    The wait moves with the views of its result and the lines that pass compressed gradients on.
+    The first other reader, or reader of a sum that the result is added to, must stay after it.
+    """
     graph, nodes = program.graph, program.graph.by_name
-    added = _added(graph)
+    added = _gradient_sums(graph)
     values = {lines[wait].value}
     sums = {so_far for value, so_far in added if value in values}
     follow = [wait]
@@ -203,7 +212,9 @@ def _followers(program: Program, lines: list[Instruction], wait: int) -> tuple[l
             return follow, index
         if not values.intersection(lines[index].inputs):
             continue
-        if not (nodes[lines[index].node].is_free or _goes_along(nodes, nodes[lines[index].node])):
+        if not (
+            nodes[lines[index].node].is_free or _passes_codes_on(nodes, nodes[lines[index].node])
+        ):
             return follow, index
         values.add(lines[index].value)
         sums |= {so_far for value, so_far in added if value == lines[index].value}

@@ -1,7 +1,7 @@
-"""A parameter in shares on several ranks: gathered to be read, its gradient reduced and scattered.
+"""Shard parameters over ranks: all-gather them to be read, reduce-scatter their gradients.
 
-As ZeRO's third stage does (Rajbhandari et al., SC 2020), but as nodes of the graph. Not for when
-results are waited for: see overlap.py.
+As ZeRO's third stage does (Rajbhandari et al., SC 2020), but as nodes of the graph. Not for
+overlapping the waits: see overlap.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,13 +33,14 @@ def gathered(
     again: Collection[str] = (),
     together: Mapping[str, int] = MappingProxyType({}),
 ) -> Graph:
-    """The step on one share of each of the parameters, cut along its first dimension.
+    """Return the step on one shard of each of the parameters, along the first dimension.
 
-    Each is gathered in front of its first reader and kept from there on; those that are gathered
-    ``again`` are so in front of the first reader of the backward pass, and not kept until then.
-    Those that follow one another are exchanged ``together``, up to so many bytes of each.
+    Each is gathered before its first reader and stays resident from there on. Parameters in
+    ``again`` are freed after the forward pass and gathered a second time before their first reader
+    in the backward pass. ``together`` maps parameters to bucket sizes in bytes: consecutive
+    parameters are gathered in one bucket of at most that size, and so are their gradients.
     """
-    change = GraphEditor(graph)
+    editor = GraphEditor(graph)
 
     def collective(kind: Exchange, nbytes: int) -> Collective:
         return transport.collective(
@@ -49,29 +50,29 @@ def gathered(
     shares: dict[str, Tensor] = {}
     late: dict[str, list[str]] = {}
     for parameter in parameters:
-        held = change[parameter]
-        whole = held.outputs[0]
+        node = editor[parameter]
+        whole = node.outputs[0]
         check_shared(graph, parameter, num_ranks)
         share = replace(whole, shape=(whole.shape[0] // num_ranks, *whole.shape[1:]))
         shares[parameter] = share
         storage = graph.storages[whole.storage]
-        change.storages[whole.storage] = replace(storage, nbytes=share.nbytes)
-        change.change(replace(held, outputs=(share,)))
+        editor.storages[whole.storage] = replace(storage, nbytes=share.nbytes)
+        editor.set_node(replace(node, outputs=(share,)))
         is_early = graph.by_name[graph.users[parameter][0]].phase is Phase.FORWARD
         if parameter in again and is_early and (readers := _read_late(graph, parameter)):
             late[parameter] = readers
-    exchanges = _Exchanges(change, transport, collective, num_ranks, together)
+    exchanges = _Exchanges(editor, transport, collective, num_ranks, together)
     arrived = exchanges.gathered({p: graph.users[p][0] for p in parameters}, "gathered")
     second = exchanges.gathered({p: readers[0] for p, readers in late.items()}, "again")
     for parameter, read in arrived.items():
-        change.reroute(change[parameter], read)
+        editor.reroute(editor[parameter], read)
         if parameter in late:
-            _reroute_late(change, graph, parameter, read, second[parameter], late[parameter])
-    return change.result(exchanges.scattered(graph, shares))
+            _reroute_late(editor, graph, parameter, read, second[parameter], late[parameter])
+    return editor.result(exchanges.scattered(graph, shares))
 
 
-def _looks(graph: Graph, parameter: str) -> list[str]:
-    """The parameter, and the views of it that the forward pass makes."""
+def _forward_views(graph: Graph, parameter: str) -> list[str]:
+    """Return the parameter and the views of it that the forward pass makes."""
     storage = graph.by_name[parameter].outputs[0].storage
     return [
         node.name
@@ -81,21 +82,21 @@ def _looks(graph: Graph, parameter: str) -> list[str]:
 
 
 def _read_late(graph: Graph, parameter: str) -> list[str]:
-    """What of the backward pass reads the parameter, or a view from before; in order."""
-    looks = set(_looks(graph, parameter))
+    """Return the backward nodes that read the parameter or a forward view of it, in order."""
+    views = set(_forward_views(graph, parameter))
     late = (n for n in graph.nodes if n.phase is Phase.BACKWARD)
-    return [node.name for node in late if not looks.isdisjoint(node.inputs)]
+    return [node.name for node in late if not views.isdisjoint(node.inputs)]
 
 
 def _reroute_late(
-    change: GraphEditor,
+    editor: GraphEditor,
     graph: Graph,
     parameter: str,
     arrived: Node,
     second: Node,
     late: Sequence[str],
 ) -> None:
-    """They read what is gathered again, and views of that."""
+    """Let the backward readers ``late`` read the second gather, with new views of it."""
     before, after = arrived.outputs[0].storage, second.outputs[0].storage
 
     def moved(node: Node) -> Node:
@@ -103,22 +104,22 @@ def _reroute_late(
         return replace(node.reading(renamed), outputs=tuple(outputs))
 
     renamed = {arrived.name: second.name}
-    wanted = {i for name in late for i in change[name].inputs}
-    looks = _looks(graph, parameter)[1:]
-    for session in reversed(looks):
-        wanted |= set(change[session].inputs) if session in wanted else set()
-    for session in looks:
-        if session in wanted:
-            anew = replace(moved(change[session]), name=f"{session}_again", phase=Phase.BACKWARD)
-            change.put_before(late[0], anew)
-            renamed[session] = anew.name
+    wanted = {i for name in late for i in editor[name].inputs}
+    views = _forward_views(graph, parameter)[1:]
+    for name in reversed(views):
+        wanted |= set(editor[name].inputs) if name in wanted else set()
+    for name in views:
+        if name in wanted:
+            copy = replace(moved(editor[name]), name=f"{name}_again", phase=Phase.BACKWARD)
+            editor.put_before(late[0], copy)
+            renamed[name] = copy.name
     for node in graph.nodes:
         if node.phase is Phase.BACKWARD:
-            change.change(moved(change[node.name]))
+            editor.set_node(moved(editor[node.name]))
 
 
 def why_not_shared(graph: Graph, parameter: str, num_ranks: int) -> str | None:
-    """Why a parameter cannot lie in equal shares of its rows; None where it can."""
+    """Return why a parameter cannot be sharded into equal shares of rows; None if it can."""
     whole = graph.by_name[parameter].outputs[0]
     if not graph.users[parameter]:
         return "nothing reads it"
@@ -135,56 +136,56 @@ def check_shared(graph: Graph, parameter: str, num_ranks: int) -> None:
 
 
 class _Exchanges:
-    """Puts exchanges of parameters, and of their gradients, into the graph."""
+    """Inserts the collectives of parameters and of their gradients into the graph."""
 
     def __init__(
         self,
-        change: GraphEditor,
+        editor: GraphEditor,
         transport: Transport,
         collective: Callable[[Exchange, int], Collective],
         num_ranks: int,
         together: Mapping[str, int],
     ) -> None:
-        self._change, self._transport, self._collective = change, transport, collective
+        self._editor, self._transport, self._collective = editor, transport, collective
         self._ranks, self._together = num_ranks, together
 
-    def gathered(self, first: Mapping[str, str], how: str) -> dict[str, Node]:
-        """Each whole parameter, gathered in front of its ``first`` reader or of that of one that
-        is read sooner."""
-        graph = self._change.before
+    def gathered(self, first: Mapping[str, str], suffix: str) -> dict[str, Node]:
+        """Gather each parameter before the ``first`` reader of any parameter of its bucket."""
+        graph = self._editor.before
         in_order = sorted(first, key=lambda parameter: graph.position[first[parameter]])
         tensors = {p: graph.by_name[p].outputs[0] for p in in_order}
         arrived: dict[str, Node] = {}
         for bucket in _buckets(tensors, self._together):
             if len(bucket) == 1:
-                arrived[bucket[0]] = self._gather(bucket[0], first[bucket[0]], how)
+                arrived[bucket[0]] = self._gather(bucket[0], first[bucket[0]], suffix)
             else:
-                arrived |= self._gather_together([(p, first[p]) for p in bucket], how)
+                arrived |= self._gather_bucket([(p, first[p]) for p in bucket], suffix)
         return arrived
 
-    def _gather(self, parameter: str, first: str, how: str) -> Node:
-        whole = self._change.before.by_name[parameter].outputs[0]
+    def _gather(self, parameter: str, first: str, suffix: str) -> Node:
+        whole = self._editor.before.by_name[parameter].outputs[0]
         sent = issue(
-            self._collective(Exchange.ALL_GATHER, whole.nbytes), self._standing(parameter, first),
-            name=f"{parameter}_{how}", output=self._change.tensor(whole.shape, whole.dtype),
+            self._collective(Exchange.ALL_GATHER, whole.nbytes),
+            self._placed_like(parameter, first),
+            name=f"{parameter}_{suffix}", output=self._editor.tensor(whole.shape, whole.dtype),
             moved_bytes=0,
         )  # fmt: skip
         return self._put_before(first, sent, wait(sent, self._transport))
 
-    def _gather_together(self, bucket: Sequence[tuple[str, str]], how: str) -> dict[str, Node]:
-        """A row of each rank's shares; each parameter is taken out where it is read."""
-        change = self._change
-        (name, first), graph = bucket[0], change.before
+    def _gather_bucket(self, bucket: Sequence[tuple[str, str]], suffix: str) -> dict[str, Node]:
+        """Gather one joined row per rank; each parameter is copied out before its first reader."""
+        editor = self._editor
+        (name, first), graph = bucket[0], editor.before
         wholes = {p: graph.by_name[p].outputs[0] for p, _ in bucket}
         row, dtype = sum(t.numel for t in wholes.values()) // self._ranks, wholes[name].dtype
         joined = joined_rows(
-            [change[p] for p, _ in bucket], like=self._standing(name, first),
-            name=f"{name}_{how}_joined", output=change.tensor((1, row), dtype),
+            [editor[p] for p, _ in bucket], like=self._placed_like(name, first),
+            name=f"{name}_{suffix}_joined", output=editor.tensor((1, row), dtype),
         )  # fmt: skip
         nbytes = sum(t.nbytes for t in wholes.values())
         sent = issue(
-            self._collective(Exchange.ALL_GATHER, nbytes), joined, name=f"{name}_{how}",
-            output=change.tensor((self._ranks, row), dtype), moved_bytes=0,
+            self._collective(Exchange.ALL_GATHER, nbytes), joined, name=f"{name}_{suffix}",
+            output=editor.tensor((self._ranks, row), dtype), moved_bytes=0,
         )  # fmt: skip
         rows = self._put_before(first, joined, sent, wait(sent, self._transport))
         arrived, start = {}, 0
@@ -193,27 +194,27 @@ class _Exchanges:
             arrived[parameter] = self._put_before(
                 reader,
                 whole_rows(
-                    rows, start, like=self._standing(parameter, reader),
-                    name=f"{parameter}_{how}_whole",
-                    output=change.tensor(whole.shape, whole.dtype),
+                    rows, start, like=self._placed_like(parameter, reader),
+                    name=f"{parameter}_{suffix}_whole",
+                    output=editor.tensor(whole.shape, whole.dtype),
                 ),
             )  # fmt: skip
             start += whole.numel // self._ranks
         return arrived
 
-    def _standing(self, parameter: str, reader: str) -> Node:
-        """The share as something of the module that reads it."""
-        like = self._change[reader]
-        share = self._change[parameter]
+    def _placed_like(self, parameter: str, reader: str) -> Node:
+        """Return the parameter's shard with the phase, path and line of its reader."""
+        like = self._editor[reader]
+        share = self._editor[parameter]
         return replace(share, phase=like.phase, path=like.path, line=like.line)
 
     def _put_before(self, anchor: str, *nodes: Node) -> Node:
         for node in nodes:
-            self._change.put_before(anchor, node)
+            self._editor.put_before(anchor, node)
         return nodes[-1]
 
     def scattered(self, graph: Graph, shares: Mapping[str, Tensor]) -> list[Output]:
-        """The gradients summed over the ranks, of which each keeps its share."""
+        """Reduce-scatter the gradients of the sharded parameters; return the graph's outputs."""
         gradients = {
             output.target: graph.by_name[output.node]
             for output in graph.outputs
@@ -221,7 +222,7 @@ class _Exchanges:
         }
         in_order = sorted(gradients, key=lambda target: graph.position[gradients[target].name])
         tensors = {target: gradients[target].outputs[0] for target in in_order}
-        # Rows of others do not lie side by side.
+        # The rows of other gradients are not contiguous, so they cannot be scattered directly.
         able = {
             p: n for p, n in self._together.items() if p in tensors and tensors[p].is_contiguous
         }
@@ -231,49 +232,49 @@ class _Exchanges:
                 (target,) = bucket
                 own[target] = self._scatter(gradients[target], shares[target])
             else:
-                own |= self._scatter_together({t: gradients[t] for t in bucket}, shares)
+                own |= self._scatter_bucket({t: gradients[t] for t in bucket}, shares)
         return [
             replace(output, node=own[output.target]) if output.target in gradients else output
             for output in graph.outputs
         ]
 
     def _scatter(self, gradient: Node, share: Tensor) -> str:
-        name, own = f"{gradient.name}_scattered", self._change.tensor(share.shape, share.dtype)
+        name, own = f"{gradient.name}_scattered", self._editor.tensor(share.shape, share.dtype)
         return self._sum(gradient, gradient.name, name=name, own=own)
 
-    def _scatter_together(
+    def _scatter_bucket(
         self, gradients: Mapping[str, Node], shares: Mapping[str, Tensor]
     ) -> dict[str, str]:
-        """A row of each rank's shares, one for each rank; gradients are views of one's own."""
-        change, nodes = self._change, [*gradients.values()]
-        behind, dtype = nodes[-1].name, nodes[-1].outputs[0].dtype
+        """Reduce-scatter one joined row per rank; gradients are views of this rank's row."""
+        editor, nodes = self._editor, [*gradients.values()]
+        after, dtype = nodes[-1].name, nodes[-1].outputs[0].dtype
         row = sum(shares[target].numel for target in gradients)
-        name = f"{behind}_scattered"
+        name = f"{after}_scattered"
         joined = joined_rows(
             nodes, like=nodes[-1], name=f"{name}_joined",
-            output=change.tensor((self._ranks, row), dtype),
+            output=editor.tensor((self._ranks, row), dtype),
         )  # fmt: skip
-        change.put_behind(behind, joined)
-        arrived = self._sum(joined, behind, name=name, own=change.tensor((1, row), dtype))
-        rows, own, start = change[arrived], {}, 0
+        editor.put_after(after, joined)
+        arrived = self._sum(joined, after, name=name, own=editor.tensor((1, row), dtype))
+        rows, own, start = editor[arrived], {}, 0
         for target in gradients:
             laid_out = replace(shares[target], storage=rows.outputs[0].storage, offset=start)
-            looked = view(rows, laid_out, name=f"{target}_scattered")
-            own[target] = change.put_behind(behind, looked).name
+            gradient = view(rows, laid_out, name=f"{target}_scattered")
+            own[target] = editor.put_after(after, gradient).name
             start += laid_out.numel
         return own
 
-    def _sum(self, whole: Node, behind: str, *, name: str, own: Tensor) -> str:
-        """Of the sum over the ranks, what is this one's own."""
+    def _sum(self, whole: Node, after: str, *, name: str, own: Tensor) -> str:
+        """Issue a reduce-scatter and its wait; return the name of this rank's shard."""
         exchange = self._collective(Exchange.REDUCE_SCATTER, whole.outputs[0].nbytes)
         sent = issue(exchange, whole, name=name, output=own, moved_bytes=0)
         arrived = wait(sent, self._transport)
-        self._change.put_behind(behind, sent)
-        return self._change.put_behind(behind, arrived).name
+        self._editor.put_after(after, sent)
+        return self._editor.put_after(after, arrived).name
 
 
 def _buckets(tensors: Mapping[str, Tensor], together: Mapping[str, int]) -> Iterable[list[str]]:
-    """Those that follow one another, as long as they are of one kind and within its bytes."""
+    """Group consecutive tensors of one dtype and bucket size, up to that size in bytes."""
     bucket: list[str] = []
     filled, kind = 0, (0, "")
     for name, tensor in tensors.items():

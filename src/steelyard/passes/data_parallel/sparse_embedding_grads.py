@@ -1,8 +1,8 @@
-"""Gradients of tables sent as the rows that were looked up, in place of the whole table.
+"""Sparse embedding gradients: send the rows that were looked up instead of the whole table.
 
-What ranks would sum up is made of few rows: each hands the others its own, and which they are, and
-every rank makes the gradient of all. Exact but for the order of sums. Takes the gradient out of the
-bucket that it is in. Not for other gradients: see passes/compression/compressed_all_reduce.py.
+Ranks all-gather the row gradients and their indices, and every rank computes the gradient of all.
+Exact but for the order of sums. The gradient is removed from its all-reduce bucket. Not for other
+gradients: see passes/compression/compressed_all_reduce.py.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,19 +14,21 @@ from steelyard.ir.parallel_layout import DATA
 from steelyard.passes.data_parallel.buckets import (
     BucketMember,
     Sized,
+    all_reduce_joined,
+    assign_views,
     buckets,
-    handed_out,
-    sent_as_they_are,
 )
 from steelyard.passes.graph_editor import GraphEditor, call, issue, wait
 
-_LOOKED_UP_BACK = "aten.embedding_dense_backward.default"
+_EMBEDDING_BACKWARD = "aten.embedding_dense_backward.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A parameter of whose rows each rank looks some up; ``why_whole`` says why its gradient goes
-    as a whole nevertheless, and is empty where it need not."""
+    """An embedding table whose rows are looked up on each rank.
+
+    ``why_whole`` is the reason why its gradient must be sent as a whole; empty if it need not.
+    """
 
     target: str
     num_rows: int
@@ -36,22 +38,22 @@ class Table:
 
 
 def tables(graph: Graph) -> list[Table]:
-    """Of each gradient that ranks sum up and that is made of rows, alone or among others."""
+    """Return the tables whose summed gradient has, at least in part, the gradients of rows."""
     return [
         _table(graph, member.target, made, reason)
         for bucket in buckets(graph)
         for member in bucket.members
-        for made, reason in _from_rows(graph, _made(graph, member))
+        for made, reason in _from_rows(graph, _gradient_maker(graph, member))
     ]
 
 
 def _from_rows(graph: Graph, made: Node) -> Iterator[tuple[Node, str]]:
-    """The call that makes a gradient of rows, and why those are not all."""
-    if made.op == _LOOKED_UP_BACK:
+    """Yield the embedding backward that makes a gradient, and why it cannot be sent as rows."""
+    if made.op == _EMBEDDING_BACKWARD:
         yield made, _why_whole(graph, made)
         return
-    among = (graph.by_name[name] for name in made.inputs)
-    for node in [node for node in among if node.op == _LOOKED_UP_BACK][:1]:
+    terms = (graph.by_name[name] for name in made.inputs)
+    for node in [node for node in terms if node.op == _EMBEDDING_BACKWARD][:1]:
         yield node, "the table is read in other ways too, or more than once"
 
 
@@ -74,9 +76,9 @@ def _why_whole(graph: Graph, made: Node) -> str:
     return ""
 
 
-def _made(graph: Graph, member: BucketMember) -> Node:
-    """Of one micro-batch, where several are added up before they go."""
-    return _underneath(graph, graph.by_name[_gradient(graph, member).node])
+def _gradient_maker(graph: Graph, member: BucketMember) -> Node:
+    """Return the node that makes the gradient (of one micro-batch, if several are summed)."""
+    return _view_base(graph, graph.by_name[_gradient(graph, member).node])
 
 
 def _gradient(graph: Graph, member: BucketMember) -> Output:
@@ -92,7 +94,7 @@ def _is_same(output: Output, other: Output) -> bool:
     return (output.kind, output.target) == (other.kind, other.target)
 
 
-def _underneath(graph: Graph, node: Node) -> Node:
+def _view_base(graph: Graph, node: Node) -> Node:
     while node.is_view and node.inputs:
         node = graph.by_name[node.inputs[0]]
     return node
@@ -107,8 +109,8 @@ def in_rows(
     axis: str = DATA,
     stride: int = 1,
 ) -> Graph:
-    """The gradients of these parameters sent as rows."""
-    change = GraphEditor(graph)
+    """Return the graph with the gradients of these parameters sent as rows."""
+    editor = GraphEditor(graph)
 
     def collective(kind: Exchange, nbytes: int) -> Collective:
         return transport.collective(
@@ -117,7 +119,7 @@ def in_rows(
 
     outputs = list(graph.outputs)
     dropped: set[str] = set()
-    added_up: set[int] = set()
+    obsolete: set[int] = set()
     for number, bucket in enumerate(buckets(graph, axis)):
         own = [member for member in bucket.members if member.target in targets]
         if not own:
@@ -125,61 +127,61 @@ def in_rows(
         dropped |= bucket.nodes
         rest = [member for member in bucket.members if member.target not in targets]
         if rest:
-            behind = bucket.waited.name
-            whole = sent_as_they_are(
-                change, rest, name=f"rest_of_bucket_{number}", behind=behind, transport=transport,
+            after = bucket.waited.name
+            whole = all_reduce_joined(
+                editor, rest, name=f"rest_of_bucket_{number}", after=after, transport=transport,
                 collective=collective,
             )  # fmt: skip
-            handed_out(change, outputs, rest, whole, behind=behind)
+            assign_views(editor, outputs, rest, whole, after=after)
         for member in own:
-            made = _made(graph, member)
-            summed = _of_all(change, made, member, num_ranks, transport, collective)
+            made = _gradient_maker(graph, member)
+            summed = _gathered_gradient(editor, made, member, num_ranks, transport, collective)
             given = _gradient(graph, member)
             place = next(p for p, o in enumerate(graph.outputs) if _is_same(o, given))
             outputs[place] = replace(given, node=summed.name)
             if place != member.place:
-                # What several micro-batches add up is of all ranks already.
-                added_up.add(member.place)
-            dropped |= {made.name, *_looks_at(graph, made), *_looks_at(graph, member.flat)}
-    left = [output for place, output in enumerate(outputs) if place not in added_up]
-    return change.result(left, without=dropped)
+                # Each micro-batch's gradient is of all ranks already, and so is their sum.
+                obsolete.add(member.place)
+            dropped |= {made.name, *_aliases(graph, made), *_aliases(graph, member.flat)}
+    remaining = [output for place, output in enumerate(outputs) if place not in obsolete]
+    return editor.result(remaining, without=dropped)
 
 
-def _of_all(
-    change: GraphEditor,
+def _gathered_gradient(
+    editor: GraphEditor,
     made: Node,
     member: BucketMember,
     num_ranks: int,
     transport: Transport,
     collective: Sized,
 ) -> Node:
-    """The gradient of all ranks' rows, behind the call that makes that of one rank's."""
+    """Insert, after the embedding backward of one rank, the one of all ranks' rows."""
     gathered = []
-    for name, what in zip(made.inputs, ("rows", "places"), strict=True):
-        value = change[name]
+    for name, kind in zip(made.inputs, ("rows", "places"), strict=True):
+        value = editor[name]
         (tensor,) = value.outputs
         shape = (tensor.shape[0] * num_ranks, *tensor.shape[1:])
         issued = issue(
             collective(Exchange.ALL_GATHER, tensor.nbytes * num_ranks), value,
-            name=f"{member.target.partition(':')[2]}.{what}_sent",
-            output=change.tensor(shape, tensor.dtype), moved_bytes=0,
+            name=f"{member.target.partition(':')[2]}.{kind}_sent",
+            output=editor.tensor(shape, tensor.dtype), moved_bytes=0,
         )  # fmt: skip
-        issued = change.put_behind(made.name, replace(issued, nth=-1))
+        issued = editor.put_after(made.name, replace(issued, nth=-1))
         waited = wait(issued, transport)
-        gathered.append(change.put_behind(made.name, replace(waited, nth=-1)))
+        gathered.append(editor.put_after(made.name, replace(waited, nth=-1)))
     rows, places = gathered
     (tensor,) = made.outputs
     summed = call(
         made.op, made, name=f"{member.target.partition(':')[2]}.of_all",
         args=(Ref(rows.name), Ref(places.name), *made.args[2:]), inputs=gathered,
-        output=change.tensor(tensor.shape, tensor.dtype),
+        output=editor.tensor(tensor.shape, tensor.dtype),
         moved_bytes=made.moved_bytes,
     )  # fmt: skip
-    return change.put_behind(made.name, replace(summed, nth=-1))
+    return editor.put_after(made.name, replace(summed, nth=-1))
 
 
-def _looks_at(graph: Graph, node: Node) -> Iterator[str]:
-    """What else lies on the memory of this: views of the gradient, or of what is added up to."""
+def _aliases(graph: Graph, node: Node) -> Iterator[str]:
+    """Yield all nodes on the storage of this one, such as views of the gradient or of its sum."""
     (storage,) = graph.storages_of(node.name)
     return (n.name for n in graph.nodes if storage in graph.storages_of(n.name))
 

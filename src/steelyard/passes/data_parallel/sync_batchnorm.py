@@ -1,9 +1,9 @@
-"""BatchNorm on ranks that share the batch, with statistics over all of it, as on one device.
+"""Synchronised BatchNorm for data parallelism: statistics over the whole batch.
 
-Exact: every rank normalises by mean and variance of all samples, and the gradient of what was
-normalised knows that each sample moves both. Two small exchanges for each BatchNorm, one in each
-pass, which nothing hides. Plain data. Not for whether the batch may be shared at all: see
-capture/batch/splitting.py.
+Exact, as on one device: every rank normalises by the mean and variance of all samples, and the
+backward pass accounts for each sample's effect on both. Each BatchNorm adds two small collectives,
+one in each pass, which are not overlapped. Plain data. Not for deciding if a batch can be
+split: see capture/batch/splitting.py.
 """
 
 from collections.abc import Mapping
@@ -23,21 +23,23 @@ _DTYPES = ("float32", "float64")
 
 
 def normalising(graph: Graph) -> list[Node]:
-    """The calls that take statistics over samples. InstanceNorm takes those of each sample, laid
-    out as channels of a single one."""
+    """Return the calls that take statistics over samples.
+
+    InstanceNorm is not among them: it views the samples as channels of a single sample.
+    """
     return [
         node
         for node in graph.forward()
-        if "batch_norm" in node.op and _trains(node) and _given(graph, node).shape[0] > 1
+        if "batch_norm" in node.op and _trains(node) and _input_tensor(graph, node).shape[0] > 1
     ]
 
 
 def why_not_synchronised(graph: Graph) -> str:
-    """Of these calls; empty where all can be."""
+    """Return why some BatchNorm cannot be synchronised; empty if all can."""
     for node in normalising(graph):
         if node.op not in (_WITH_BUFFERS, _WITHOUT):
             return f"{node.op} in {node.path} takes its statistics over the whole batch"
-        if _given(graph, node).dtype not in _DTYPES:
+        if _input_tensor(graph, node).dtype not in _DTYPES:
             return f"BatchNorm in {node.path} takes statistics in half precision"
     return ""
 
@@ -47,7 +49,7 @@ def is_synchronised(graph: Graph) -> bool:
 
 
 def synchronised(graph: Graph, *, layout: ParallelLayout, transport: Transport) -> Graph:
-    """The graph of a rank's share of the batch, with statistics of all shares."""
+    """Return the graph of a rank's share of the batch, with statistics of all shares."""
     norms = normalising(graph)
     if not norms:
         return graph
@@ -59,7 +61,7 @@ def synchronised(graph: Graph, *, layout: ParallelLayout, transport: Transport) 
         )
     work = _Synchronising(graph, layout, transport)
     for node in norms:
-        work.take_apart(node)
+        work.synchronise(node)
     return work.result()
 
 
@@ -68,85 +70,88 @@ def _trains(node: Node) -> bool:
     return bool(flags) and flags[0]
 
 
-def _given(graph: Graph, node: Node) -> Tensor:
+def _input_tensor(graph: Graph, node: Node) -> Tensor:
     return graph.by_name[node.inputs[0]].outputs[0]
 
 
 class _Synchronising:
     def __init__(self, graph: Graph, layout: ParallelLayout, transport: Transport) -> None:
         self._graph, self._layout, self._transport = graph, layout, transport
-        self._change = GraphEditor(graph)
-        self._gone: set[str] = set()
-        # What stands for a value that is no longer made, and where that lies.
-        self._instead: dict[str, str] = {}
-        self._lies: dict[int, int] = {}
+        self._editor = GraphEditor(graph)
+        self._replaced: set[str] = set()
+        # The new value and the new storage of each replaced value.
+        self._replacement: dict[str, str] = {}
+        self._new_storage: dict[int, int] = {}
 
     def result(self) -> Graph:
-        graph = self._change.result(self._graph.outputs)
+        graph = self._editor.result(self._graph.outputs)
         graph = replace(
             graph,
-            nodes=tuple(self._rerouted(n) for n in graph.nodes if n.name not in self._gone),
+            nodes=tuple(self._rerouted(n) for n in graph.nodes if n.name not in self._replaced),
             outputs=tuple(
-                replace(o, node=self._instead.get(o.node, o.node)) for o in graph.outputs
+                replace(o, node=self._replacement.get(o.node, o.node)) for o in graph.outputs
             ),
         )
         assert not graph.problems(), graph.problems()
         return graph
 
     def _rerouted(self, node: Node) -> Node:
-        """Reading what there is now, and views of what is gone become views of that."""
-        laid = tuple(
-            replace(t, storage=self._lies[t.storage]) if t.storage in self._lies else t
+        """Return the node reading the new values, with its views moved to the new storages."""
+        outputs = tuple(
+            replace(t, storage=self._new_storage[t.storage])
+            if t.storage in self._new_storage
+            else t
             for t in node.outputs
         )
-        if laid == node.outputs and self._instead.keys().isdisjoint(node.inputs):
+        if outputs == node.outputs and self._replacement.keys().isdisjoint(node.inputs):
             return node
-        return replace(node.reading(self._instead), outputs=laid)
+        return replace(node.reading(self._replacement), outputs=outputs)
 
-    def take_apart(self, node: Node) -> None:
-        """A call and its derivative, which reads the statistics that the call saved."""
-        both = self._forward(node)
+    def synchronise(self, node: Node) -> None:
+        """Replace a call and its backward, which reads the statistics that the call saved."""
+        joint = self._forward(node)
         users = self._graph.users
         saved = [user for user in users[node.name] if self._index(user) == 1]
         reading = dict.fromkeys(reader for one in saved for reader in users[one])
-        for back in map(self._graph.by_name.__getitem__, reading):
-            if back.op == _BACKWARD:
-                self._backward(back, both, count=self._count(_given(self._graph, node)))
+        for backward in map(self._graph.by_name.__getitem__, reading):
+            if backward.op == _BACKWARD:
+                self._backward(backward, joint, count=self._count(_input_tensor(self._graph, node)))
 
     def _forward(self, node: Node) -> Node:
-        """Gives the statistics of all samples."""
+        """Replace the forward call; return the node with the statistics of all samples."""
         x, weight, bias, *buffers, _, momentum, eps = node.args
-        given = _given(self._graph, node)
+        given = _input_tensor(self._graph, node)
         channels, count = given.shape[1], self._count(given)
-        statistics = self._change.tensor((2, channels), given.dtype)
+        statistics = self._editor.tensor((2, channels), given.dtype)
         own = self._call(node, "batch_statistics", (x,), statistics)
         gathered = self._exchanged(Exchange.ALL_GATHER, own, at=node)
-        both = self._call(
+        joint = self._call(
             node, "joint_statistics", (Ref(gathered.name), self._layout.batch),
-            self._change.tensor((2, channels), given.dtype),
+            self._editor.tensor((2, channels), given.dtype),
         )  # fmt: skip
-        all_of = Ref(both.name)
+        all_statistics = Ref(joint.name)
         results = {0: self._call(
-            node, "normalised", (x, weight, bias, all_of, eps), self._like(node.outputs[0])
+            node, "normalised", (x, weight, bias, all_statistics, eps), self._like(node.outputs[0])
         )}  # fmt: skip
         moved = (("moved_mean", (momentum,)), ("moved_variance", (momentum, count)))
         for place, (buffer, (op, rest)) in enumerate(zip(buffers, moved)):
-            output = self._change.tensor((channels,), given.dtype)
-            results[3 + place] = self._call(node, op, (buffer, all_of, *rest), output)
-        self._put_in_place_of(node, results)
-        return both
+            output = self._editor.tensor((channels,), given.dtype)
+            results[3 + place] = self._call(node, op, (buffer, all_statistics, *rest), output)
+        self._substitute(node, results)
+        return joint
 
-    def _backward(self, node: Node, both: Node, *, count: int) -> None:
+    def _backward(self, node: Node, joint: Node, *, count: int) -> None:
         gradient, x, weight, eps, wanted = (node.args[i] for i in (0, 1, 2, 8, 9))
         assert isinstance(wanted, tuple)
-        all_of, (_, channels) = Ref(both.name), both.outputs[0].shape
-        sums = self._change.tensor((2, channels), both.outputs[0].dtype)
-        own = self._call(node, "normalised_sums", (gradient, x, all_of, eps), sums)
+        all_statistics, (_, channels) = Ref(joint.name), joint.outputs[0].shape
+        sums = self._editor.tensor((2, channels), joint.outputs[0].dtype)
+        own = self._call(node, "normalised_sums", (gradient, x, all_statistics, eps), sums)
         results: dict[int, Node] = {}
         if wanted[0]:
-            of_all = Ref(self._exchanged(Exchange.ALL_REDUCE, own, at=node).name)
+            all_sums = Ref(self._exchanged(Exchange.ALL_REDUCE, own, at=node).name)
             results[0] = self._call(
-                node, "normalised_backward", (gradient, x, weight, all_of, of_all, count, eps),
+                node, "normalised_backward",
+                (gradient, x, weight, all_statistics, all_sums, count, eps),
                 self._like(node.outputs[0]),
             )  # fmt: skip
         for place in (1, 2):
@@ -156,17 +161,17 @@ class _Synchronising:
                 results[place] = self._call(
                     node, ("", "weight", "bias")[place], args, row, op="aten.select.int"
                 )
-        self._put_in_place_of(node, results)
+        self._substitute(node, results)
 
-    def _put_in_place_of(self, node: Node, results: Mapping[int, Node]) -> None:
-        """What read a result of ``node`` reads what stands for it now."""
-        self._gone.add(node.name)
+    def _substitute(self, node: Node, results: Mapping[int, Node]) -> None:
+        """Let the readers of each result of ``node`` read its replacement."""
+        self._replaced.add(node.name)
         for name in self._graph.users[node.name]:
-            self._gone.add(name)
+            self._replaced.add(name)
             if (new := results.get(self._index(name))) is not None:
                 (old,) = self._graph.storages_of(name)
-                self._lies[old] = new.outputs[0].storage
-                self._instead[name] = new.name
+                self._new_storage[old] = new.outputs[0].storage
+                self._replacement[name] = new.name
 
     def _index(self, name: str) -> int:
         index = self._graph.by_name[name].args[1]
@@ -176,7 +181,7 @@ class _Synchronising:
     def _exchanged(self, kind: Exchange, value: Node, *, at: Node) -> Node:
         rows, channels = value.outputs[0].shape
         rows *= self._layout.batch if kind is Exchange.ALL_GATHER else 1
-        output = self._change.tensor((rows, channels), value.outputs[0].dtype)
+        output = self._editor.tensor((rows, channels), value.outputs[0].dtype)
         collective = self._transport.collective(
             kind, axis=DATA, num_ranks=self._layout.batch, nbytes=output.nbytes,
             stride=self._layout.tensor,
@@ -185,26 +190,26 @@ class _Synchronising:
         sent = issue(
             collective, value, name=f"{value.name}_of_all", output=output, moved_bytes=moved
         )
-        self._change.put_behind(at.name, replace(sent, nth=at.nth))
+        self._editor.put_after(at.name, replace(sent, nth=at.nth))
         arrived = wait(sent, self._transport)
-        return self._change.put_behind(at.name, replace(arrived, nth=at.nth))
+        return self._editor.put_after(at.name, replace(arrived, nth=at.nth))
 
     def _call(
-        self, at: Node, said: str, args: tuple[Argument, ...], output: Tensor, *, op: str = ""
+        self, at: Node, label: str, args: tuple[Argument, ...], output: Tensor, *, op: str = ""
     ) -> Node:
-        """Behind ``at``, of which there is one such call."""
-        inputs = [self._change[a.name] for a in args if isinstance(a, Ref)]
+        """Insert a call after ``at``; ``label`` must be unique for ``at``."""
+        inputs = [self._editor[a.name] for a in args if isinstance(a, Ref)]
         node = call(
-            op or f"steelyard.{said}", at, name=f"{at.name}_{said}", args=args, inputs=inputs,
+            op or f"steelyard.{label}", at, name=f"{at.name}_{label}", args=args, inputs=inputs,
             output=output, moved_bytes=output.nbytes + sum(n.outputs[0].nbytes for n in inputs),
         )  # fmt: skip
         free = 0 if node.is_view else node.moved_bytes
-        return self._change.put_behind(at.name, replace(node, nth=at.nth, moved_bytes=free))
+        return self._editor.put_after(at.name, replace(node, nth=at.nth, moved_bytes=free))
 
     def _like(self, tensor: Tensor) -> Tensor:
-        """Laid out alike, on a storage of its own."""
-        return replace(self._change.tensor(tensor.shape, tensor.dtype), stride=tensor.stride)
+        """Add a tensor of the same shape and strides on a new storage."""
+        return replace(self._editor.tensor(tensor.shape, tensor.dtype), stride=tensor.stride)
 
     def _count(self, x: Tensor) -> int:
-        """Values of one channel on all ranks."""
+        """Return the number of values of one channel on all ranks."""
         return x.numel // x.shape[1] * self._layout.batch

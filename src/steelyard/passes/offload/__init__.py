@@ -1,4 +1,4 @@
-"""Transfers to and from a slower tier as nodes of the graph, and products that read it in slices.
+"""Graph rewrites for offloading: transfers to and from offload memory, and sliced products.
 
-Not for the live tensors there: see offload/.
+Not for the live tensors in offload memory: see offload/.
 """

@@ -1,7 +1,7 @@
-"""Products of the backward pass with a value of the forward pass that lies in offload memory: it
-comes back slice by slice, for each of them anew, and is never near whole.
+"""Backward products that read an offloaded activation slice by slice, never as a whole.
 
-Not for which values, nor how many slices: see trades/. Not for computing with them: see offload/.
+Each such product fetches the slices itself. Not for choosing activations or the number of slices:
+see trades/. Not for executing the products: see offload/.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +17,11 @@ from steelyard.passes.offload.transfer_nodes import Looks, slices_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The ``call`` that goes through the slices of a value, at this line; the line that made
-    ``result`` as a whole stood there. Before it they begin to be fetched, over the ``link`` and
-    into ``room`` for two of them."""
+    """A sliced read of an activation: the ``call`` that loops over its slices, at this line.
+
+    The call replaces the line that made ``result`` from the whole activation. Slices are fetched
+    over ``link`` into ``room``, a buffer for two of them.
+    """
 
     line: int
     result: str
@@ -32,8 +34,10 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InSlices:
-    """The lines of a program in which products read some values in slices, without what only
-    looked at these; ``reads`` are of each such value."""
+    """A program in which products read some values in slices; ``reads`` are given by value.
+
+    Views of these values in the backward pass are removed from ``lines``.
+    """
 
     graph: Graph
     lines: tuple[Instruction, ...]
@@ -41,8 +45,10 @@ class InSlices:
 
 
 def sliceable_inputs(program: Program, values: Iterable[str]) -> dict[str, tuple[Product, ...]]:
-    """Of these values: what the backward pass reads nothing but as a side of products that are sums
-    over its rows, and those products."""
+    """Return the values that the backward pass reads only in products that sum over their rows.
+
+    The result maps each such value to those products.
+    """
     looks = Looks(program, values)
     lines = _lines(program, looks)
     late = range(first_late(lines), len(lines))
@@ -59,7 +65,7 @@ def sliceable_inputs(program: Program, values: Iterable[str]) -> dict[str, tuple
 def with_inputs_in_slices(
     program: Program, slices: Mapping[str, int], slots: Mapping[str, int]
 ) -> InSlices:
-    """``slots`` are the places of these values in offload memory."""
+    """Let backward products read these values in slices, from ``slots`` of offload memory."""
     looks = Looks(program, slices)
     lines = _lines(program, looks)
     late = first_late(lines)
@@ -72,20 +78,20 @@ def with_inputs_in_slices(
         if product is None:
             placed.append(line)
             continue
-        count = slices[product.far]
-        loop = Loop.alone(number, product, count)
+        count = slices[product.operand]
+        loop = Loop.single(number, product, count)
         own = LoopCall(loop, program.graph, lines, slots)
-        room, link = slices_of(product.matrix, count, storage=len(storages))
-        storages.append(Storage(nbytes=room.nbytes, role=Role.ACTIVATION))
+        buffer, link = slices_of(product.matrix, count, storage=len(storages))
+        storages.append(Storage(nbytes=buffer.nbytes, role=Role.ACTIVATION))
         nodes += [own.node, *(node for node, _ in own.results())]
-        reads[product.far].append(
+        reads[product.operand].append(
             Read(
                 line=len(placed),
                 result=line.value,
                 call=own.node,
                 matrix=product.matrix,
                 count=count,
-                room=room,
+                room=buffer,
                 link=link,
             )
         )
@@ -101,13 +107,13 @@ def with_inputs_in_slices(
 
 
 def _lines(program: Program, looks: Looks) -> Sequence[Instruction]:
-    """Without what looks at these values in the backward pass: there they are not."""
+    """Return the lines without views of these values in the backward pass: none is resident."""
     lines = [i for i in program.instructions if i.sink is None]
     late = first_late(lines)
     return [line for k, line in enumerate(lines) if k < late or line.value not in looks.of]
 
 
 def _product(graph: Graph, line: Instruction, looks: Looks) -> Product | None:
-    """What this line computes, if that is a sum over the rows of one of these values."""
+    """Return the product of this line if it is a sum over the rows of one of these values."""
     product = Product.of(graph.by_name[line.node], graph, looks)
     return None if product is None or product.by_columns else product

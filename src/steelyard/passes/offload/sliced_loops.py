@@ -1,9 +1,8 @@
-"""Lines that are carried out slice by slice: products with what lies in offload memory (a weight,
-or a value of the forward pass), and the pointwise work behind them.
+"""Loops over slices: products with an offloaded weight or activation, fused with pointwise work.
 
-A product that reads slices of rows of ``W`` in ``x @ W.T`` makes columns of its result, and what is
-pointwise behind it is made of those columns while they are at hand. Products that meet in such work
-are carried out together. Not for fetching: see sliced_weight_matmuls.py and
+A product ``x @ W.T`` that reads slices of the rows of ``W`` makes columns of its result; pointwise
+operators that follow run on those columns while they are in the cache. Products whose results meet
+in such an operator share one loop. Not for fetching: see sliced_weight_matmuls.py and
 sliced_activation_matmuls.py.
 """
 
@@ -29,52 +28,58 @@ from steelyard.passes.slicing.column_rules import IsPointwise, in_columns, on_co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """``mm`` or ``addmm`` of which one side lies far: ``matrix`` is how its rows lie there. It is
-    the right side (the product is a sum over its rows), or that turned (its rows are the columns of
-    the result), or the left side turned (a sum again)."""
+    """An ``mm`` or ``addmm`` whose ``operand`` is offloaded.
+
+    ``matrix`` describes the operand row-major, as it is stored in offload memory. The operand is
+    the right side (the product is a sum over its rows), the transposed right side (its rows are
+    columns of the result) or the transposed left side (a sum over its rows). ``is_transposed``
+    marks the transposed cases.
+    """
 
     node: Node
-    far: str
+    operand: str
     place: int
     matrix: Tensor
-    is_turned: bool
+    is_transposed: bool
 
     @classmethod
     def of(cls, node: Node, graph: Graph, looks: Looks) -> "Product | None":
-        places = [place for place, name in enumerate(node.inputs) if looks.far_of(name)]
+        places = [place for place, name in enumerate(node.inputs) if looks.offloaded_source(name)]
         if node.kwargs or len(set(node.inputs)) != len(node.args) or len(places) != 1:
             return None
         (place,) = places
         if place not in _PLACES.get(node.op, ()):
             return None
-        far = looks.far_of(node.inputs[place])
+        operand = looks.offloaded_source(node.inputs[place])
         (own,), (seen,) = (
-            graph.by_name[far].outputs,
+            graph.by_name[operand].outputs,
             graph.by_name[node.inputs[place]].outputs,
         )
         turned = replace(seen, shape=seen.shape[::-1], stride=seen.stride[::-1])
-        is_turned = not _is_matrix(seen, own)
-        if is_turned and not _is_matrix(turned, own):
+        is_transposed = not _is_matrix(seen, own)
+        if is_transposed and not _is_matrix(turned, own):
             return None
-        matrix = turned if is_turned else seen
-        found = cls(node=node, far=far, place=place, matrix=matrix, is_turned=is_turned)
-        return found if found.is_right or is_turned else None
+        matrix = turned if is_transposed else seen
+        found = cls(
+            node=node, operand=operand, place=place, matrix=matrix, is_transposed=is_transposed
+        )
+        return found if found.is_right or is_transposed else None
 
     @property
     def by_columns(self) -> bool:
-        return self.is_turned and self.is_right
+        return self.is_transposed and self.is_right
 
     @property
     def is_right(self) -> bool:
         return self.place == len(self.node.inputs) - 1
 
 
-# Of the sides of a product; what is added to one is none.
+# Positions of the operands of a product among its inputs. The input that addmm adds is none.
 _PLACES = {"aten.mm.default": (0, 1), "aten.addmm.default": (2,)}
 
 
 def _is_matrix(seen: Tensor, own: Tensor) -> bool:
-    """Whether these are all the numbers that lie there, row by row."""
+    """True if ``seen`` is a row-major matrix view of all elements of ``own``."""
     return (
         own.is_contiguous
         and seen.is_contiguous
@@ -87,28 +92,32 @@ def _is_matrix(seen: Tensor, own: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """``lines`` by number, the first of them a product; ``products`` are those among them. The loop
-    stands where its last line did, and ``behind`` it what read something of it before that."""
+    """Lines of a program that are executed as one loop over slices.
+
+    ``lines`` are line numbers, the first of them a product; ``products`` maps the numbers of all
+    products. The loop replaces its last line. The lines ``deferred``, which read a result of the
+    loop before its last line, move after it.
+    """
 
     lines: tuple[int, ...]
     products: Mapping[int, Product]
-    behind: tuple[int, ...]
+    deferred: tuple[int, ...]
     rows: int
     each: int
 
     @classmethod
-    def alone(cls, number: int, product: Product, slices: int) -> "Loop":
+    def single(cls, number: int, product: Product, slices: int) -> "Loop":
         return cls(
             lines=(number,),
             products={number: product},
-            behind=(),
+            deferred=(),
             rows=product.matrix.shape[0],
             each=rows_in_slice(product.matrix, slices),
         )
 
 
 class Loops:
-    """Finds the loops among ``lines``; ``slices`` is how many each weight is read in."""
+    """Finds the loops among ``lines``; ``slices`` is the number of slices of each weight."""
 
     def __init__(
         self,
@@ -123,13 +132,13 @@ class Loops:
         self._lines = lines
         self._slices = slices
         self._is_pointwise = is_pointwise
-        self._made = {line.value: number for number, line in enumerate(lines)}
-        # Of each line in a loop, the loop's first line.
-        self._of: dict[int, int] = {}
+        self._producer = {line.value: number for number, line in enumerate(lines)}
+        # Maps each line in a loop to the loop's first line.
+        self._loop_of: dict[int, int] = {}
         self._found: dict[int, Loop] = {}
         for number, line in enumerate(lines):
             product = Product.of(graph.by_name[line.node], graph, looks)
-            if product is not None and product.far in slices:
+            if product is not None and product.operand in slices:
                 self._begin(number, product)
             else:
                 self._extend(number)
@@ -138,15 +147,18 @@ class Loops:
         return tuple(self._found[first] for first in sorted(self._found))
 
     def _begin(self, number: int, product: Product) -> None:
-        self._of[number] = number
-        self._found[number] = Loop.alone(number, product, self._slices[product.far])
+        self._loop_of[number] = number
+        self._found[number] = Loop.single(number, product, self._slices[product.operand])
 
     def _extend(self, number: int) -> None:
-        """Take this line into the loop, or the loops, of which it reads columns."""
+        """Add this line to the loop whose columns it reads, merging loops if it reads several."""
         line = self._lines[number]
-        read = [self._made[name] for name in line.inputs if name in self._made]
-        met = [self._found[first] for first in sorted({self._of[k] for k in read if k in self._of})]
-        if not met or not _is_alike(met):
+        read = [self._producer[name] for name in line.inputs if name in self._producer]
+        met = [
+            self._found[first]
+            for first in sorted({self._loop_of[k] for k in read if k in self._loop_of})
+        ]
+        if not met or not _have_equal_slices(met):
             return
         node = self._graph.by_name[line.node]
         found = in_columns(self._graph, node, columns=met[0].rows, is_pointwise=self._is_pointwise)
@@ -154,75 +166,86 @@ class Loops:
         if found is None or any(
             not found[name]
             for name, value in zip(node.inputs, line.inputs, strict=True)
-            if self._made.get(value) in inside
+            if self._producer.get(value) in inside
         ):
             return
         members = tuple(sorted((*inside, number)))
-        behind = self._behind(members)
-        if behind is None or not self._is_told_apart(members):
+        deferred = self._deferred(members)
+        if deferred is None or not self._has_unique_inputs(members):
             return
         for loop in met:
             del self._found[loop.lines[0]]
-        self._of.update(dict.fromkeys(members, members[0]))
+        self._loop_of.update(dict.fromkeys(members, members[0]))
         self._found[members[0]] = Loop(
             lines=members,
             products={k: p for loop in met for k, p in loop.products.items()},
-            behind=behind,
+            deferred=deferred,
             rows=met[0].rows,
             each=met[0].each,
         )
 
-    def _behind(self, members: Sequence[int]) -> tuple[int, ...] | None:
-        """The lines between the first and the last of these that depend on one of them and so move
-        behind the last; None where some member does, or order would change that matters."""
+    def _deferred(self, members: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the lines between ``members`` that depend on them and must move after the last.
+
+        None if a member depends on such a line, or if the move would change the order of random
+        draws or writes.
+        """
         inside, late = set(members), {self._lines[k].value for k in members}
-        behind: list[int] = []
-        has_random_behind = False
+        deferred: list[int] = []
+        has_random_deferred = False
         for number in range(members[0], members[-1] + 1):
             line, node = self._lines[number], self._graph.by_name[self._lines[number].node]
             if line.phase is not self._lines[members[0]].phase or node.mutates:
                 return None
             is_late = any(name in late for name in line.inputs)
             if number in inside:
-                outside = (name for name in line.inputs if self._made.get(name) not in inside)
+                outside = (name for name in line.inputs if self._producer.get(name) not in inside)
                 if any(name in late for name in outside):
                     return None
             elif is_late:
                 late.add(line.value)
-                behind.append(number)
-                has_random_behind |= node.is_random
-            elif node.is_random and has_random_behind:
+                deferred.append(number)
+                has_random_deferred |= node.is_random
+            elif node.is_random and has_random_deferred:
                 return None
         others = {k for loop in self._found.values() for k in loop.lines} - inside
-        # Another loop is one call too: it may not be torn apart.
-        return None if others.intersection(behind) else tuple(behind)
+        # Another loop is a single call, so its lines cannot be separated.
+        return None if others.intersection(deferred) else tuple(deferred)
 
-    def _is_told_apart(self, members: Sequence[int]) -> bool:
-        """Whether what is read from outside is another node for each value."""
+    def _has_unique_inputs(self, members: Sequence[int]) -> bool:
+        """True if no node stands for two values, among outside inputs and the loop's own lines.
+
+        The calls of a loop refer to values by the name of their node.
+        """
         inside = set(members)
         nodes: dict[str, str] = {}
         for line in (self._lines[k] for k in members):
             read = zip(self._graph.by_name[line.node].inputs, line.inputs, strict=True)
             for name, value in read:
-                if self._made.get(value) not in inside and nodes.setdefault(name, value) != value:
+                if (
+                    self._producer.get(value) not in inside
+                    and nodes.setdefault(name, value) != value
+                ):
                     return False
         own = {self._lines[k].node for k in members}
         return len(own) == len(members) and own.isdisjoint(nodes)
 
 
-def _is_alike(loops: Sequence[Loop]) -> bool:
-    """Whether their slices are the same columns."""
+def _have_equal_slices(loops: Sequence[Loop]) -> bool:
+    """True if all loops make the same columns in each slice."""
     products = [p for loop in loops for p in loop.products.values()]
     return (
         all(p.by_columns for p in products)
         and len({(loop.rows, loop.each) for loop in loops}) == 1
-        and len({p.far for p in products}) == len(products)
+        and len({p.operand for p in products}) == len(products)
     )
 
 
 class LoopCall:
-    """A loop as one call of the program: the node, its line, and the lines of what it gives. What
-    lies far is named as it is there: by its place, where ``slots`` has one."""
+    """A loop as one call of the program: the node, its line, and the lines of its results.
+
+    Offloaded operands are plain arguments: the slot number from ``slots``, else the name.
+    """
 
     def __init__(
         self,
@@ -242,7 +265,7 @@ class LoopCall:
             for name in line.inputs if name in inside
         }  # fmt: skip
         self._views: list[Instruction] = []
-        self._given: list[Instruction] = []
+        self._results: list[Instruction] = []
         for line in reversed(self._lines.values()):
             if line.value not in read | leaving:
                 continue
@@ -250,19 +273,19 @@ class LoopCall:
                 self._views.insert(0, line)
                 read.update(line.inputs)
             else:
-                self._given.insert(0, line)
+                self._results.insert(0, line)
         self._takes: dict[tuple[str, int | None], tuple[str, SlicedValue]] = {}
         self.body = self._body()
         self.node = self._whole()
 
     @property
-    def far(self) -> tuple[str, ...]:
-        return tuple(product.far for product in self._loop.products.values())
+    def offloaded(self) -> tuple[str, ...]:
+        return tuple(product.operand for product in self._loop.products.values())
 
     def results(self) -> list[tuple[Node, Instruction]]:
-        """What takes its results apart; they keep the names that others read."""
+        """Return the getitem nodes and lines of the results, under the value names in use."""
         found = []
-        for place, line in enumerate(self._given):
+        for place, line in enumerate(self._results):
             node = Node(
                 name=f"{line.value}.far",
                 op="getitem",
@@ -278,7 +301,7 @@ class LoopCall:
         return found
 
     def lines(self) -> list[Instruction]:
-        """The call, its results, and what only looks at them."""
+        """Return the lines of the call, of its results and of the views of its results."""
         inputs = tuple(value for value, _ in self._takes.values())
         phase = next(iter(self._lines.values())).phase
         call = _line_of(self.node, self.node.name, tuple(dict.fromkeys(inputs)), phase)
@@ -288,8 +311,8 @@ class LoopCall:
         loop, graph = self._loop, self._graph
         counts = sorted({loop.each, loop.rows % loop.each or loop.each}, reverse=True)
         calls = {count: tuple(self._calls(count)) for count in counts}
-        far = tuple(
-            SlicedValue(name=product.far, tensor=product.matrix, along=0)
+        offloaded = tuple(
+            SlicedValue(name=product.operand, tensor=product.matrix, along=0)
             for product in loop.products.values()
         )
         is_sum = not next(iter(loop.products.values())).by_columns
@@ -297,7 +320,7 @@ class LoopCall:
             rows=loop.rows,
             parts=-(-loop.rows // loop.each),
             each=loop.each,
-            takes=(*far, *(take for _, take in self._takes.values())),
+            takes=(*offloaded, *(take for _, take in self._takes.values())),
             calls=tuple((count, calls[count]) for count in sorted(counts)),
             gives=tuple(
                 SlicedValue(
@@ -305,7 +328,7 @@ class LoopCall:
                     tensor=graph.by_name[line.node].outputs[0],
                     along=None if is_sum else -1,
                 )
-                for line in self._given
+                for line in self._results
             ),
         )
 
@@ -320,18 +343,18 @@ class LoopCall:
         return calls
 
     def _product(self, product: Product, line: Instruction) -> list[Node]:
-        """Of the slice of what lies far, turned where it was turned as a whole."""
+        """Return the product on one slice, after a transpose of the slice if it needs one."""
         node, read = product.node, dict(zip(product.node.inputs, line.inputs, strict=True))
-        seen, slice_, turn = node.inputs[product.place], product.far, []
-        if product.is_turned:
-            slice_ = f"{product.far}.t"
+        seen, slice_, transpose = node.inputs[product.place], product.operand, []
+        if product.is_transposed:
+            slice_ = f"{product.operand}.t"
             (tensor,) = self._graph.by_name[seen].outputs
-            turn = [
+            transpose = [
                 Node(
                     name=slice_,
                     op="aten.t.default",
-                    args=(Ref(product.far),),
-                    inputs=(product.far,),
+                    args=(Ref(product.operand),),
+                    inputs=(product.operand,),
                     outputs=(replace(tensor, storage=product.matrix.storage),),
                     signature="aten.t.default",
                     is_view=True,
@@ -340,16 +363,16 @@ class LoopCall:
         renamed = {seen: slice_}
         for place, name in enumerate(node.inputs):
             if place != product.place:
-                along = self._cut(product, place, name)
-                renamed[name] = self._taken(name, read[name], along=along)
-        return [*turn, node.reading(renamed)]
+                along = self._sliced_dim(product, place, name)
+                renamed[name] = self._add_input(name, read[name], along=along)
+        return [*transpose, node.reading(renamed)]
 
-    def _cut(self, product: Product, place: int, name: str) -> int | None:
-        """Along which dim a slice takes some of another argument; None for all of it."""
+    def _sliced_dim(self, product: Product, place: int, name: str) -> int | None:
+        """Return the dim along which another argument is sliced, or None if it is read whole."""
         if not product.is_right:
             return 0
         is_added = place < product.place - 1
-        # Columns of what is added for columns of the result; of the left side for rows of a sum.
+        # A product that makes columns slices the added input; a sum slices the left operand.
         is_cut = product.by_columns == is_added and self._is_in_columns(name)
         return -1 if is_cut else None
 
@@ -361,14 +384,17 @@ class LoopCall:
         inside = {own.value for own in self._lines.values()}
         return node.reading(
             {
-                name: self._taken(name, value, along=-1 if self._is_in_columns(name) else None)
+                name: self._add_input(name, value, along=-1 if self._is_in_columns(name) else None)
                 for name, value in zip(node.inputs, line.inputs, strict=True)
                 if value not in inside
             }
         )
 
-    def _taken(self, name: str, value: str, *, along: int | None) -> str:
-        """What the calls name it; the same value may be read whole and in columns."""
+    def _add_input(self, name: str, value: str, *, along: int | None) -> str:
+        """Register an input of the loop and return its name in the calls of the body.
+
+        The same value may be read whole and in columns, under two names.
+        """
         called = {None: name, -1: f"{name}.columns", 0: f"{name}.rows"}[along]
         tensor = self._graph.by_name[name].outputs[0]
         take = SlicedValue(name=called, tensor=tensor, along=along)
@@ -378,21 +404,22 @@ class LoopCall:
     def _whole(self) -> Node:
         first = next(iter(self._lines.values()))
         nodes = [self._graph.by_name[line.node] for line in self._lines.values()]
-        told = sha256(self.body.told.encode()).hexdigest()[:24]
+        digest = sha256(self.body.told.encode()).hexdigest()[:24]
         return Node(
             name=f"{first.value}.slices",
             op=FAR_PRODUCTS,
             args=(
-                tuple(self._slots.get(far, far) for far in self.far),
+                tuple(self._slots.get(operand, operand) for operand in self.offloaded),
                 *(Ref(name) for name, _ in self._takes),
             ),
             inputs=tuple(dict.fromkeys(name for name, _ in self._takes)),
             outputs=tuple(given.tensor for given in self.body.gives),
-            # Not of the forward pass: whatever names or counts that sees the step as captured.
+            # Not of the forward phase: names and counts of forward nodes refer to the captured
+            # step.
             phase=Phase.BACKWARD,
             path=nodes[0].path,
             line=nodes[0].line,
-            signature=f"{FAR_PRODUCTS}({told})",
+            signature=f"{FAR_PRODUCTS}({digest})",
             flops=sum(node.flops for node in nodes),
             moved_bytes=sum(node.moved_bytes for node in nodes),
             body=self.body,

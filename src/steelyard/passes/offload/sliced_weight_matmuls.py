@@ -1,8 +1,7 @@
-"""Products with a weight that is never near whole: they read it from offload memory, slice by
-slice.
+"""Products that read an offloaded weight slice by slice, so that it is never resident as a whole.
 
-Not for how many slices: see trades/. Not for what is carried out in them: see sliced_loops.py; nor
-for computing it: see offload/.
+Not for choosing the number of slices: see trades/. Not for the loops: see sliced_loops.py; nor for
+executing them: see offload/.
 """
 
 from collections import Counter
@@ -18,8 +17,10 @@ from steelyard.passes.slicing.column_rules import IsPointwise
 
 
 def sliceable(program: Program, parameters: Iterable[str]) -> frozenset[str]:
-    """Of these weights: what nothing reads but products of which it is the right side, or the left
-    one turned."""
+    """Return the parameters whose weights are read only by products that can be sliced.
+
+    The weight must be the right operand or the transposed left operand.
+    """
     nodes = program.graph.by_name
     able = [p for p in parameters if _is_row_major(nodes[WEIGHT + p])]
     looks = Looks(program, [WEIGHT + p for p in able])
@@ -39,32 +40,36 @@ def _is_row_major(node: Node) -> bool:
     return len(tensor.shape) == 2 and tensor.stride == (tensor.shape[1], 1)
 
 
-def with_products_far(
+def with_sliced_weight_products(
     program: Program,
     slices: Mapping[str, int],
     leads: Mapping[str, int],
     *,
     is_pointwise: IsPointwise,
 ) -> Program:
-    """Each product, and what is pointwise behind it, becomes a call that goes through the slices.
-    Before it they begin to be fetched, behind it the last two are let go."""
+    """Replace each product with these weights, and the pointwise work after it, by a sliced loop.
+
+    Fetching begins ``lead`` operators before a loop; its buffer is freed right after it.
+    """
     looks = Looks(program, [WEIGHT + parameter for parameter in slices])
     lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
-    graph, lines = _with_room_apart(program.graph, lines)
+    graph, lines = _with_independent_empties(program.graph, lines)
     each = {WEIGHT + parameter: count for parameter, count in slices.items()}
     loops = Loops(graph, lines, looks, each, is_pointwise=is_pointwise).found()
     calls = Calls(graph, Phase.BACKWARD)
     calls.drop(looks.names)
-    carried = {loop.lines[-1]: (loop, LoopCall(loop, graph, lines)) for loop in loops}
-    moved = {k: max(l.lines[-1] for l in loops if k in l.behind) for l in loops for k in l.behind}
-    gone = {k for loop in loops for k in loop.lines}
+    loop_calls = {loop.lines[-1]: (loop, LoopCall(loop, graph, lines)) for loop in loops}
+    moved = {
+        k: max(l.lines[-1] for l in loops if k in l.deferred) for l in loops for k in l.deferred
+    }
+    replaced = {k for loop in loops for k in loop.lines}
     placed: list[Instruction] = []
     at: dict[int, LoopCall] = {}
     for number, line in enumerate(lines):
-        if number not in gone and number not in moved:
+        if number not in replaced and number not in moved:
             placed.append(line)
-        if number in carried:
-            _, own = carried[number]
+        if number in loop_calls:
+            _, own = loop_calls[number]
             calls.add(own.node, *(node for node, _ in own.results()))
             at[len(placed)] = own
             placed += own.lines()
@@ -75,9 +80,13 @@ def with_products_far(
     return result
 
 
-def _with_room_apart(graph: Graph, lines: list[Instruction]) -> tuple[Graph, list[Instruction]]:
-    """Room that is like a value in shape alone (a mask to be drawn) is made without that value, so
-    that it may be there before it."""
+def _with_independent_empties(
+    graph: Graph, lines: list[Instruction]
+) -> tuple[Graph, list[Instruction]]:
+    """Replace ``empty_like`` by ``new_empty``, so that it does not depend on the value.
+
+    A mask to be drawn needs only the value's shape, and may then be allocated before the loop.
+    """
     nodes: dict[str, Node] = {}
     found = []
     for line in lines:
@@ -100,7 +109,7 @@ def _with_room_apart(graph: Graph, lines: list[Instruction]) -> tuple[Graph, lis
     return replace(graph, nodes=(*graph.nodes, *nodes.values())), found
 
 
-# Of this only the device counts.
+# The tangent is used only for its device.
 _LIKE, _TANGENT = "aten.empty_like.default", "tangent"
 
 
@@ -111,16 +120,16 @@ def _with_slices(
     slices: Mapping[str, int],
     leads: Mapping[str, int],
 ) -> list[Instruction]:
-    running = Running(calls.graph(), lines)
+    clock = Running(calls.graph(), lines)
     before: dict[int, list[Instruction]] = {}
-    behind: dict[int, list[Instruction]] = {}
+    after: dict[int, list[Instruction]] = {}
     numbers: Counter[str] = Counter()
-    for place, carried in at.items():
-        for weight in carried.far:
+    for place, loop_call in at.items():
+        for weight in loop_call.offloaded:
             parameter = weight.removeprefix(WEIGHT)
             begin, end = calls.slices(weight, numbers[weight], slices[parameter])
             numbers[weight] += 1
-            early = running.before(place, leads[parameter])
+            early = clock.before(place, leads[parameter])
             before.setdefault(early, []).append(replace(begin, phase=lines[early].phase))
-            behind.setdefault(place, []).append(replace(end, phase=lines[place].phase))
-    return interleave(lines, before=before, behind=behind)
+            after.setdefault(place, []).append(replace(end, phase=lines[place].phase))
+    return interleave(lines, before=before, after=after)

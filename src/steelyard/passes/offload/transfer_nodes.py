@@ -1,6 +1,6 @@
-"""The calls by which tensors come from offload memory and go there, and the lines between them.
+"""Nodes and lines that transfer tensors to and from offload memory.
 
-Not for where the calls go: see state_transfers.py, sliced_weight_matmuls.py,
+Not for placing them in a program: see state_transfers.py, sliced_weight_matmuls.py,
 sliced_activation_matmuls.py and sliced_gradients.py.
 """
 
@@ -25,8 +25,11 @@ from steelyard.ir.program import Instruction, Program
 
 
 class Calls:
-    """The calls by which each of these comes and goes. What is fetched first has the name of what
-    was there before, so that whatever reads it need not change."""
+    """Makes transfer calls and collects their nodes for the rewritten graph.
+
+    The first fetched copy of a tensor takes the name of the replaced node, so its readers need no
+    change.
+    """
 
     def __init__(self, graph: Graph, phase: Phase) -> None:
         self._graph = graph
@@ -34,7 +37,7 @@ class Calls:
         self._first: dict[str, Node] = {}
         self._last: dict[str, Node] = {}
         self._instead: dict[str, Node] = {}
-        self._gone: frozenset[str] = frozenset()
+        self._dropped: frozenset[str] = frozenset()
         self._storages = list(graph.storages)
 
     def fetch(self, name: str, number: int = 0) -> Instruction:
@@ -44,110 +47,113 @@ class Calls:
         return self._fetched(name, self._graph.by_name[name].outputs[0], number)
 
     def drop(self, names: frozenset[str]) -> None:
-        """Nothing reads these any more; they are not near."""
-        self._gone = names
+        """Declare that nothing reads these any more, so they are not resident."""
+        self._dropped = names
 
     def slices(self, weight: str, number: int, count: int) -> tuple[Instruction, Instruction]:
-        """Begin to fetch, in room for two slices; let them go."""
+        """Return the lines that begin fetching slices into a buffer for two, and free it."""
         (tensor,) = self._graph.by_name[weight].outputs
-        room, link = slices_of(tensor, count, storage=len(self._storages))
-        self._storages.append(Storage(nbytes=room.nbytes, role=Role.ACTIVATION))
-        begin = self._call("begin", weight, _fetch_of(weight, number), (), (room,))
+        buffer, link = slices_of(tensor, count, storage=len(self._storages))
+        self._storages.append(Storage(nbytes=buffer.nbytes, role=Role.ACTIVATION))
+        begin = self._call("begin", weight, _fetch_of(weight, number), (), (buffer,))
         begin = replace(begin, args=(weight, count), collective=link)
         end = self._call("end", weight, _numbered(f"{weight}.end", number), (begin.name,))
         return self._first_line(begin), self._last_line(replace(end, waits_for=begin.name))
 
     def made_in_slices(self, gradient: str, value: str, count: int) -> "MadeInSlices":
-        """Make this value some rows at a time, and send each, in room for two slices."""
+        """Make a value some rows at a time and send each slice, with a buffer for two slices."""
         (tensor,) = self._graph.by_name[value].outputs
-        room = self._room(tensor, rows_in_slice(tensor, count), slices=2)
-        begin = self._begin(gradient, count, room, _over(FAR_OUT, Exchange.SEND, tensor.nbytes))
+        buffer = self._buffer(tensor, rows_in_slice(tensor, count), slices=2)
+        begin = self._begin(gradient, count, buffer, _over(FAR_OUT, Exchange.SEND, tensor.nbytes))
         end = self._call("end", gradient, f"{gradient}.end", (begin.name,))
         return MadeInSlices(
             begin=self._first_line(begin),
             before=(),
-            behind=(),
+            after=(),
             end=self._last_line(replace(end, waits_for=begin.name)),
         )
 
     def added_in_slices(self, gradient: str, value: str, count: int) -> "MadeInSlices":
-        """The same, and each slice is fetched first and added to: a third one is what is added."""
+        """Fetch each slice, add new rows to it and send it back.
+
+        The buffer has a third slice for the rows to be added.
+        """
         (tensor,) = self._graph.by_name[value].outputs
-        room = self._room(tensor, rows_in_slice(tensor, count), slices=3)
-        begin = self._begin(gradient, count, room, _over(FAR_IN, Exchange.FETCH, tensor.nbytes))
+        buffer = self._buffer(tensor, rows_in_slice(tensor, count), slices=3)
+        begin = self._begin(gradient, count, buffer, _over(FAR_IN, Exchange.FETCH, tensor.nbytes))
         leave = self._leave(gradient, tensor.nbytes)
-        arrived = self._call("arrived", gradient, gradient, (begin.name,), (room,))
+        arrived = self._call("arrived", gradient, gradient, (begin.name,), (buffer,))
         end = self._call("end", gradient, f"{gradient}.end", (leave.name, gradient))
         return MadeInSlices(
             begin=self._first_line(begin),
             before=(self._first_line(leave),),
-            behind=(self._first_line(replace(arrived, waits_for=begin.name)),),
+            after=(self._first_line(replace(arrived, waits_for=begin.name)),),
             end=self._last_line(replace(end, waits_for=leave.name)),
         )
 
     def updated_in_slices(self, names: Sequence[str], count: int, rows: int) -> "UpdatedInSlices":
-        """Fetch some rows of each of these, change them and send them back, in room for two slices
-        of each. Gradients are not sent back.
+        """Fetch some rows of each state, update them and send them back.
 
-        What is changed lies in the room from the start: the lines that change it run beside the
-        fetch of most slices, and before the send of most.
+        Each state has a buffer for two slices. Gradients are not sent back. The buffer exists
+        before the first fetch arrives, because the updating lines run concurrently with the fetch
+        of most slices and before the send of most.
         """
         before: list[Instruction] = []
-        behind: list[Instruction] = []
+        after: list[Instruction] = []
         ends: list[Instruction] = []
         for name in names:
             (tensor,) = self._graph.by_name[name].outputs
             self.shrink(tensor.storage, 2 * rows * tensor.nbytes // tensor.shape[0])
             fetch = _over(FAR_IN, Exchange.FETCH, tensor.nbytes)
             begin = replace(self._begin(name, count, tensor, fetch), outputs=())
-            room = replace(self._call("room", name, name, (), (tensor,)), args=(name, count))
+            buffer = replace(self._call("room", name, name, (), (tensor,)), args=(name, count))
             arrived = self._call("arrived", name, f"{name}.arrived", (begin.name,))
-            before += [self._first_line(begin), self._first_line(room)]
+            before += [self._first_line(begin), self._first_line(buffer)]
             ends.append(self._last_line(replace(arrived, waits_for=begin.name)))
             if not name.startswith("gradient:"):
                 leave = self._leave(name, tensor.nbytes)
                 end = self._call("end", name, f"{name}.end", (leave.name, name))
-                behind.append(self._first_line(leave))
+                after.append(self._first_line(leave))
                 ends.append(self._last_line(replace(end, waits_for=leave.name)))
-        return UpdatedInSlices(before=tuple(before), behind=(*behind, *ends))
+        return UpdatedInSlices(before=tuple(before), after=(*after, *ends))
 
     def shrink(self, storage: int, nbytes: int) -> None:
-        """What is made on it, of some rows at a time."""
+        """Reduce a storage to the size of the rows that are made on it at a time."""
         self._storages[storage] = replace(self._storages[storage], nbytes=nbytes)
 
-    def _room(self, tensor: Tensor, rows: int, *, slices: int) -> Tensor:
-        room = replace(tensor, shape=(slices, rows, tensor.shape[1]), stride=(0, 0, 0))
-        self._storages.append(Storage(nbytes=room.nbytes, role=Role.ACTIVATION))
-        return replace(room, storage=len(self._storages) - 1)
+    def _buffer(self, tensor: Tensor, rows: int, *, slices: int) -> Tensor:
+        buffer = replace(tensor, shape=(slices, rows, tensor.shape[1]), stride=(0, 0, 0))
+        self._storages.append(Storage(nbytes=buffer.nbytes, role=Role.ACTIVATION))
+        return replace(buffer, storage=len(self._storages) - 1)
 
-    def _begin(self, name: str, count: int, room: Tensor, link: Collective) -> Node:
-        node = self._call("begin", name, f"{name}.begin", (), (room,))
+    def _begin(self, name: str, count: int, buffer: Tensor, link: Collective) -> Node:
+        node = self._call("begin", name, f"{name}.begin", (), (buffer,))
         return replace(node, args=(name, count), collective=link)
 
     def _leave(self, name: str, nbytes: int) -> Node:
-        """On the link from now on: each slice as soon as it is there."""
+        """Begin sending: each slice goes on the link as soon as it is complete."""
         node = self._call("leave", name, f"{name}.leave", ())
         return replace(node, collective=_over(FAR_OUT, Exchange.SEND, nbytes))
 
     def instead(self, node: Node) -> Instruction:
-        """A call that takes the place of the one with its name."""
+        """Replace the node of the same name by this call, and return its line."""
         self._instead[node.name] = node
         return _line(node)
 
     def add(self, *nodes: Node) -> None:
         self._last.update((node.name, node) for node in nodes)
 
-    def before(self, name: str, value: str) -> tuple[Instruction, Instruction]:
-        """Fetch what this value is added to, in room of its own."""
+    def fetch_sum(self, name: str, value: str) -> tuple[Instruction, Instruction]:
+        """Fetch the sum that this value is added to, into a new buffer."""
         (tensor,) = self._graph.by_name[value].outputs
         self._storages.append(Storage(nbytes=tensor.nbytes, role=Role.ACTIVATION))
         tensor = replace(tensor, storage=len(self._storages) - 1)
         return self._fetch(name, tensor, 0), self._fetched(name, tensor, 0)
 
-    def send(self, name: str, value: str, *held: str) -> Instruction:
+    def send(self, name: str, value: str, *kept_alive: str) -> Instruction:
         nbytes = self._graph.by_name[value].outputs[0].nbytes
         link = _over(FAR_OUT, Exchange.SEND, nbytes)
-        node = self._call("send", name, f"{name}.send", (value, *held))
+        node = self._call("send", name, f"{name}.send", (value, *kept_alive))
         return self._last_line(replace(node, collective=link))
 
     def sent(self, name: str, value: str) -> Instruction:
@@ -167,22 +173,22 @@ class Calls:
 
     def _call(
         self,
-        what: str,
+        kind: str,
         name: str,
-        called: str,
+        node_name: str,
         reads: tuple[str, ...],
         outputs: tuple[Tensor, ...] = (),
     ) -> Node:
-        # Not of the forward pass: whatever names or counts that sees the step as captured.
+        # Not of the forward phase: names and counts of forward nodes refer to the captured step.
         return Node(
-            name=called,
-            op=f"{FAR_CALLS}{what}_{_KINDS.get(name.partition(':')[0], 'state')}",
+            name=node_name,
+            op=f"{FAR_CALLS}{kind}_{_KINDS.get(name.partition(':')[0], 'state')}",
             args=(name, *(Ref(read) for read in reads)),
             inputs=reads,
             outputs=outputs,
             phase=self._phase,
             path="optimizer" if self._phase is Phase.UPDATE else name.partition(":")[2],
-            signature=f"{FAR_CALLS}{what}",
+            signature=f"{FAR_CALLS}{kind}",
         )
 
     def _first_line(self, node: Node) -> Instruction:
@@ -194,11 +200,11 @@ class Calls:
         return _line(node)
 
     def graph(self) -> Graph:
-        """With what is fetched no longer there from the start."""
+        """Return the graph with all calls; fetched and dropped inputs are no longer resident."""
         inputs = {node.name: node for node in self._graph.inputs()}
-        gone = {
+        evicted = {
             t.storage
-            for name in {*self._first, *self._gone}
+            for name in {*self._first, *self._dropped}
             if name in inputs
             for t in inputs[name].outputs
         }
@@ -209,7 +215,7 @@ class Calls:
             self._graph,
             nodes=(*self._first.values(), *rest, *self._last.values()),
             storages=tuple(
-                replace(s, role=Role.ACTIVATION) if number in gone else s
+                replace(s, role=Role.ACTIVATION) if number in evicted else s
                 for number, s in enumerate(self._storages)
             ),
         )
@@ -217,21 +223,24 @@ class Calls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeInSlices:
-    """What begins before the product that makes a gradient, stands right before it and right behind
-    it, and ends when the last slice is gone."""
+    """The lines around a product that makes a gradient in slices.
+
+    ``begin`` may run ahead of the product, ``before`` and ``after`` are adjacent to it, and
+    ``end`` waits until the last slice is sent.
+    """
 
     begin: Instruction
     before: tuple[Instruction, ...]
-    behind: tuple[Instruction, ...]
+    after: tuple[Instruction, ...]
     end: Instruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatedInSlices:
-    """What stands before the lines that update a parameter in slices, and behind them."""
+    """The lines before and after those that update a parameter in slices."""
 
     before: tuple[Instruction, ...]
-    behind: tuple[Instruction, ...]
+    after: tuple[Instruction, ...]
 
 
 _KINDS = {"parameter": "weight", "gradient": "gradient"}
@@ -257,20 +266,23 @@ def interleave(
     lines: Sequence[Instruction],
     *,
     before: Mapping[int, Sequence[Instruction]],
-    behind: Mapping[int, Sequence[Instruction]],
+    after: Mapping[int, Sequence[Instruction]],
     instead: Mapping[int, Sequence[Instruction]] = MappingProxyType({}),
 ) -> list[Instruction]:
-    """The lines with what goes before, behind and in the place of each, by its number."""
+    """Return the lines with those inserted before, after and instead of each line number."""
     placed: list[Instruction] = []
     for number, line in enumerate(lines):
         placed += before.get(number, ())
         placed += instead.get(number, (line,))
-        placed += behind.get(number, ())
+        placed += after.get(number, ())
     return placed
 
 
 class Running:
-    """Lines counted in operators that run."""
+    """Distances between lines, counted in operators that do work.
+
+    Free operators (views, inputs) and transfers do not count.
+    """
 
     def __init__(self, graph: Graph, lines: Sequence[Instruction]) -> None:
         self._at: list[int] = []
@@ -283,17 +295,17 @@ class Running:
                 self._at.append(number)
 
     def before(self, number: int, count: int) -> int:
-        """The line so many operators before this one."""
+        """Return the line that is ``count`` operators before this one."""
         place = self._so_far[number] - count
         return number if not count else self._at[max(0, place)] if self._at else number
 
-    def behind(self, number: int, count: int) -> int:
-        """The last line behind this one with no more than so many operators between."""
+    def after(self, number: int, count: int) -> int:
+        """Return the last line after this one with at most ``count`` operators between."""
         place = self._so_far[number] + count
         return self._at[place] - 1 if place < len(self._at) else self._end
 
-    def apart(self, reads: Sequence[int], lead: int) -> Iterator[int]:
-        """The first of each run of lines that are less than ``lead`` operators apart."""
+    def first_of_runs(self, reads: Sequence[int], lead: int) -> Iterator[int]:
+        """Yield the first of each run of lines with gaps of less than ``lead`` operators."""
         last = None
         for number in reads:
             if last is None or self.before(number, lead) > last:
@@ -302,84 +314,93 @@ class Running:
 
 
 class Looks:
-    """Values that look at some others that lie far; they look anew at each copy that is fetched."""
+    """The views of offloaded values; they are repeated on each fetched copy."""
 
     def __init__(self, program: Program, far: Iterable[str]) -> None:
         graph = program.graph
         self._graph = graph
-        self._far = {name: name for name in far}
+        self._source = {name: name for name in far}
         for node in graph.nodes:
-            if node.inputs and graph.is_look(node) and node.inputs[0] in self._far:
-                self._far[node.name] = self._far[node.inputs[0]]
-        # By value: of copies too, which stand for the same.
-        self.of = {i.value: i.node for i in program.instructions if i.node in self._far}
+            if node.inputs and graph.is_look(node) and node.inputs[0] in self._source:
+                self._source[node.name] = self._source[node.inputs[0]]
+        # By value name, so that copies of a view map to the same node.
+        self.of = {i.value: i.node for i in program.instructions if i.node in self._source}
         self._number: dict[str, int] = {}
-        self._made: dict[str, str] = {}
+        # The value that currently stands for an offloaded node or a view of it.
+        self._current: dict[str, str] = {}
 
     def reads(self, lines: Sequence[Instruction]) -> dict[str, list[int]]:
-        """The lines that read each, or a look at it."""
+        """Return the lines that read each offloaded value or a view of it."""
         found: dict[str, list[int]] = {}
         for number, line in enumerate(lines):
-            for far in dict.fromkeys(map(self.far_of, line.inputs)):
-                if far:
-                    found.setdefault(far, []).append(number)
+            for source in dict.fromkeys(map(self.offloaded_source, line.inputs)):
+                if source:
+                    found.setdefault(source, []).append(number)
         return found
 
-    def far_of(self, value: str) -> str:
-        return self._far.get(self.of.get(value, value), "")
+    def offloaded_source(self, value: str) -> str:
+        """Return the offloaded value that this is, or is a view of; else an empty string."""
+        return self._source.get(self.of.get(value, value), "")
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._far)
+        return frozenset(self._source)
 
-    def begin_anew(self, far: str, number: int) -> None:
-        """From here on it is this copy that is read."""
-        self._number[far] = number
-        self._made = {n: v for n, v in self._made.items() if self._far[n] != far}
-        self._made[far] = _numbered(far, number)
+    def use_copy(self, source: str, number: int) -> None:
+        """Let the following lines read this fetched copy."""
+        self._number[source] = number
+        self._current = {n: v for n, v in self._current.items() if self._source[n] != source}
+        self._current[source] = _numbered(source, number)
 
     def rewritten(self, line: Instruction) -> list[Instruction]:
         added: list[Instruction] = []
-        inputs = tuple(self._now(self.of.get(i, i), line.phase, added) for i in line.inputs)
+        inputs = tuple(
+            self._current_value(self.of.get(i, i), line.phase, added) for i in line.inputs
+        )
         return [*added, replace(line, inputs=inputs)]
 
-    def _now(self, name: str, phase: Phase, added: list[Instruction]) -> str:
-        far = self._far.get(name)
-        if far is None:
+    def _current_value(self, name: str, phase: Phase, added: list[Instruction]) -> str:
+        source = self._source.get(name)
+        if source is None:
             return name
-        if name not in self._made:
+        if name not in self._current:
             node = self._graph.by_name[name]
-            inputs = tuple(self._now(i, phase, added) for i in node.inputs)
-            self._made[name] = _numbered(name, self._number[far])
-            added.append(Instruction(node=name, value=self._made[name], inputs=inputs, phase=phase))
-        return self._made[name]
+            inputs = tuple(self._current_value(i, phase, added) for i in node.inputs)
+            self._current[name] = _numbered(name, self._number[source])
+            added.append(
+                Instruction(node=name, value=self._current[name], inputs=inputs, phase=phase)
+            )
+        return self._current[name]
 
 
 def slices_of(matrix: Tensor, count: int, *, storage: int) -> tuple[Tensor, Collective]:
-    """The room that two slices of it take, and what brings them all."""
+    """Return the buffer for two slices of a matrix, and the transfer that fetches all slices."""
     rows = rows_in_slice(matrix, count)
     pieces = -(-matrix.shape[0] // rows)
-    room = replace(
+    buffer = replace(
         matrix,
         shape=(min(2, pieces), rows, matrix.shape[1]),
         stride=(0, 0, 0),
         storage=storage,
         offset=0,
     )
-    return room, _over(FAR_IN, Exchange.FETCH, matrix.nbytes, pieces=pieces)
+    return buffer, _over(FAR_IN, Exchange.FETCH, matrix.nbytes, pieces=pieces)
 
 
 def rows_in_slice(tensor: Tensor, count: int) -> int:
-    """Of a matrix in so many slices."""
+    """Return the rows of each slice of a matrix that is cut into ``count`` slices."""
     return rows_of_slice(tensor.shape[0], tensor.nbytes // tensor.shape[0], count)
 
 
 def rows_of_slice(rows: int, row_bytes: int, count: int) -> int:
-    """Of each slice but the last: so many that each begins on a page of offload memory, and that so
-    many columns are whole vectors to a kernel."""
+    """Return the rows of each slice but the last.
+
+    Each slice begins on a page of offload memory, and its rows, as columns of a result, are a
+    multiple of the kernels' vector length.
+    """
     step = lcm(OFFLOAD_PAGE_BYTES // gcd(row_bytes, OFFLOAD_PAGE_BYTES), _VECTOR)
     return min(rows, -(-rows // (count * step)) * step)
 
 
-# Kernels go another way for what is left of a row beyond so many elements.
+# Kernels take another code path for the remainder of a row modulo this number of elements.
 _VECTOR = 64

@@ -1,4 +1,4 @@
-"""Boundaries between pipeline stages, and what is sent across them.
+"""Choose boundaries between pipeline stages, and find values that can be written in place.
 
-Not for cutting the graph there: see capture/pipeline_stages.py.
+Not for splitting the graph: see capture/pipeline_stages.py.
 """

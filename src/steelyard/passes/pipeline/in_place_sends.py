@@ -1,4 +1,4 @@
-"""What a part of a step makes to be sent, and can write straight to where it goes.
+"""Find values to send that their operator can write directly into the shared send buffer.
 
 Not for the memory itself: see comm/shared_memory/slots.py.
 """
@@ -19,8 +19,9 @@ _GRAD_INPUT = (
     "avg_pool2d_backward", "elu_backward", "gelu_backward", "leaky_relu_backward",
     "sigmoid_backward", "silu_backward", "tanh_backward", "threshold_backward",
 )  # fmt: skip
-# By operator, the one that writes where it is told, and the keyword that tells it: those of torch
-# 2.13 whose kernels on a CPU do. The others' copy what they made (tests/test_torch.py).
+# Maps an operator to its out variant and the keyword of the output. Only operators of torch 2.13
+# whose CPU kernels write into the output directly; the others copy their result into it
+# (tests/torch/test_private_names.py).
 WRITING: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         **{f"aten.{op}": (f"aten.{op.partition('.')[0]}.out", "out") for op in _OUT},
@@ -34,16 +35,19 @@ WRITING: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def written_in_place(part: Graph, sent: Sequence[str], *, kept: Collection[str]) -> dict[str, str]:
-    """Of the values ``sent``, those that their node can write there, and which node that is.
-    Nothing else may lie in that memory: what another rank has read, another message goes over."""
+    """Map each value of ``sent`` that can be written in place to the node that writes it.
+
+    No other input or output may share its storage: once the other rank has read the message, the
+    memory is reused for another one.
+    """
     found = {}
     for value in sent:
         if value not in part.by_name or value in kept:
             continue
         others = {node.name for node in part.inputs()} | {output.node for output in part.outputs}
-        elsewhere = {s for name in others - {value} for s in part.storages_of(name)}
+        others_storages = {s for name in others - {value} for s in part.storages_of(name)}
         maker = _maker(part, part.by_name[value])
-        if maker is not None and elsewhere.isdisjoint(part.storages_of(value)):
+        if maker is not None and others_storages.isdisjoint(part.storages_of(value)):
             found[value] = maker
     return found
 

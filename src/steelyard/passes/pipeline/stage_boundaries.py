@@ -1,6 +1,6 @@
-"""Where a step may be cut into the stages of a pipeline, and the cuts that make them most equal.
+"""Choose the boundaries of pipeline stages: possible ends, and the most balanced ones.
 
-Not for cutting: see capture/pipeline_stages.py.
+Not for splitting the graph: see capture/pipeline_stages.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,13 +8,15 @@ from itertools import accumulate, pairwise
 
 from steelyard.ir.graph import Graph, Node, OutputKind, Phase
 
-# Of a model with more modules, the inner ones are left alone.
+# For a model with more modules, the innermost ones are not considered.
 _MOST = 128
 
 
 def possible_ends(graph: Graph) -> tuple[str, ...]:
-    """The modules behind which a stage may end, outermost where several end at once, in the order
-    of the forward pass."""
+    """Return the modules after which a stage may end, in the order of the forward pass.
+
+    Of several modules that end at the same node, only the outermost is returned.
+    """
     (loss,) = (graph.position[o.node] for o in graph.outputs if o.kind is OutputKind.LOSS)
     last: dict[str, int] = {}
     for node in graph.forward():
@@ -24,8 +26,8 @@ def possible_ends(graph: Graph) -> tuple[str, ...]:
             path = path.rpartition(".")[0]
     by_depth = sorted(last, key=lambda path: (path.count("."), last[path]))
     outermost = {last[path]: path for path in reversed(by_depth) if last[path] < loss}
-    kept = [path for path in by_depth if outermost.get(last[path]) == path][:_MOST]
-    return tuple(sorted(kept, key=last.__getitem__))
+    outermost_ends = [path for path in by_depth if outermost.get(last[path]) == path][:_MOST]
+    return tuple(sorted(outermost_ends, key=last.__getitem__))
 
 
 def balanced_ends(
@@ -35,10 +37,10 @@ def balanced_ends(
     weight: Callable[[Node], float],
     handing: Callable[[int], float],
 ) -> tuple[str, ...]:
-    """The ends of ``count`` stages of which the heaviest is lightest, with what it hands on and is
-    handed; none where there are too few modules.
+    """Return the stage ends that minimise the weight of the heaviest of ``count`` stages.
 
-    What the backward pass weighs counts where its module does.
+    The weight of a stage includes sending and receiving its boundary values (``handing``), and the
+    backward pass of its modules. Empty if there are too few modules.
     """
     ends = possible_ends(graph)
     if len(ends) < count - 1:
@@ -48,7 +50,7 @@ def balanced_ends(
     place = {path: max(i for i, n in enumerate(nodes) if _is_in(n, path)) for path in ends}
     crossing = _crossing(graph, nodes)
     so_far = [0.0, *accumulate(weights)]
-    # Of what lies before each end, and at last before the loss.
+    # Cumulative weight before each end, and last before the loss.
     at = [0.0, *(so_far[place[path] + 1] for path in ends), so_far[-1]]
     hands = [0.0, *(handing(crossing[place[path]]) for path in ends), 0.0]
     chosen = _lightest(at, hands, count)
@@ -72,7 +74,7 @@ def _weights(graph: Graph, nodes: Sequence[Node], weight: Callable[[Node], float
 
 
 def _crossing(graph: Graph, nodes: Sequence[Node]) -> list[int]:
-    """The bytes that a stage which ends behind each forward node would hand on."""
+    """Return, for each forward node, the bytes that a stage ending after it would send on."""
     resident = {t.storage for node in graph.inputs() for t in node.outputs}
     made: dict[int, int] = {}
     read: dict[int, int] = {}
@@ -90,18 +92,18 @@ def _crossing(graph: Graph, nodes: Sequence[Node]) -> list[int]:
 
 
 def _lightest(at: Sequence[float], hands: Sequence[float], count: int) -> list[int]:
-    """Where the inner ends of ``count`` stages lie among the places ``at``."""
+    """Return indices into ``at`` of the inner ends of ``count`` stages (dynamic programming)."""
     last = len(at) - 1
 
-    def heavy(begin: int, end: int) -> float:
+    def stage_weight(begin: int, end: int) -> float:
         return at[end] - at[begin] + hands[begin] + hands[end]
 
-    best: list[tuple[float, list[int]]] = [(heavy(0, end), []) for end in range(last + 1)]
+    best: list[tuple[float, list[int]]] = [(stage_weight(0, end), []) for end in range(last + 1)]
     for stages in range(2, count + 1):
         best = [
             min(
                 (
-                    (max(best[mid][0], heavy(mid, end)), [*best[mid][1], mid])
+                    (max(best[mid][0], stage_weight(mid, end)), [*best[mid][1], mid])
                     for mid in range(stages - 1, end)
                 ),
                 default=(float("inf"), []),

@@ -1,4 +1,4 @@
-"""Operators applied to some rows or columns of their arguments at a time.
+"""Rules for applying operators to slices of their arguments, in rows or columns.
 
-Not for what is sliced: see trades/chunk.py and passes/offload/.
+Not for choosing values to slice: see trades/chunk.py and passes/offload/.
 """

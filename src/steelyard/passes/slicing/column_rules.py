@@ -1,5 +1,6 @@
-"""How calls act on some of the columns of their arguments: what has them in its last dim, however
-its leading dims are named. Not for rows: see row_rules.py.
+"""Rules for calls on a slice of columns (the last dim of a value), for any leading dims.
+
+Not for rows: see row_rules.py.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,10 @@ _PLAIN_LAYOUTS = ("torch.preserve_format", "torch.contiguous_format")
 def in_columns(
     graph: Graph, node: Node, *, columns: int, is_pointwise: IsPointwise
 ) -> dict[str, bool] | None:
-    """By input, whether a slice of the result takes some columns of it, or all that there is; None
-    where the result is not made column by column."""
+    """Map each input to True if a slice of the result reads only its columns, False if all of it.
+
+    None if the result cannot be computed column by column.
+    """
     is_reshaped = node.op in _RESHAPES
     layout = dict(node.kwargs).get("memory_format")
     if (
@@ -28,8 +31,8 @@ def in_columns(
         or (isinstance(layout, Symbol) and layout.text not in _PLAIN_LAYOUTS)
     ):
         return None
-    (made,) = node.outputs
-    if not made.is_contiguous or made.pending or made.shape[-1:] != (columns,):
+    (result,) = node.outputs
+    if not result.is_contiguous or result.pending or result.shape[-1:] != (columns,):
         return None
     found: dict[str, bool] = {}
     for name in node.inputs:
@@ -44,7 +47,7 @@ def in_columns(
 
 
 def on_columns(node: Node, count: int) -> Node:
-    """The same call on so many columns: sizes that count them are others."""
+    """Return the call on ``count`` columns; a reshape gets its size argument adjusted."""
     if node.op not in _RESHAPES:
         return node
     return replace(node, args=(node.args[0], (*node.outputs[0].shape[:-1], count)))

@@ -1,8 +1,8 @@
-"""The stretch of a step around a value too large to be there whole: all that is sliced with it.
+"""Find the region of a step that must be sliced together with one large value.
 
-From the value's maker on, everything that makes or reads large values in its rows, forward and
-backward. Not for what calls do on slices (row_rules.py), nor for putting it into a step: see
-trades/.
+The region grows from the node that makes the value: it takes in every node, forward and backward,
+that makes or reads large values in the same rows. Not for calls on slices (row_rules.py), nor for
+rewriting the step: see trades/.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,17 +12,17 @@ from math import prod
 from steelyard.ir.graph import Graph, Node, Phase, Ref
 from steelyard.passes.slicing.row_rules import Acts, IsPointwise, SliceKind, Unsliceable, acts
 
-# What is smaller than this share of the large value need not be sliced with it.
+# Values smaller than this share of the large value need not be sliced with it.
 _LARGE_SHARE = 0.25
 _MEAN = "aten.nll_loss_forward.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedRegion:
-    """``nodes`` in their order, with what each does on slices; ``takes`` and ``gives`` by kind.
+    """The nodes of a region in order, their slicing rules, and its inputs and outputs by kind.
 
-    ``means`` are losses whose sum is taken slice by slice, to be divided by a number that is known
-    before: those nodes stand among ``nodes`` as such sums, under the same names.
+    ``means`` are mean losses. Their terms are summed slice by slice and divided by a count that is
+    known before, so ``nodes`` contains them as sums, under the same names.
     """
 
     rows: int
@@ -34,13 +34,13 @@ class SlicedRegion:
 
 
 def stretch_around(graph: Graph, maker: Node, *, is_pointwise: IsPointwise) -> SlicedRegion:
-    """Raises Unsliceable, with the reason, where there is none."""
-    shapes = [maker.outputs[0].shape, *_looked_at(graph, maker)]
+    """Return the region around ``maker``; raise Unsliceable, with the reason, if there is none."""
+    shapes = [maker.outputs[0].shape, *_view_shapes(graph, maker)]
     reasons = {}
     counts = {prod(shape[:dims]) for shape in shapes for dims in range(1, len(shape))}
     for rows in sorted(counts, reverse=True):
         try:
-            return _Growing(graph, maker, rows, is_pointwise).stretch()
+            return _RegionBuilder(graph, maker, rows, is_pointwise).region()
         except Unsliceable as error:
             reasons[rows] = error
     if not reasons:
@@ -48,8 +48,8 @@ def stretch_around(graph: Graph, maker: Node, *, is_pointwise: IsPointwise) -> S
     raise reasons[prod(shapes[0][:-1])] if len(shapes[0]) > 1 else next(iter(reasons.values()))
 
 
-def _looked_at(graph: Graph, maker: Node) -> Iterator[tuple[int, ...]]:
-    """The shapes in which the value is read: a matrix of words may be one of samples and words."""
+def _view_shapes(graph: Graph, maker: Node) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of views of the value: tokens may be viewed as samples of tokens."""
     pending = [maker.name]
     while pending:
         views = [graph.by_name[u] for u in graph.users[pending.pop()] if graph.by_name[u].is_view]
@@ -57,7 +57,7 @@ def _looked_at(graph: Graph, maker: Node) -> Iterator[tuple[int, ...]]:
         pending += [view.name for view in views]
 
 
-class _Growing:
+class _RegionBuilder:
     def __init__(self, graph: Graph, maker: Node, rows: int, is_pointwise: IsPointwise) -> None:
         if rows < 2:
             raise Unsliceable(f"{maker.op} gives one row")
@@ -66,15 +66,15 @@ class _Growing:
         self._is_pointwise = is_pointwise
         self._large = _LARGE_SHARE * maker.outputs[0].nbytes
         self._means: dict[str, Node] = {}
-        # Of each mean, the value that says what all rows count together.
+        # For each mean, the value that is the count (total weight) of all rows.
         self._counts: set[str] = set()
         self._inside = {maker.name}
         self._acts: dict[str, Acts] = {}
 
-    def stretch(self) -> SlicedRegion:
+    def region(self) -> SlicedRegion:
         while True:
             size = len(self._inside)
-            self._pass()
+            self._grow()
             if len(self._inside) != size:
                 continue
             takes = self._takes()
@@ -94,8 +94,8 @@ class _Growing:
     def _ordered(self) -> list[str]:
         return [n.name for n in self._graph.nodes if n.name in self._inside]
 
-    def _pass(self) -> None:
-        """Kinds from the first node to the last, then whatever large values pull in."""
+    def _grow(self) -> None:
+        """Infer the kinds from the first node to the last, then add neighbours by large values."""
         self._acts.clear()
         for name in self._ordered():
             node = self._node(name)
@@ -125,7 +125,7 @@ class _Growing:
         return any(t.nbytes >= self._large for t in node.outputs)
 
     def _node(self, name: str) -> Node:
-        """A mean is divided afterwards: what it counts is known before."""
+        """Return the node; a mean loss becomes a sum, since the count to divide by is known."""
         node = self._graph.by_name[name]
         if node.op != _MEAN or node.args[3] not in (1, 2):
             return node
@@ -168,11 +168,11 @@ class _Growing:
         return gives
 
     def _pull_between(self, takes: Mapping[str, SliceKind]) -> None:
-        """What is taken and yet depends on what is given can only be made slice by slice too."""
+        """Add nodes between outputs and inputs of the region: they must be sliced as well."""
         graph = self._graph
         later = set(self._inside)
         for node in graph.nodes:
-            # What the rows of a mean count together is known before.
+            # The count of a mean loss is known before the region runs.
             if node.name not in self._counts and not later.isdisjoint(node.inputs):
                 later.add(node.name)
                 if node.is_random and node.phase is Phase.FORWARD:
@@ -188,12 +188,12 @@ class _Growing:
         self._inside |= needed
 
     def _check(self, takes: Mapping[str, SliceKind]) -> None:
-        """That the stretch may stand where its first call does, before the backward pass."""
+        """Raise Unsliceable if the region cannot run at its first call, before the backward."""
         graph = self._graph
-        lying = {s for name in takes for s in graph.storages_of(name)}
+        storages = {s for name in takes for s in graph.storages_of(name)}
         needed = set(takes)
         for node in reversed(graph.nodes):
-            if any(lying.intersection(graph.storages_of(name)) for name in node.mutates):
+            if any(storages.intersection(graph.storages_of(name)) for name in node.mutates):
                 raise Unsliceable(f"{node.op} writes into what its slices would read")
             if node.name in needed:
                 needed.update(node.inputs)

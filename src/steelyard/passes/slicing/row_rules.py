@@ -1,7 +1,7 @@
-"""How calls act on some of the rows of their arguments, so that a stretch of a step can be sliced.
+"""Rules for calls on a slice of rows, so that a region of a step can be sliced.
 
-A value in rows lies in row-major order, however its leading dims are named: so many of them as make
-whole rows are taken together as one. Not for finding such stretches, nor for carrying them out.
+A value in rows is row-major. Its leading dims that together make whole rows are treated as one
+dim. Not for finding regions: see region.py; nor for executing them: see operators/.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ _PLAIN_LAYOUTS = ("torch.preserve_format", "torch.contiguous_format")
 
 
 class SliceKind(StrEnum):
-    """What a slice has of a value: all of it, its rows, its columns, a term of the sum it is."""
+    """The part of a value in one slice: all of it, its rows, its columns, or a term of a sum."""
 
     WHOLE = "whole"
     ROWS = "rows"
@@ -25,19 +25,19 @@ class SliceKind(StrEnum):
 
 
 class Unsliceable(Exception):
-    """Why a call cannot be carried out on some rows; the message is for people."""
+    """Raised if a call cannot run on a slice of rows; the message is shown to users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acts:
-    """The kind of each input, and of the result."""
+    """The slice kinds of a call's inputs and of its result."""
 
     inputs: Mapping[str, SliceKind]
     output: SliceKind
 
 
 def leading(shape: tuple[int, ...], rows: int) -> int:
-    """How many leading dims make whole rows."""
+    """Return the smallest number of leading dims that together make whole rows."""
     for count in range(1, len(shape) + 1):
         if prod(shape[:count]) % rows == 0:
             return count
@@ -45,7 +45,7 @@ def leading(shape: tuple[int, ...], rows: int) -> int:
 
 
 def on_rows(shape: tuple[int, ...], rows: int, count: int) -> tuple[int, ...]:
-    """The shape of ``count`` of the rows."""
+    """Return the shape of ``count`` of the rows, with the leading dims flattened."""
     dims = leading(shape, rows)
     return (prod(shape[:dims]) // rows * count, *shape[dims:])
 
@@ -58,7 +58,10 @@ def acts(
     rows: int,
     is_pointwise: IsPointwise,
 ) -> Acts:
-    """``known`` are the kinds of the inputs that are computed slice by slice themselves."""
+    """Return the slice kinds of a call; raise Unsliceable if it cannot run on slices.
+
+    ``known`` are the kinds of those inputs that are computed slice by slice themselves.
+    """
     rule = _RULES.get(node.op)
     if rule is None and is_pointwise(node.op):
         rule = _pointwise
@@ -87,7 +90,7 @@ def acts(
 def arguments(
     graph: Graph, node: Node, found: Acts, *, rows: int, count: int
 ) -> tuple[Argument, ...]:
-    """The call's arguments for ``count`` of the rows: sizes that count rows, dims within them."""
+    """Return the arguments for ``count`` rows, with sizes and dims adjusted to the slice."""
     resized = _RESIZED.get(node.op)
     if resized is None:
         return node.args
@@ -131,12 +134,12 @@ class _Call:
         return tuple(d % rank for d in given if isinstance(d, int))
 
     def one_dim(self, name: str) -> None:
-        """That the rows of a matrix are those of its first dim."""
+        """Raise Unsliceable unless the rows of a matrix are those of its first dim."""
         if leading(self.shape_of(name), self.rows) != 1:
             raise Unsliceable(f"{self.node.op} needs whole rows of its matrix")
 
     def within(self, dim: int) -> int:
-        """``dim`` of the first argument as a slice has it."""
+        """Return the index of ``dim`` of the first argument in a slice; it must be within rows."""
         shape = self.shape_of(self.name(0))
         dims = leading(shape, self.rows)
         if dim % len(shape) < dims:
@@ -152,7 +155,7 @@ _Resized = Callable[[_Call, int], tuple[Argument, ...]]
 
 
 def _pointwise(call: _Call) -> Acts:
-    """Whatever has the result's rows is in rows; what is spread over them is whole."""
+    """Arguments with the rows of the result are in rows; broadcast arguments are whole."""
     shape, rank = call.shape, len(call.shape)
     dims = leading(shape, call.rows)
     kinds = {}
@@ -168,7 +171,7 @@ def _pointwise(call: _Call) -> Acts:
 
 
 def _row_by_row(call: _Call) -> Acts:
-    """All arguments in rows, along a dim within them."""
+    """All arguments are in rows, and the call works along a dim within rows."""
     place = next((p for p, a in enumerate(call.node.args) if isinstance(a, int)), None)
     if place is None:
         raise Unsliceable(f"{call.node.op} is called along its first dim")
@@ -185,7 +188,7 @@ def _row_by_row_resized(call: _Call, _: int) -> tuple[Argument, ...]:
 
 
 def _reshaped(call: _Call) -> Acts:
-    """The same elements in the same order."""
+    """A reshape keeps elements in the same order, so rows stay rows."""
     return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
 
 
@@ -194,7 +197,7 @@ def _reshaped_resized(call: _Call, count: int) -> tuple[Argument, ...]:
 
 
 def _expanded(call: _Call) -> Acts:
-    """One value for all rows, or one of each row spread over more."""
+    """An expand of one value to all rows, or of each row within itself."""
     given, shape = call.shape_of(call.name(0)), call.shape
     dims = leading(shape, call.rows)
     if len(given) == len(shape) and given[:dims] == shape[:dims]:
@@ -241,7 +244,7 @@ def _added_product(call: _Call) -> Acts:
 
 
 def _summed(call: _Call) -> Acts:
-    """Over dims within each row, or over the rows and perhaps more."""
+    """A sum over dims within each row (rows), or over all rows and maybe more dims (a sum)."""
     shape = call.shape_of(call.name(0))
     dims = leading(shape, call.rows)
     over = [d for d in call.dims(1) if d < dims]
@@ -260,7 +263,7 @@ def _summed_resized(call: _Call, _: int) -> tuple[Argument, ...]:
 
 
 def _loss_terms(call: _Call) -> Acts:
-    """The sum over rows of what each loses, as nll_loss_sum gives it."""
+    """The loss summed over rows, as nll_loss_sum returns it."""
     if call.node.args[3] != 2:
         raise Unsliceable("a mean is not a sum over rows")
     weight = call.node.args[2]
@@ -271,7 +274,7 @@ def _loss_terms(call: _Call) -> Acts:
 
 
 def _loss_backward(call: _Call) -> Acts:
-    """Of a mean or sum: one gradient for all rows, and what they count all together."""
+    """The backward of a mean or sum, whose gradient and total weight are shared by all rows."""
     if call.node.args[4] == 0:
         raise Unsliceable("each row has a loss of its own")
     kinds = dict.fromkeys(call.node.inputs, SliceKind.WHOLE)
@@ -288,7 +291,7 @@ def _filled_resized(call: _Call, count: int) -> tuple[Argument, ...]:
 
 
 def _filled_like(call: _Call) -> Acts:
-    """Of the argument only its kind of numbers counts."""
+    """A fill in the dtype of the argument, whose elements are not read."""
     name = call.name(0)
     kind = call.known.get(name)
     if kind is None:
@@ -297,7 +300,7 @@ def _filled_like(call: _Call) -> Acts:
 
 
 def _put_within(call: _Call) -> Acts:
-    """A gradient of a piece of each row, put into its place in the row."""
+    """The backward of a slice within rows: the gradient is put into its position in each row."""
     if call.number(2) % len(call.shape) < leading(call.shape, call.rows):
         raise Unsliceable(f"{call.node.op} works across rows")
     return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
@@ -309,7 +312,7 @@ def _put_within_resized(call: _Call, count: int) -> tuple[Argument, ...]:
 
 
 def _padded(call: _Call) -> Acts:
-    """Pads are given from the last dim on."""
+    """A padding within rows; pads are listed from the last dim on."""
     pads = call.node.args[1]
     assert isinstance(pads, tuple)
     if len(pads) // 2 > len(call.shape) - leading(call.shape, call.rows):

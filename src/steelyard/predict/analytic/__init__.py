@@ -1,4 +1,4 @@
-"""The step of a deep model on a declared cluster, priced from a few of its blocks.
+"""An analytic model of a deep model's step on a declared cluster, from a few of its blocks.
 
 Not for steps that are priced line by line: see predict/step.py.
 """

@@ -1,7 +1,7 @@
-"""Which calls of a step a stack that fuses runs as one kernel, and what such a kernel moves.
+"""Kernel fusion: the calls of a step that a fusing compiler runs as one kernel, and its traffic.
 
-It moves what was made outside and is read in it, and what is made in it and read outside: by the
-backward pass too, so that what is kept is written. Not for what that takes: see roofline.py.
+A kernel reads values made outside of it and writes values read outside of it. The backward pass
+counts as outside, so saved activations are written. Not for a kernel's seconds: see roofline.py.
 """
 
 from collections import defaultdict
@@ -19,10 +19,10 @@ class FusedKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fusing:
-    """Which calls of a graph run as one, by their names: the same however large its tensors are.
+    """The groups of calls that run as one kernel, by name, for any size of tensors.
 
-    ``makers`` are of each value the calls that computed it, ``readers`` of each storage the calls
-    that read it.
+    ``makers`` maps each value to the calls that computed it, ``readers`` maps each storage to the
+    calls that read it.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -30,7 +30,7 @@ class Fusing:
     readers: Mapping[int, set[str]]
 
     def kernels(self, graph: Graph) -> tuple[FusedKernel, ...]:
-        """All calls that cost something."""
+        """Return the kernels of all calls that cost something."""
         found = []
         for group in self.groups:
             nodes = tuple(graph.by_name[name] for name in group)
@@ -42,22 +42,22 @@ class Fusing:
 
 
 def fused(graph: Graph, place: Callable[[Node], Hashable]) -> tuple[FusedKernel, ...]:
-    """All calls of the graph that cost something; none is fused with one of another place."""
+    """Return the kernels of all calls that cost something, fused only within one ``place``."""
     return fusing(graph, place).kernels(graph)
 
 
 def fusing(graph: Graph, place: Callable[[Node], Hashable]) -> Fusing:
     makers = _makers(graph)
-    even = {n.name for n in graph.nodes if is_even(graph, n)}
-    depth = _depths(graph, even, place)
+    fusible = {n.name for n in graph.nodes if preserves_numel(graph, n)}
+    depth = _depths(graph, fusible, place)
     kernel_of: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.is_free or is_allocation(node):
             continue
         mine = kernel_of[node.name] = [node.name]
-        # Of one depth and place: nothing that is not of the kernel lies between them.
-        for name in node.inputs if node.name in even else ():
-            for maker in makers[name] & even:
+        # If both have the same depth and place, no call outside of the kernel is between them.
+        for name in node.inputs if node.name in fusible else ():
+            for maker in makers[name] & fusible:
                 theirs = kernel_of[maker]
                 if theirs is mine or depth[maker] != depth[node.name]:
                     continue
@@ -73,12 +73,15 @@ def unfused(nodes: Iterable[Node]) -> tuple[FusedKernel, ...]:
 
 
 def is_allocation(node: Node) -> bool:
-    """It launches no kernel, and nothing is read of what it gives."""
+    """True if the node only allocates: it launches no kernel, and its contents are not read."""
     return node.op.partition(".")[2].startswith(("empty", "new_empty"))
 
 
-def is_even(graph: Graph, node: Node) -> bool:
-    """It gives as many elements as it takes, and is no product: pointwise, or along rows."""
+def preserves_numel(graph: Graph, node: Node) -> bool:
+    """True if a node is pointwise or works along rows.
+
+    It returns as many elements as it reads, and is no product.
+    """
     alone = node.flops or node.collective or node.waits_for or node.body or node.mutates
     if node.is_free or alone or is_allocation(node):
         return False
@@ -88,7 +91,7 @@ def is_even(graph: Graph, node: Node) -> bool:
 
 
 def _makers(graph: Graph) -> dict[str, frozenset[str]]:
-    """Of each value the calls that computed it, seen through views and tuples taken apart."""
+    """Map each value to the calls that computed it, seen through views and unpacked tuples."""
     found: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
         through = node.is_free and not node.is_input
@@ -101,9 +104,12 @@ def _makers(graph: Graph) -> dict[str, frozenset[str]]:
 
 
 def _depths(
-    graph: Graph, even: set[str], place: Callable[[Node], Hashable]
+    graph: Graph, fusible: set[str], place: Callable[[Node], Hashable]
 ) -> dict[str, tuple[Hashable, int]]:
-    """Further with each call that is not fused, and from place to place."""
+    """Return the place and the depth of each value.
+
+    The depth grows with each call that cannot be fused, and with each change of place.
+    """
     found: dict[str, tuple[Hashable, int]] = {}
     for node in graph.nodes:
         here = place(node)
@@ -111,7 +117,7 @@ def _depths(
             found[node.name] = max((found[i] for i in node.inputs), key=_second, default=(here, 0))
             continue
         before = [found[i][1] + (found[i][0] != here) for i in node.inputs]
-        found[node.name] = here, max(before, default=0) + (node.name not in even)
+        found[node.name] = here, max(before, default=0) + (node.name not in fusible)
     return found
 
 
@@ -120,7 +126,10 @@ def _second(pair: tuple[Hashable, int]) -> int:
 
 
 def _readers(graph: Graph) -> dict[int, set[str]]:
-    """By storage. What leaves the step is read by nobody in it, and for good."""
+    """Map each storage to its readers.
+
+    Outputs of the step have ``""`` as a reader that is in no kernel.
+    """
     found: dict[int, set[str]] = defaultdict(set)
     for node in graph.nodes:
         for name in node.inputs if not node.is_free else ():

@@ -1,7 +1,6 @@
-"""Where each call of a captured step of a few equal blocks belongs: to which section, to what is
-computed again with it, and to which kernel. The same however many samples there are.
+"""The section, recompute region and kernel of each node in a captured step of a few equal blocks.
 
-Not for what a section takes: see sections.py.
+The assignment is the same for any number of samples. Not for a section's costs: see sections.py.
 """
 
 from collections.abc import Mapping
@@ -13,17 +12,21 @@ from steelyard.ir.graph import Graph, Node, Phase
 from steelyard.ir.rule import CallSite
 from steelyard.predict.analytic.fusion import Fusing, fusing
 
-# Of the blocks that were captured, the one that has a neighbour on either side: so many after the
-# first.
+# Offset of the middle block, which has a neighbour on either side, from the first captured block.
 MIDDLE = 1
 _CALLS = "calls of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NodeAssignment:
-    """By the names of calls: ``section_of``, blocks by their number; ``region_of``, what a call is
-    computed again with, or nothing. ``gatherings`` are regions of what is gathered anew, ``calls``
-    those of single calls, of which none hands on what it keeps to others, as a module does."""
+    """The section and the recompute region of each node, by node name.
+
+    ``section_of`` is the number of a block, or "before" or "after"; ``region_of`` names the region
+    together with which a node is recomputed, or is empty. ``gatherings`` are the regions of values
+    that are gathered again, and ``calls`` those of single recomputed calls. A recomputed module
+    saves its outputs for readers outside of it; a recomputed call does not save them for its own
+    block.
+    """
 
     section_of: Mapping[str, str]
     region_of: Mapping[str, str]
@@ -37,13 +40,16 @@ class NodeAssignment:
 def belonging(
     graph: Graph, layout: ClusterLayout, *, blocks: str, first: int = 0
 ) -> NodeAssignment:
-    """``blocks`` is the path of the list that the captured blocks, three at least, stand in, the
-    first of them at ``first``; empty where there are none."""
+    """Assign each node of a graph to its section and recompute region.
+
+    ``blocks`` is the path of the module list that contains the captured blocks, at least three,
+    the first of them at index ``first``; it is empty if there are none.
+    """
     work = _NodeRole(graph, layout, blocks, first)
     section_of, region_of = work.section_of, work.region_of()
 
     def place(node: Node) -> tuple[str, Phase, str]:
-        # No kernel reaches from one section or pass to another.
+        # No kernel spans two sections or two passes.
         return section_of.get(node.name, ""), node.phase, region_of[node.name]
 
     return NodeAssignment(
@@ -60,9 +66,9 @@ def belonging(
 class _NodeRole:
     def __init__(self, graph: Graph, layout: ClusterLayout, blocks: str, first: int) -> None:
         self._graph, self._layout, self._blocks, self._first = graph, layout, blocks, first
-        self._modules_again = tuple(a for a in layout.again if isinstance(a, str))
-        # A call of several results runs again for any of them.
-        self._calls_again = frozenset(
+        self._recomputed_modules = tuple(a for a in layout.again if isinstance(a, str))
+        # A call with several results is recomputed if any of them is needed.
+        self._recomputed_calls = frozenset(
             replace(a, op=a.op.partition("#")[0]) for a in layout.again if not isinstance(a, str)
         )
         self.section_of = self._sections_of_nodes()
@@ -72,7 +78,7 @@ class _NodeRole:
         return {node.name: self._region_of(node) for node in self._graph.nodes}
 
     def _sections_of_nodes(self) -> dict[str, str]:
-        """Blocks by their number; of the rest, what comes before the blocks, and what after."""
+        """Return the section of each node: a block's number, "before" or "after" the blocks."""
         found: dict[str, str] = {}
         rest, other = "before", "after"
         phase = Phase.FORWARD
@@ -90,7 +96,7 @@ class _NodeRole:
         return found
 
     def _number_of(self, node: Node) -> str:
-        """Of the block that a node belongs to; empty outside of those that were captured."""
+        """Return the number of the captured block that a node belongs to, or an empty string."""
         head, _, inside = node.path.partition(f"{self._blocks}.")
         number = inside.partition(".")[0]
         is_block = self._blocks and not head and number.isdigit()
@@ -100,32 +106,32 @@ class _NodeRole:
         number = self.section_of.get(node.name, "")
         if not number.isdigit():
             return ""
-        if self._calls_again and node.phase is Phase.FORWARD:
+        if self._recomputed_calls and node.phase is Phase.FORWARD:
             _, _, inside = node.path.removeprefix(f"{self._blocks}.").partition(".")
-            if CallSite(inside, node.op, node.nth) in self._calls_again:
+            if CallSite(inside, node.op, node.nth) in self._recomputed_calls:
                 return f"{_CALLS}{number}"
         if node.phase is Phase.FORWARD and any(self._inside(node, s) for s in self._layout.spared):
             return ""
-        for inside in self._modules_again:
+        for inside in self._recomputed_modules:
             path = self._inside(node, inside)
             if path:
                 return path
         return self.gathered.get(node.name, "")
 
     def _inside(self, node: Node, module: str) -> str:
-        """The path of the module of its block that a node belongs to; none where it does not."""
+        """Return the path of ``module`` in the node's block if it contains the node, else ""."""
         number = self.section_of[node.name]
         path = f"{self._blocks}.{number}{'.' if module else ''}{module}"
         return path if node.path == path or node.path.startswith(f"{path}.") else ""
 
     def _gathered_values(self) -> dict[str, str]:
-        """What comes of each gathering, and of nothing else, before it is computed with."""
+        """Return the nodes that depend on one gather and nothing else, up to the first product."""
         found: dict[str, str] = {}
-        given = {node.name for node in self._graph.inputs()}
+        inputs = {node.name for node in self._graph.inputs()}
         for node in self._graph.forward():
             if node.collective is not None and node.collective.kind is Exchange.ALL_GATHER:
                 found[node.name] = f"gathered {node.name}"
-            elif not node.flops and node.inputs and given.isdisjoint(node.inputs):
+            elif not node.flops and node.inputs and inputs.isdisjoint(node.inputs):
                 sources = {found.get(name) for name in node.inputs}
                 gathering = sources.pop() if len(sources) == 1 else None
                 if gathering is not None:

@@ -1,7 +1,7 @@
-"""What a block keeps for its backward pass, moved to the memory of the host and back.
+"""Offload of a block's saved activations to host memory, in the analytic model.
 
-Each block's goes while the next one is computed, and comes back while the one behind it is. Not for
-programs that are run: see timeline.py.
+The activations of a block are sent while the next block is computed, and fetched back while the
+block behind it is computed in the backward pass. Not for programs that are run: see timeline.py.
 """
 
 from dataclasses import replace
@@ -11,16 +11,19 @@ from steelyard.predict.analytic.sections import Section
 
 
 def moved(block: Section, host: Link) -> Section:
-    """What of a transfer takes longer than the block's own pass is waited for. Of what is on its
-    way, and of what is computed with, there is one block's each."""
-    taken = host.seconds(block.kept_bytes, messages=1)
-    out = max(0.0, taken - block.forward_seconds)
-    back = max(0.0, taken - block.again_seconds - block.backward_seconds)
+    """Return the section of a block whose saved activations are offloaded.
+
+    Transfer time that exceeds the block's own pass is exposed. The device needs memory for the
+    activations of two blocks: one in transfer and one in use.
+    """
+    transfer_seconds = host.seconds(block.kept_bytes, messages=1)
+    send_wait = max(0.0, transfer_seconds - block.forward_seconds)
+    fetch_wait = max(0.0, transfer_seconds - block.again_seconds - block.backward_seconds)
     return replace(
         block,
-        forward_seconds=block.forward_seconds + out,
-        backward_seconds=block.backward_seconds + back,
-        exchange_seconds=block.exchange_seconds + out + back,
+        forward_seconds=block.forward_seconds + send_wait,
+        backward_seconds=block.backward_seconds + fetch_wait,
+        exchange_seconds=block.exchange_seconds + send_wait + fetch_wait,
         exchanged_bytes=block.exchanged_bytes + 2 * block.kept_bytes,
         kept_bytes=0,
         again_bytes=block.again_bytes + 2 * block.kept_bytes,

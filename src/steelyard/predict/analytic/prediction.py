@@ -1,6 +1,6 @@
-"""A deep model's step on a declared cluster in the words of every prediction: four amounts, a peak.
+"""Conversion of an analytic step to a ``Prediction``: four amounts and a peak.
 
-Not for what stages take and hold: see step.py.
+Not for the costs of stages: see step.py.
 """
 
 from collections.abc import Sequence
@@ -12,49 +12,55 @@ from steelyard.plans.peak_memory import LiveTensor, PeakMemory
 from steelyard.plans.plan import Prediction
 from steelyard.predict.analytic.step import LayoutCost, StageBlocks, StageMemory, deep_step_of
 
-# Bytes are counted; what an allocator adds to them is not.
+# Bytes are counted exactly, but without the overhead of the allocator.
 _DOUBT_OF_BYTES = 0.1
 
 
 def priced(
-    laid: Sequence[LayoutCost], stages: Sequence[StageBlocks], *, doubt: float = DECLARED_DOUBT
+    costs: Sequence[LayoutCost], stages: Sequence[StageBlocks], *, doubt: float = DECLARED_DOUBT
 ) -> Prediction:
-    """Of the rank that holds most, and of the one that computes longest; ``laid`` says of each
-    stage what that takes and holds where it lies. ``doubt`` is the share by which the step and its
-    computation may take more or less."""
-    step = deep_step_of(laid, stages)
+    """Return the prediction of a deep model's step on a declared cluster.
+
+    Memory is that of the rank that needs most, computation that of the rank that computes longest.
+    ``costs`` is the cost model of each stage on the device it is assigned to. ``doubt`` is the
+    relative error of the step and of its computation.
+    """
+    step = deep_step_of(costs, stages)
     numbered = list(enumerate(stages))
     fullest = max(numbered, key=lambda s: step.stages[s[0]].nbytes)[0]
-    busiest = max(numbered, key=lambda s: laid[s[0]].computing_seconds(*s))
-    on = laid[busiest[0]]
-    computing = on.computing_seconds(*busiest)
-    in_all, sent = on.exchanged(*busiest)
+    busiest = max(numbered, key=lambda s: costs[s[0]].computing_seconds(*s))
+    cost = costs[busiest[0]]
+    computing = cost.computing_seconds(*busiest)
+    in_all, sent = cost.exchanged(*busiest)
     within = Estimate.within
     return Prediction(
         metrics=Metrics(
             memory_bytes=within(step.peak_bytes, share=_DOUBT_OF_BYTES),
             communication_bytes=Estimate.exactly(sent),
             communication_seconds=within(in_all, share=DECLARED_DOUBT),
-            # Whoever waits for an exchange or for another rank does not compute.
+            # A rank that waits for an exchange or for another rank does not compute.
             exposed_communication_seconds=within(
                 max(0.0, step.step_seconds - computing), share=DECLARED_DOUBT
             ),
-            computation_seconds=_give_or_take(computing, doubt),
-            step_seconds=_give_or_take(step.step_seconds, doubt),
+            computation_seconds=_within(computing, doubt),
+            step_seconds=_within(step.step_seconds, doubt),
         ),
         peak=_peak(step.stages[fullest], fullest),
-        flops=on.flops(*busiest),
+        flops=cost.flops(*busiest),
     )
 
 
-def _give_or_take(seconds: float, doubt: float) -> Estimate:
-    """Steps may take several times as long as predicted, and none takes less than no time."""
+def _within(seconds: float, doubt: float) -> Estimate:
+    """Return an estimate with a relative error that may exceed 1.
+
+    Steps may take several times as long as predicted, but no less than no time.
+    """
     low = seconds * max(0.0, 1 - doubt)
     return Estimate(value=seconds, low=low, high=seconds * (1 + doubt))
 
 
 def _peak(memory: StageMemory, stage: int) -> PeakMemory:
-    held = (
+    tensors = (
         LiveTensor.of(memory.weight_bytes, "weights", Role.PARAMETER),
         LiveTensor.of(memory.gradient_bytes, "gradients", Role.GRADIENT),
         LiveTensor.of(memory.state_bytes, "optimizer state", Role.STATE),
@@ -69,5 +75,5 @@ def _peak(memory: StageMemory, stage: int) -> PeakMemory:
         path="",
         line="",
         phase=Phase.BACKWARD,
-        alive=tuple(sorted((h for h in held if h.nbytes), key=lambda h: -h.nbytes)),
+        alive=tuple(sorted((h for h in tensors if h.nbytes), key=lambda h: -h.nbytes)),
     )

@@ -1,6 +1,7 @@
-"""What the forward pass of a captured step of a few equal blocks makes and the backward pass reads.
+"""Saved activations of a captured step of a few equal blocks.
 
-Not for what else a section takes: see sections.py.
+These are values that the forward pass makes and the backward pass reads. Not for the other costs
+of a section: see sections.py.
 """
 
 from collections import defaultdict
@@ -15,14 +16,17 @@ from steelyard.predict.analytic.node_assignment import NodeAssignment, belonging
 class SavedActivations:
     def __init__(self, graph: Graph, layout: ClusterLayout, belongs: NodeAssignment) -> None:
         self._graph, self._layout, self._belongs = graph, layout, belongs
-        self._given = {t.storage for node in graph.inputs() for t in node.outputs}
+        self._input_storages = {t.storage for node in graph.inputs() for t in node.outputs}
         self.maker: dict[int, Node] = {}
         for node in graph.nodes:
             for tensor in node.outputs:
                 self.maker.setdefault(tensor.storage, node)
 
     def nbytes(self, region: Callable[[Node], str]) -> dict[str, int]:
-        """Of each section, where what is made within a region is there again for that."""
+        """Return the bytes of saved activations of each section.
+
+        Values made within a region are recomputed for readers in the same region.
+        """
         found: dict[str, dict[int, int]] = defaultdict(dict)
         for tensor, maker in self._read_later(region):
             whole = self._graph.storages[tensor.storage].nbytes
@@ -32,7 +36,10 @@ class SavedActivations:
         return {name: sum(each.values()) for name, each in found.items()}
 
     def calls(self, section: str) -> Iterator[CallSite]:
-        """That make what a section keeps, as the layout says what is made again."""
+        """Yield the calls that make the saved activations of a section.
+
+        The layout's choice of recomputed calls applies.
+        """
         storages = {
             tensor.storage
             for tensor, maker in self._read_later(lambda node: self._belongs.region_of[node.name])
@@ -46,41 +53,44 @@ class SavedActivations:
                 yield spot
 
     def _read_later(self, region: Callable[[Node], str]) -> Iterator[tuple[Tensor, Node]]:
-        """Each tensor that has to stay, and what made it."""
+        """Yield each saved tensor and the node that made it."""
         for node in self._graph.nodes:
             if node.is_input or node.is_free:
                 continue
             within = region(node)
-            # In the forward pass only what is computed again reads what has to stay.
+            # In the forward pass, only nodes that are recomputed read saved values.
             if node.phase is Phase.FORWARD and not within:
                 continue
             for tensor, maker in self._made_forward(node):
                 made_within = region(maker)
                 if made_within and made_within == within:
                     continue
-                # Made anew for the backward pass of its own block; others find what it handed on.
+                # Recomputed for the backward pass of its own block, and saved only for others.
                 of_block = (
                     self._belongs.section_of[node.name] == (self._belongs.section_of[maker.name])
                 )
                 if made_within in self._belongs.calls and of_block:
                     continue
-                # Gathered anew for whatever reads it then.
+                # Gathered again for any reader in the backward pass.
                 if made_within in self._belongs.gatherings and node.phase is not Phase.FORWARD:
                     continue
                 yield tensor, maker
 
     def _made_forward(self, node: Node) -> Iterator[tuple[Tensor, Node]]:
-        """What of its inputs some call of the forward pass made, and which."""
+        """Yield the inputs of ``node`` made in the forward pass, with the nodes that made them."""
         for source in node.inputs:
             for tensor in self._graph.by_name[source].outputs:
                 maker = self.maker[tensor.storage]
-                if maker.phase is Phase.FORWARD and tensor.storage not in self._given:
+                if maker.phase is Phase.FORWARD and tensor.storage not in self._input_storages:
                     yield tensor, maker
 
 
 def kept_calls(
     graph: Graph, layout: ClusterLayout, *, blocks: str, first: int
 ) -> tuple[CallSite, ...]:
-    """Of the middle block, by modules of the model; ``blocks`` and ``first`` as in belonging."""
+    """Return the calls whose results the middle block saves, by modules of the model.
+
+    ``blocks`` and ``first`` are as in ``belonging``.
+    """
     belongs = belonging(graph, layout, blocks=blocks, first=first)
     return tuple(SavedActivations(graph, layout, belongs).calls(belongs.middle))

@@ -1,7 +1,8 @@
-"""A captured step of a few equal blocks, told apart: what one block takes, and what is around them.
+"""The sections of a captured step of a few equal blocks: one block, and the code around the
+blocks.
 
-A block's kept bytes are what it makes and the backward pass reads; the blocks before and after the
-middle one say what it hands on. Not for a whole step of many blocks: see step.py.
+A block's saved activations are the values that it makes and the backward pass reads; the blocks
+before and after the middle one show what it passes on. Not for a whole step: see step.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,10 +21,12 @@ from steelyard.predict.cost_table import CostTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Seconds of one micro-batch with all exchanges in them, and bytes; ``parameters`` are names
-    and elements. ``again_bytes`` is what is there again, and was not kept, when what is computed
-    again has been; ``peak_bytes`` the most that is there at once if both passes follow each other;
-    ``far_bytes`` what is kept in the memory of the host.
+    """The seconds of one micro-batch in a section, including all exchanges, and its bytes.
+
+    ``kept_bytes`` are the saved activations. ``again_bytes`` are the activations that
+    recomputation restores. ``peak_bytes`` is the peak if the backward pass directly follows the
+    forward pass. ``far_bytes`` are the saved activations in host memory. ``parameters`` are names
+    and numbers of elements.
     """
 
     forward_seconds: float
@@ -49,7 +52,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections:
-    """``stream_bytes`` is what one block hands to the next."""
+    """All sections of a step; ``stream_bytes`` is the size of what one block passes to the next."""
 
     before: Section
     block: Section
@@ -67,9 +70,11 @@ def sections(
     stack: SoftwareStack | None = None,
     belongs: NodeAssignment | None = None,
 ) -> Sections:
-    """``blocks`` and ``first`` as in ``belonging``, which is found anew unless it is given: that of
-    the same graph at any number of samples. Without a ``stack``, each call takes what the costs say
-    of it.
+    """Return the sections of a captured step.
+
+    ``blocks`` and ``first`` are as in ``belonging``. Its result may be passed as ``belongs``,
+    since it is the same for any number of samples. Without a ``stack``, each call takes what
+    ``costs`` says.
     """
     belongs = belongs or belonging(graph, layout, blocks=blocks, first=first)
     work = _SplitSections(graph, costs, layout, belongs, stack)
@@ -91,30 +96,32 @@ class _SplitSections:
         stack: SoftwareStack | None,
     ) -> None:
         self._graph, self._costs, self._layout = graph, costs, layout
-        self._belongs, self._of = belongs, belongs.section_of
-        self._given = {t.storage for node in graph.inputs() for t in node.outputs}
-        kept = SavedActivations(graph, layout, belongs)
-        self._maker = kept.maker
-        self._kept = self._plain = kept.nbytes(self._region)
+        self._belongs, self._section_of = belongs, belongs.section_of
+        self._input_storages = {t.storage for node in graph.inputs() for t in node.outputs}
+        saved = SavedActivations(graph, layout, belongs)
+        self._maker = saved.maker
+        self._saved_bytes = self._plain_bytes = saved.nbytes(self._region)
         if layout.again:
-            self._plain = kept.nbytes(lambda _: "")
-        self._kernel_seconds = self._priced(stack)
+            self._plain_bytes = saved.nbytes(lambda _: "")
+        self._kernel_seconds = self._kernel_times(stack)
         self._overlaps = stack is not None and stack.overlaps_tensor
 
     def section(self, name: str) -> Section:
-        mine = [n for n in self._graph.nodes if self._of.get(n.name) == name and not n.is_input]
+        mine = [
+            n for n in self._graph.nodes if self._section_of.get(n.name) == name and not n.is_input
+        ]
         forward = [n for n in mine if n.phase is Phase.FORWARD]
         backward = [n for n in mine if n.phase is not Phase.FORWARD]
-        again = [n for n in forward if self._region(n)]
-        exchanged = [n.collective for n in (*mine, *again) if n.collective is not None]
-        kept, plain = self._kept.get(name, 0), self._plain.get(name, 0)
+        recomputed = [n for n in forward if self._region(n)]
+        exchanged = [n.collective for n in (*mine, *recomputed) if n.collective is not None]
+        kept, plain = self._saved_bytes.get(name, 0), self._plain_bytes.get(name, 0)
         return Section(
             forward_seconds=self._seconds(forward),
-            backward_seconds=self._seconds(backward) - self._hidden_seconds(backward, again),
-            again_seconds=self._seconds(again),
+            backward_seconds=self._seconds(backward) - self._hidden_seconds(backward, recomputed),
+            again_seconds=self._seconds(recomputed),
             exchange_seconds=sum(self._costs.exchange_seconds(c).value for c in exchanged),
             exchanged_bytes=sum(c.sent_bytes for c in exchanged),
-            flops=sum(n.flops for n in (*mine, *again)),
+            flops=sum(n.flops for n in (*mine, *recomputed)),
             kept_bytes=kept,
             again_bytes=max(0, plain - kept),
             peak_bytes=self._peak_bytes(mine),
@@ -122,22 +129,22 @@ class _SplitSections:
         )
 
     def stream_bytes(self) -> int:
-        """What later blocks read of the middle one's in the forward pass."""
+        """Return the bytes that the next block's forward pass reads of the middle block."""
         crossing = {
             tensor.storage: tensor.nbytes
             for node in self._graph.forward()
-            if self._of.get(node.name) == self._belongs.following
+            if self._section_of.get(node.name) == self._belongs.following
             for name in node.inputs
             for tensor in self._made(name, self._belongs.middle)
         }
         return sum(crossing.values())
 
     def _region(self, node: Node) -> str:
-        """What a node of a block is computed again with: its module, or the block."""
+        """Return the module or block with which a node is recomputed, or an empty string."""
         return self._belongs.region_of[node.name]
 
     def _peak_bytes(self, mine: Sequence[Node]) -> int:
-        """Of what these calls make, each until the last of them has read it."""
+        """Return the peak bytes of these calls' results, freed after their last reader here."""
         names = {node.name for node in mine}
         last: dict[int, int] = {}
         for place, node in enumerate(mine):
@@ -145,23 +152,23 @@ class _SplitSections:
                 for storage in self._graph.storages_of(name):
                     if self._maker[storage].name in names:
                         last[storage] = place
-        held, most, there = 0, 0, set[int]()
+        nbytes, peak, live = 0, 0, set[int]()
         for place, node in enumerate(mine):
-            new = set(self._graph.storages_of(node.name)) & last.keys() - there
-            there |= new
-            held += sum(self._graph.storages[s].nbytes for s in new)
-            most = max(most, held)
-            gone = {s for s in there if last[s] == place}
-            there -= gone
-            held -= sum(self._graph.storages[s].nbytes for s in gone)
-        return most
+            new = set(self._graph.storages_of(node.name)) & last.keys() - live
+            live |= new
+            nbytes += sum(self._graph.storages[s].nbytes for s in new)
+            peak = max(peak, nbytes)
+            freed = {s for s in live if last[s] == place}
+            live -= freed
+            nbytes -= sum(self._graph.storages[s].nbytes for s in freed)
+        return peak
 
     def _made(self, value: str, section: str) -> Iterable[Tensor]:
-        """What of a value a section's forward pass made."""
+        """Yield the tensors of a value that the forward pass of a section made."""
         for tensor in self._graph.by_name[value].outputs:
             maker = self._maker[tensor.storage]
-            mine = self._of.get(maker.name) == section and maker.phase is Phase.FORWARD
-            if mine and tensor.storage not in self._given:
+            mine = self._section_of.get(maker.name) == section and maker.phase is Phase.FORWARD
+            if mine and tensor.storage not in self._input_storages:
                 yield tensor
 
     def _parameters(self, nodes: Iterable[Node]) -> tuple[tuple[str, int], ...]:
@@ -174,28 +181,31 @@ class _SplitSections:
             and storages[by_name[name].outputs[0].storage].role is Role.PARAMETER
         )
 
-    def _hidden_seconds(self, backward: Sequence[Node], again: Sequence[Node]) -> float:
-        """Of exchanges: no more than what half of the products take, those of the weights."""
+    def _hidden_seconds(self, backward: Sequence[Node], recomputed: Sequence[Node]) -> float:
+        """Return the seconds of exchanges that overlap with products of the backward pass.
+
+        Only products for gradients of weights overlap with them, which are half of all products.
+        """
         if not self._overlaps:
             return 0.0
         added = [
             n for n in backward if n.collective and n.collective.kind is not Exchange.ALL_GATHER
         ]
         gathered = [
-            n for n in again if n.collective and self._region(n) in self._belongs.gatherings
+            n for n in recomputed if n.collective and self._region(n) in self._belongs.gatherings
         ]
         found = [n.collective for n in (*added, *gathered) if n.collective is not None]
         exchanging = sum(self._costs.exchange_seconds(c).value for c in found)
         products = sum(self._kernel_seconds.get(n.name, 0.0) for n in backward if n.flops)
         return min(exchanging, products / 2)
 
-    def _priced(self, stack: SoftwareStack | None) -> dict[str, float]:
-        """By the first call of each kernel."""
+    def _kernel_times(self, stack: SoftwareStack | None) -> dict[str, float]:
+        """Return the seconds of each kernel, by the name of its first call."""
         fuses = stack is not None and stack.fuses
         kernels = self._belongs.fusing.kernels(self._graph) if fuses else unfused(self._graph.nodes)
         found = {k.nodes[0].name: kernel_seconds(k, self._costs, stack) for k in kernels}
         if self._layout.draws_parts:
-            # Drawn on its own it is written whole; fused with what reads it, never.
+            # A random kernel writes its values only if it is not fused; each rank draws its part.
             alone = (k.nodes[0] for k in kernels if len(k.nodes) == 1)
             found |= {n.name: found[n.name] / self._layout.tensor for n in alone if n.is_random}
         return found

@@ -1,9 +1,9 @@
 """One training step of a deep model on a declared cluster, from the sections of a short capture.
 
-A pipeline's ranks work for m micro-batches at the pace of the slowest, after the first has come
-through: sum(T) + (m - 1) max(T), where of the sum all but the slowest is divided by the virtual
-stages (Narayanan et al., SC 2021, section 2.2). Gradients follow at the end, or go on beside the
-last backward pass. Not for programs that are run: see predict/step.py.
+A pipeline processes m micro-batches at the pace of its slowest stage, after the first micro-batch
+has filled it: sum(T) + (m - 1) max(T), where of the sum all but the slowest is divided by the
+virtual stages (Narayanan et al., SC 2021, section 2.2). Gradients are exchanged at the end, or
+overlap with the last backward pass. Not for programs that are run: see predict/step.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ from steelyard.predict.collectives.routes import Route, route
 from steelyard.predict.cost_table import CostTable
 
 _Exchange = Callable[[Route, int], tuple[CollectiveCost, ...]]
-# Of state in the host's memory: what comes, what is updated, and what goes.
+# Pieces of offloaded state on the device: one being fetched, one updated and one sent back.
 _PIECES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes on each rank of one stage of the pipeline, at its peak."""
+    """The peak bytes on each rank of one pipeline stage."""
 
     weight_bytes: int
     gradient_bytes: int
@@ -53,7 +53,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBlocks:
-    """What one rank of the pipeline holds: kinds of block, and how many are of each."""
+    """The blocks of one pipeline stage: the kinds of block, and how many of each it has."""
 
     blocks: tuple[tuple[Section, int], ...]
 
@@ -64,8 +64,10 @@ class StageBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyticStep:
-    """Seconds of the micro-batches through the pipeline, of exchanging what the data ranks share as
-    far as nothing hides it, and of the optimizer; and what each stage holds.
+    """The seconds of a step, and the memory of each stage.
+
+    ``pipeline_seconds`` are those of all micro-batches, ``exposed_seconds`` those of data parallel
+    exchanges that nothing hides, and ``update_seconds`` those of the optimizer.
     """
 
     pipeline_seconds: float
@@ -83,19 +85,21 @@ class AnalyticStep:
 
 
 def tensor_costs(cluster: Cluster, layout: ClusterLayout, *, first: int = 0) -> CostTable:
-    """The declared prices of calls, and of exchanges among the neighbours that share tensors, the
-    ``first`` of whom is the rank of that number."""
+    """Return the declared costs of calls, and of exchanges in a tensor parallel group.
+
+    ``first`` is the rank that begins the group.
+    """
     found = {}
     if layout.tensor > 1:
         found = collective_curves(cluster.tree, axis=TENSOR, numbers=[layout.tensor], first=first)
     return CostTable(device=cluster.tree.device_of(first), collective_curves=found)
 
 
-def deep_step_of(laid: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -> AnalyticStep:
-    """``laid`` says of each stage what that takes and holds where it lies."""
-    numbered = list(zip(laid, enumerate(stages), strict=True))
+def deep_step_of(costs: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -> AnalyticStep:
+    """Return a step, given each stage's blocks and the cost model for its assigned device."""
+    numbered = list(zip(costs, enumerate(stages), strict=True))
     return AnalyticStep(
-        pipeline_seconds=laid[0].through([on.stage_seconds(n, s) for on, (n, s) in numbered]),
+        pipeline_seconds=costs[0].through([on.stage_seconds(n, s) for on, (n, s) in numbered]),
         exposed_seconds=max(on.exposed_seconds(n, s) for on, (n, s) in numbered),
         update_seconds=max(on.update_seconds(n, s.num_blocks) for on, (n, s) in numbered),
         stages=tuple(on.memory(n, s) for on, (n, s) in numbered),
@@ -111,18 +115,22 @@ def deep_step(
     num_blocks: int,
     stack: SoftwareStack | None = None,
 ) -> AnalyticStep:
-    """``parts`` are those of one tensor rank, for one micro-batch, as ``stack`` computes them."""
+    """Return a step of ``num_blocks`` equal blocks.
+
+    ``parts`` are the sections of one tensor rank for one micro-batch, as ``stack`` computes them.
+    """
     counts = (layout.blocks_of_stage(num_blocks, number) for number in range(layout.pipeline))
     stages = [StageBlocks(blocks=((parts.block, count),)) for count in counts]
-    laid = LayoutCost(parts, cluster, layout, formats, stack)
-    return deep_step_of([laid] * layout.pipeline, stages)
+    cost = LayoutCost(parts, cluster, layout, formats, stack)
+    return deep_step_of([cost] * layout.pipeline, stages)
 
 
 class LayoutCost:
-    """What the stages of a layout take and hold; ``parts`` are those of one tensor rank, for one
-    micro-batch, of which a stage may hold blocks of other kinds, with more computed again.
+    """The cost model of a layout's stages on one class of device.
 
-    ``place`` is a stage that stands for those of its class: where it lies, and on what.
+    ``parts`` are the sections of one tensor rank for one micro-batch; a stage may have blocks of
+    other kinds, which recompute more. ``place`` is the number of a stage on this class of device;
+    its position decides which links the model uses.
     """
 
     def __init__(
@@ -156,29 +164,32 @@ class LayoutCost:
 
     @property
     def block(self) -> Section:
-        """With nothing computed again."""
+        """The section of a block without recomputation."""
         return self._parts.block
 
     def through(self, seconds: Sequence[float]) -> float:
-        """All micro-batches, with the belt that fills and empties."""
+        """Return the seconds of all micro-batches, including filling and draining the pipeline."""
         slowest = max(seconds)
         filling = (sum(seconds) - slowest) / self._layout.virtual
         return self._layout.micro_batches * slowest + filling
 
     def stage_seconds(self, number: int, stage: StageBlocks) -> float:
-        """One micro-batch, forward and back, with what it waits for its neighbours."""
+        """Return a stage's seconds for one micro-batch, forward and backward, with waits."""
         blocks = sum(count * self.in_turn(block) for block, count in stage.blocks)
         return blocks + self.ends_seconds(number)
 
     def ends_seconds(self, number: int) -> float:
-        """What a stage takes besides its blocks."""
+        """Return a stage's seconds for everything but its blocks."""
         ends = sum(self.in_turn(part) for part in self._around(number))
-        return ends + self._handing_seconds
+        return ends + self._send_seconds
 
     @property
-    def _handing_seconds(self) -> float:
-        """A micro-batch comes and goes on, and its gradient comes and goes back. In turn, whoever
-        has one neighbour waits while that one hands on to its other.
+    def _send_seconds(self) -> float:
+        """The seconds that a stage waits for messages to and from its neighbours.
+
+        A micro-batch arrives and is sent on, and its gradient arrives and is returned. If a stage
+        waits for one message after another, a stage with one neighbour also waits while that
+        neighbour sends to its other one.
         """
         if self._stack.handing is StageSendMode.BESIDE:
             return 0.0
@@ -186,39 +197,49 @@ class LayoutCost:
         return (4 if in_turn else 2) * self._layout.virtual * self.hand_on_seconds
 
     def exposed_seconds(self, number: int, stage: StageBlocks) -> float:
-        """Gradients go once a step; with parts of the weights, they went block by block."""
+        """Return the seconds of gradient exchange that nothing hides.
+
+        Gradients are exchanged once a step. With ZeRO stage 3 they have been exchanged block by
+        block.
+        """
         layout = self._layout
         if layout.data == 1 or layout.state_stage == 3:
             return self._shared_table_seconds
-        taken = sum(way.seconds for way in self._shared(number, stage))
+        exchanging = sum(cost.seconds for cost in self._exchanges_per_step(number, stage))
         if layout.overlaps:
-            back = sum(blocks * block.backward_seconds for block, blocks in stage.blocks)
-            taken = max(0.0, taken - back)
-        return taken + self._shared_table_seconds
+            hidden = sum(blocks * block.backward_seconds for block, blocks in stage.blocks)
+            exchanging = max(0.0, exchanging - hidden)
+        return exchanging + self._shared_table_seconds
 
     def exchanged(self, number: int, stage: StageBlocks) -> tuple[float, int]:
-        """Seconds of all exchanges of one rank in a step, hidden or not, and the bytes it sends."""
+        """Return one rank's seconds of all exchanges in a step, hidden or not, and its bytes
+        sent.
+        """
         layout = self._layout
-        held = [*stage.blocks, *((part, 1) for part in self._around(number))]
-        inside = sum(count * part.exchange_seconds for part, count in held)
-        sent = sum(count * part.exchanged_bytes for part, count in held)
+        parts = [*stage.blocks, *((part, 1) for part in self._around(number))]
+        inside = sum(count * part.exchange_seconds for part, count in parts)
+        sent = sum(count * part.exchanged_bytes for part, count in parts)
         inside += 2 * layout.virtual * self.hand_on_seconds
         if layout.pipeline > 1:
             sent += 2 * layout.virtual * -(-self._parts.stream_bytes // layout.tensor)
         if layout.data > 1 and layout.state_stage == 3:
-            for part, count in held:
-                ways = [*self._gathers(part) * 2, *self._scatters(part)]
-                inside += count * sum(way.seconds for way in ways)
-                sent += count * sum(way.sent_bytes for way in ways)
-        once = self._shared(number, stage) if layout.data > 1 and layout.state_stage < 3 else ()
-        far = self._far_state_bytes(number, stage.num_blocks)
-        seconds = layout.micro_batches * inside + sum(way.seconds for way in once)
+            for part, count in parts:
+                costs = [*self._gathers(part) * 2, *self._scatters(part)]
+                inside += count * sum(cost.seconds for cost in costs)
+                sent += count * sum(cost.sent_bytes for cost in costs)
+        once = (
+            self._exchanges_per_step(number, stage)
+            if layout.data > 1 and layout.state_stage < 3
+            else ()
+        )
+        offloaded = self._offloaded_state_bytes(number, stage.num_blocks)
+        seconds = layout.micro_batches * inside + sum(cost.seconds for cost in once)
         seconds += self._shared_table_seconds + self._fetching_seconds(number, stage.num_blocks)
-        in_all = layout.micro_batches * sent + sum(way.sent_bytes for way in once) + 2 * far
-        return seconds, in_all
+        nbytes = layout.micro_batches * sent + sum(cost.sent_bytes for cost in once) + 2 * offloaded
+        return seconds, nbytes
 
-    def _shared(self, number: int, stage: StageBlocks) -> tuple[CollectiveCost, ...]:
-        """What is done once a step with gradients, and with weights that are updated in shares."""
+    def _exchanges_per_step(self, number: int, stage: StageBlocks) -> tuple[CollectiveCost, ...]:
+        """Return the exchanges of gradients, and of weights updated in shards, done once a step."""
         count = self._num_parameters(number, stage.num_blocks)
         gradients = count * self._formats.gradient_bytes
         if self._layout.state_stage == 0:
@@ -227,34 +248,40 @@ class LayoutCost:
         return (gathered, reduce_scatter(self._data, gradients)[0])
 
     def computing_seconds(self, number: int, stage: StageBlocks) -> float:
-        """Of one rank in a step, the optimizer's included."""
-        held = [*stage.blocks, *((part, 1) for part in self._around(number))]
+        """Return one rank's seconds of computation in a step, with the optimizer's update."""
+        parts = [*stage.blocks, *((part, 1) for part in self._around(number))]
         once = sum(
             count * (part.seconds - part.exchange_seconds + self._copying_seconds(part))
-            for part, count in held
+            for part, count in parts
         )
         return self._layout.micro_batches * once + self._updating_seconds(number, stage.num_blocks)
 
     def flops(self, number: int, stage: StageBlocks) -> int:
-        held = [*stage.blocks, *((part, 1) for part in self._around(number))]
-        return self._layout.micro_batches * sum(count * part.flops for part, count in held)
+        parts = [*stage.blocks, *((part, 1) for part in self._around(number))]
+        return self._layout.micro_batches * sum(count * part.flops for part, count in parts)
 
     def update_seconds(self, number: int, num_blocks: int) -> float:
-        """Piece by piece: one is updated while the next comes from the host and the last goes."""
+        """Return the seconds of the update.
+
+        Offloaded state is streamed: one piece is updated while the next is fetched and the last is
+        sent.
+        """
         updating = self._updating_seconds(number, num_blocks)
         return max(updating, self._fetching_seconds(number, num_blocks))
 
     def far_bytes(self, number: int, stage: StageBlocks) -> int:
-        """In the memory of the host, for each device."""
+        """Return the bytes in host memory for each device."""
         kept = sum(count * block.far_bytes for block, count in stage.blocks)
-        return int(self.alive(number) * kept) + self._far_state_bytes(number, stage.num_blocks)
+        return int(self.alive(number) * kept) + self._offloaded_state_bytes(
+            number, stage.num_blocks
+        )
 
     def _fetching_seconds(self, number: int, num_blocks: int) -> float:
-        """State comes and goes at once: a link to a host carries both ways."""
-        nbytes = self._far_state_bytes(number, num_blocks)
+        """Return the seconds to fetch the state; a full-duplex link sends it back meanwhile."""
+        nbytes = self._offloaded_state_bytes(number, num_blocks)
         return self._host.seconds(nbytes, messages=1) if self._host and nbytes else 0.0
 
-    def _far_state_bytes(self, number: int, num_blocks: int) -> int:
+    def _offloaded_state_bytes(self, number: int, num_blocks: int) -> int:
         return self._state_bytes(number, num_blocks) if self._layout.far_states else 0
 
     def _state_bytes(self, number: int, num_blocks: int) -> int:
@@ -262,37 +289,37 @@ class LayoutCost:
         return count * self._formats.state_bytes // self._share(from_stage=1)
 
     def _updating_seconds(self, number: int, num_blocks: int) -> float:
-        """At the pace of the memory."""
+        """Return the seconds of the optimizer's update, which is limited by memory bandwidth."""
         count = self._num_parameters(number, num_blocks) / self._share(from_stage=1)
         return count * self._formats.moved_by_update / self._bandwidth
 
     def memory(self, number: int, stage: StageBlocks) -> StageMemory:
         kept = sum(count * block.kept_bytes for block, count in stage.blocks)
-        # Before its backward pass, a block that is computed again is there as it would have been;
-        # before that, at the end of the model, what the loss is made of.
-        again = max((block.again_bytes for block, _ in stage.blocks), default=0)
+        # Before its backward pass, a recomputed block has all its activations in memory. Earlier,
+        # at the end of the model, the inputs of the loss are alive instead.
+        recomputed = max((block.again_bytes for block, _ in stage.blocks), default=0)
         model = self.model_memory(number, stage.num_blocks)
         return replace(
             model,
             activation_bytes=int(self.alive(number) * kept) + self.around_bytes(number),
-            workspace_bytes=model.workspace_bytes + max(again, self.ending_bytes(number)),
+            workspace_bytes=model.workspace_bytes + max(recomputed, self.ending_bytes(number)),
         )
 
     def model_memory(self, number: int, num_blocks: int) -> StageMemory:
-        """What is held whatever is computed again."""
+        """Return the memory that does not depend on recomputation."""
         count, formats = self._num_parameters(number, num_blocks), self._formats
-        # Weights in parts are gathered for one block and for the one that follows it; those of
-        # the ends for the whole step.
+        # Sharded weights are gathered for one block and for the next one; those outside of the
+        # blocks are gathered for the whole step.
         gathered = 2 * self._num_in_block + self._num_around(number)
         return StageMemory(
             weight_bytes=count * formats.weight_bytes // self._share(from_stage=3),
             gradient_bytes=count * formats.gradient_bytes // self._share(from_stage=2),
-            state_bytes=self._state_near_bytes(number, num_blocks),
+            state_bytes=self._resident_state_bytes(number, num_blocks),
             activation_bytes=0,
             workspace_bytes=gathered * formats.weight_bytes if self._layout.state_stage == 3 else 0,
         )
 
-    def _state_near_bytes(self, number: int, num_blocks: int) -> int:
+    def _resident_state_bytes(self, number: int, num_blocks: int) -> int:
         whole = self._state_bytes(number, num_blocks)
         return min(whole, _PIECES * OFFLOAD_PIECE_BYTES) if self._layout.far_states else whole
 
@@ -300,7 +327,7 @@ class LayoutCost:
         return sum(part.kept_bytes for part in self._around(number))
 
     def ending_bytes(self, number: int) -> int:
-        """What is there besides at the end of a stage's forward pass, and no longer after it."""
+        """Return the extra bytes at the end of a stage's forward pass, freed right after it."""
         return sum(part.peak_bytes - part.kept_bytes for part in self._around(number)[-1:])
 
     def in_turn(self, part: Section) -> float:
@@ -308,11 +335,15 @@ class LayoutCost:
         return forward + backward
 
     def passes(self, part: Section) -> tuple[float, float]:
-        """With weights in parts, they come and gradients go while the neighbours are computed."""
+        """Return the seconds of a section's forward and backward pass.
+
+        With ZeRO stage 3, weight gathers and gradient scatters overlap with the neighbours'
+        passes.
+        """
         if self._layout.state_stage < 3 or self._layout.data == 1:
             return part.forward_seconds, part.again_seconds + part.backward_seconds
-        gather = sum(way.seconds for way in self._gathers(part))
-        scatter = sum(way.seconds for way in self._scatters(part))
+        gather = sum(cost.seconds for cost in self._gathers(part))
+        scatter = sum(cost.seconds for cost in self._scatters(part))
         forward = max(part.forward_seconds, gather)
         backward = part.again_seconds + part.backward_seconds + self._copying_seconds(part)
         return forward, max(backward, gather + scatter)
@@ -328,16 +359,18 @@ class LayoutCost:
     ) -> list[CollectiveCost]:
         whole = (part.num_parameters,)
         sizes = whole if self._stack.flat else [numel for _, numel in part.parameters]
-        return [self._quickest(exchange(self._data, n * item_bytes)) for n in sizes]
+        return [self._fastest(exchange(self._data, n * item_bytes)) for n in sizes]
 
-    def _quickest(self, ways: Sequence[CollectiveCost]) -> CollectiveCost:
+    def _fastest(self, costs: Sequence[CollectiveCost]) -> CollectiveCost:
         if not self._stack.rings_only:
-            return ways[0]
-        return next(way for way in ways if way.algorithm is Algorithm.RING)
+            return costs[0]
+        return next(cost for cost in costs if cost.algorithm is Algorithm.RING)
 
     def _copying_seconds(self, part: Section) -> float:
-        """Gradients of weights in parts are copied to one place, in the format in which they go,
-        and divided there."""
+        """Return the seconds to copy sharded gradients to a flat buffer.
+
+        They are cast to the format in which they are sent, and divided there.
+        """
         if not self._stack.flat or self._layout.state_stage < 3 or self._layout.data == 1:
             return 0.0
         weight, gradient = self._formats.weight_bytes, self._formats.gradient_bytes
@@ -345,8 +378,7 @@ class LayoutCost:
         return nbytes / self._bandwidth
 
     def alive(self, number: int) -> float:
-        """Of a stage's blocks, how often what they keep is there when the first backward pass
-        begins."""
+        """Return how many micro-batches' saved activations are alive at the first backward pass."""
         layout = self._layout
         if layout.virtual == 1:
             return min(layout.micro_batches, layout.pipeline - number)
@@ -354,7 +386,7 @@ class LayoutCost:
         return min(layout.micro_batches * layout.virtual, ahead) / layout.virtual
 
     def around(self, number: int, run: int) -> list[Section]:
-        """What belongs to one of a stage's runs of blocks besides these."""
+        """Return the sections other than blocks that belong to one of a stage's runs of blocks."""
         before, after = self._parts.before, self._parts.after
         first, last = (0, 0), (self._layout.pipeline - 1, self._layout.virtual - 1)
         found = [before] if (number, run) == first else []
@@ -372,7 +404,10 @@ class LayoutCost:
         return self._parts.block.num_parameters
 
     def _num_around(self, number: int) -> int:
-        """What both ends read is held once where they are one stage."""
+        """Return the parameters outside of the blocks of a stage.
+
+        A parameter that both ends read is counted once if both are in one stage.
+        """
         around = dict(p for part in self._around(number) for p in part.parameters)
         return sum(around.values())
 
@@ -386,33 +421,35 @@ class LayoutCost:
 
     @cached_property
     def hand_on_seconds(self) -> float:
-        """To the next stage, by each tensor rank its part, which are gathered there unless that
-        goes on in parts (SC 2021, section 4.1).
+        """The seconds to send a micro-batch to the next stage.
+
+        Each tensor rank sends its part, and the parts are gathered there, unless the next stage
+        works on parts too (SC 2021, section 4.1).
         """
         layout = self._layout
         if layout.pipeline == 1:
             return 0.0
-        # From where it lies to the next stage; the last one hands gradients back.
+        # From the model's own stage to the next one; the last stage sends gradients back instead.
         width = layout.tensor * layout.data
         step = width if self._first + width < width * layout.pipeline else -width
-        way = self._route(sorted((self._first, self._first + step)))
-        sent = send(way, -(-self._parts.stream_bytes // layout.tensor))[0].seconds
+        link = self._route(sorted((self._first, self._first + step)))
+        sent = send(link, -(-self._parts.stream_bytes // layout.tensor))[0].seconds
         if layout.tensor == 1 or layout.gathers_again:
             return sent
-        among = route(self._cluster.tree, range(self._first, self._first + layout.tensor))
-        return sent + all_gather(among, self._parts.stream_bytes)[0].seconds
+        tensor_ranks = route(self._cluster.tree, range(self._first, self._first + layout.tensor))
+        return sent + all_gather(tensor_ranks, self._parts.stream_bytes)[0].seconds
 
     @cached_property
     def _shared_table_seconds(self) -> float:
-        """A table at both ends of a pipeline has a gradient at each."""
+        """The seconds to all-reduce the gradient of a table shared by both pipeline ends."""
         layout = self._layout
         first, last = dict(self._parts.before.parameters), dict(self._parts.after.parameters)
         shared = sum(numel for name, numel in first.items() if name in last)
         if layout.pipeline == 1 or not shared:
             return 0.0
-        way = self._route((0, layout.tensor * layout.data * (layout.pipeline - 1)))
-        return all_reduce(way, shared * self._formats.gradient_bytes)[0].seconds
+        ends = self._route((0, layout.tensor * layout.data * (layout.pipeline - 1)))
+        return all_reduce(ends, shared * self._formats.gradient_bytes)[0].seconds
 
     def _route(self, ranks: Sequence[int]) -> Route:
-        # Each of the tensor ranks exchanges with those in its place, at the same time.
+        # Each tensor rank exchanges with its counterparts in other groups, all at the same time.
         return route(self._cluster.tree, ranks, at_once=self._layout.tensor)

@@ -1,9 +1,9 @@
-"""A deep model's predicted step drawn out, for one rank of each stage: all of a stage do the same.
+"""A trace of a deep model's predicted step, for one rank of each stage.
 
-The table of actions is replayed with what each stage takes. Where stages take equally long it ends
-when the predicted step does; else it may end some percent sooner, as the prediction has every stage
-wait for the slowest, or later, where an end of the model makes one of a rank's runs of blocks
-longer than its others. Not for the prediction: see step.py.
+The schedule's table of actions is replayed with the seconds of each stage. If all stages take
+equally long, the trace ends with the predicted step. Otherwise it may end some percent earlier,
+since the prediction has every stage wait for the slowest, or later, if an end of the model makes
+one of a rank's runs of blocks longer than its others. Not for the prediction: see step.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,49 +14,49 @@ from steelyard.predict.analytic.sections import Section
 from steelyard.predict.analytic.step import LayoutCost, StageBlocks, deep_step_of
 from steelyard.predict.pipeline.replay import Replayed, StageCost, replay
 
-# Stages beyond so many are not drawn.
+# At most this many stages are drawn.
 _MOST_RANKS = 64
 _WORDS = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
 
 
 def deep_spans(
-    order: Order, laid: Sequence[LayoutCost], stages: Sequence[StageBlocks]
+    order: Order, costs: Sequence[LayoutCost], stages: Sequence[StageBlocks]
 ) -> tuple[Span, ...]:
-    """``laid`` says of each stage what that takes where it lies."""
-    layout = laid[0].layout
-    costs = [
-        _cost(laid[number], number, run, stages[number])
+    """Return the spans of a step; ``costs`` is each stage's cost model on its assigned device."""
+    layout = costs[0].layout
+    stage_costs = [
+        _cost(costs[number], number, run, stages[number])
         for run in range(layout.virtual)
         for number in range(layout.pipeline)
     ]
-    played = replay(order, costs)
+    played = replay(order, stage_costs)
     width = layout.tensor * layout.data
     done = played.seconds
-    step = deep_step_of(laid, stages)
+    step = deep_step_of(costs, stages)
     found: list[Span] = []
     for number, actions in enumerate(played.ranks[:_MOST_RANKS]):
-        rank, on, stage = number * width, laid[number], stages[number]
-        exchanging = on.exposed_seconds(number, stage)
+        rank, cost, stage = number * width, costs[number], stages[number]
+        exchanging = cost.exposed_seconds(number, stage)
         found += _passes(rank, actions)
         after = [
             (WAITING, "for other stages", "", done - actions[-1].end_seconds),
             (WAITING, "for gradients of other ranks", "gradients", exchanging),
             (WAITING, "for other stages", "", step.exposed_seconds - exchanging),
-            (DEVICE, "update", "optimizer", on.update_seconds(number, stage.num_blocks)),
+            (DEVICE, "update", "optimizer", cost.update_seconds(number, stage.num_blocks)),
         ]
-        found += _in_turn(rank, actions[-1].end_seconds, after)
+        found += _sequential(rank, actions[-1].end_seconds, after)
     return tuple(found)
 
 
-def _cost(on: LayoutCost, number: int, run: int, stage: StageBlocks) -> StageCost:
-    """Of one run of a stage's blocks, with what is around them and what is handed on."""
-    layout = on.layout
+def _cost(cost: LayoutCost, number: int, run: int, stage: StageBlocks) -> StageCost:
+    """Return the cost of one run of a stage's blocks, with the ends of the model and the send."""
+    layout = cost.layout
     blocks = [block for block, count in stage.blocks for _ in range(count)]
     each = len(blocks) // layout.virtual
     parts: list[Section] = blocks[run * each : (run + 1) * each]
-    parts += on.around(number, run)
-    passes = [on.passes(part) for part in parts]
-    forward, backward = (sum(own[i] for own in passes) + on.hand_on_seconds for i in (0, 1))
+    parts += cost.around(number, run)
+    passes = [cost.passes(part) for part in parts]
+    forward, backward = (sum(own[i] for own in passes) + cost.hand_on_seconds for i in (0, 1))
     return StageCost(seconds={ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward})
 
 
@@ -71,7 +71,7 @@ def _passes(rank: int, actions: Sequence[Replayed]) -> Iterator[Span]:
         yield _span(rank, DEVICE, name, where, action.begin_seconds, free - action.begin_seconds)
 
 
-def _in_turn(
+def _sequential(
     rank: int, begin: float, pieces: Sequence[tuple[str, str, str, float]]
 ) -> Iterator[Span]:
     for stream, name, where, seconds in pieces:

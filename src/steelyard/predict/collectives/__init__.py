@@ -1,4 +1,4 @@
-"""Seconds of a collective among a group of ranks, by algorithm and topology.
+"""The seconds of a collective in a group of ranks, by algorithm and topology.
 
 Not for measured links: see measure/links/.
 """

@@ -1,18 +1,19 @@
-"""What an exchange among a group of ranks takes, by each algorithm that could carry it out.
+"""The seconds and bytes of a collective in a group of ranks, for each possible algorithm.
 
-The terms are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
-Operations in MPICH", IJHPCA 19(1), 2005: a wait for each message, and bytes over a rate.
-    ring                 section 4, and NCCL: of its hops, only those between nodes wait for the
-                         network, and the slowest link sets the pace (src/graph/tuning.cc: nsteps,
+The cost terms are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Communication Operations in MPICH", IJHPCA 19(1), 2005: a latency for each message, and bytes over
+a rate.
+    ring                 section 4, and NCCL: only hops between nodes have the network's latency,
+                         and the slowest link sets the pace (src/graph/tuning.cc: nsteps,
                          nInterSteps)                                       _ring
-    tree                 NCCL's double binary tree: twice the bytes, pipelined, log2 waits; a
-                         binomial tree for what goes to or comes from one rank
+    tree                 NCCL's double binary tree: twice the bytes, pipelined, log2 latencies; a
+                         binomial tree for collectives to or from one rank
                                                                             _all_reduce_tree
-    ring in each scope   reduce-scatter inside, all-reduce of the shares outside, all-gather inside
-                                                                            _in_scopes
+    ring in each scope   reduce-scatter inside, all-reduce of the shards outside, all-gather inside
+                                                                            _hierarchical
     direct               a message to each other rank; pairwise exchange, section 4.3  _direct
     through one rank     gathered there and redistributed, as with a parameter server  _linear
-Not for when an exchange is issued and waited for: see timeline.py.
+Not for the times at which an exchange is issued and waited for: see timeline.py.
 """
 
 from collections.abc import Iterable
@@ -35,7 +36,10 @@ class Algorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """One way to carry an exchange out. ``sent_bytes`` is the most that any one rank sends."""
+    """The cost of a collective by one algorithm.
+
+    ``sent_bytes`` is the most that any one rank sends.
+    """
 
     algorithm: Algorithm
     seconds: float
@@ -48,38 +52,40 @@ class CollectiveCost:
 
 
 def all_reduce(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
-    """Every rank gets the sum of ``nbytes`` of each; the quickest way first."""
-    twice = [(name, 2 * seconds, 2 * sent) for name, seconds, sent in _shared_out(route, nbytes)]
+    """Return the costs of an all-reduce of ``nbytes`` per rank, the fastest algorithm first."""
+    twice = [
+        (name, 2 * seconds, 2 * sent) for name, seconds, sent in _shard_algorithms(route, nbytes)
+    ]
     tree = (Algorithm.TREE, *_all_reduce_tree(route, nbytes))
-    return _sorted(route, [*twice, tree, _through_one(route, taken=nbytes, given=nbytes)])
+    return _sorted(route, [*twice, tree, _through_one(route, in_bytes=nbytes, out_bytes=nbytes)])
 
 
 def all_gather(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
-    """Every rank has its share of ``nbytes`` and gets all of them."""
+    """Return the costs of an all-gather; ``nbytes`` is the size of the result."""
     share = _share(nbytes, route.num_ranks)
-    through_one = _through_one(route, taken=share, given=nbytes)
-    return _sorted(route, [*_shared_out(route, nbytes), through_one])
+    through_one = _through_one(route, in_bytes=share, out_bytes=nbytes)
+    return _sorted(route, [*_shard_algorithms(route, nbytes), through_one])
 
 
 def reduce_scatter(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
-    """Every rank gets its share of the sum of ``nbytes`` of each."""
+    """Return the costs of a reduce-scatter; ``nbytes`` is the size of each rank's input."""
     share = _share(nbytes, route.num_ranks)
-    through_one = _through_one(route, taken=nbytes, given=share)
-    return _sorted(route, [*_shared_out(route, nbytes), through_one])
+    through_one = _through_one(route, in_bytes=nbytes, out_bytes=share)
+    return _sorted(route, [*_shard_algorithms(route, nbytes), through_one])
 
 
 def all_to_all(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
-    """Every rank has a share of its ``nbytes`` for each other."""
+    """Return the costs of an all-to-all; ``nbytes`` is the size of each rank's input."""
     return _sorted(route, [(Algorithm.DIRECT, *_direct(route, nbytes))])
 
 
 def broadcast(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
-    """Every rank gets the ``nbytes`` of one."""
+    """Return the costs of a broadcast of ``nbytes`` from one rank."""
     n = route.num_ranks
     chain = route.hop_seconds + max(
-        (route.moving_seconds(g, nbytes) for g in route.gates()), default=0.0
+        (route.moving_seconds(g, nbytes) for g in route.uplinks()), default=0.0
     )
-    tree = sum(stage.depth * _whole(route, stage, nbytes) for stage in route.stages)
+    tree = sum(stage.depth * _message_seconds(route, stage, nbytes) for stage in route.stages)
     depth = sum(stage.depth for stage in route.stages)
     linear = _linear(route, nbytes)
     return _sorted(
@@ -93,10 +99,11 @@ def broadcast(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
 
 
 def gather(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
-    """One rank gets the shares that all have of ``nbytes``."""
+    """Return the costs of a gather to one rank; ``nbytes`` is the size of the result."""
     share = _share(nbytes, route.num_ranks)
     moving = max(
-        (_entering(route, stage, gate, share) for stage, gate in _ways(route)), default=0.0
+        (_incoming_seconds(route, stage, uplink, share) for stage, uplink in _stage_uplinks(route)),
+        default=0.0,
     )
     tree = route.depth_seconds + moving
     sent = nbytes // 2 if route.num_ranks > 1 else 0
@@ -105,50 +112,59 @@ def gather(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
 
 
 def send(route: Route, nbytes: int) -> tuple[CollectiveCost, ...]:
-    """One of two ranks gets the ``nbytes`` of the other."""
+    """Return the cost of a message of ``nbytes`` between two ranks."""
     assert route.num_ranks == 2, "two ranks send to each other"
     (stage,) = route.stages
-    return _sorted(route, [(Algorithm.DIRECT, _whole(route, stage, nbytes), nbytes)])
+    return _sorted(route, [(Algorithm.DIRECT, _message_seconds(route, stage, nbytes), nbytes)])
 
 
-_Found = tuple[Algorithm, float, int]
+_Candidate = tuple[Algorithm, float, int]
 
 
-def _sorted(route: Route, found: Iterable[_Found]) -> tuple[CollectiveCost, ...]:
-    """The quickest first; of equally quick ones, the one that is named first here."""
+def _sorted(route: Route, candidates: Iterable[_Candidate]) -> tuple[CollectiveCost, ...]:
+    """Return the costs, fastest first; ties are in the order of ``Algorithm``."""
     order = list(Algorithm)
     return tuple(
         CollectiveCost(algorithm=name, seconds=seconds, sent_bytes=sent, doubt=route.doubt)
-        for name, seconds, sent in sorted(found, key=lambda f: (f[1], order.index(f[0])))
+        for name, seconds, sent in sorted(candidates, key=lambda f: (f[1], order.index(f[0])))
     )
 
 
-def _shared_out(route: Route, nbytes: int) -> list[_Found]:
-    """Each rank begins with its share of all, or ends with it: an all-reduce is this twice."""
-    found = [
+def _shard_algorithms(route: Route, nbytes: int) -> list[_Candidate]:
+    """Return the costs of exchanging shards once, as in an all-gather or a reduce-scatter.
+
+    An all-reduce takes this twice.
+    """
+    candidates = [
         (Algorithm.RING, *_ring(route, nbytes)),
         (Algorithm.DIRECT, *_direct(route, nbytes)),
     ]
     if _is_even(route):
-        found.append((Algorithm.IN_SCOPES, *_in_scopes(route, nbytes)))
-    return found
+        candidates.append((Algorithm.IN_SCOPES, *_hierarchical(route, nbytes)))
+    return candidates
 
 
 def _ring(route: Route, nbytes: int) -> tuple[float, int]:
-    """Once around, share by share: each member of a scope passes each share on by one gate."""
+    """Return the seconds and bytes of one turn around a ring.
+
+    In each step, every member of a scope passes one shard on through its uplink.
+    """
     steps, share = route.num_ranks - 1, _share(nbytes, route.num_ranks)
-    slowest = max((route.moving_seconds(gate, share) for gate in route.gates()), default=0.0)
+    slowest = max((route.moving_seconds(uplink, share) for uplink in route.uplinks()), default=0.0)
     return route.hop_seconds + steps * slowest, steps * share
 
 
-def _in_scopes(route: Route, nbytes: int) -> tuple[float, int]:
-    """A ring in each scope; the shares of it then go around the scope outside, all at once."""
+def _hierarchical(route: Route, nbytes: int) -> tuple[float, int]:
+    """Return the seconds and bytes of a ring in each scope.
+
+    The shards of a scope then go around a ring in the next outer scope, all at once.
+    """
     seconds, sent, share = 0.0, 0, nbytes
     for stage in route.stages:
         steps = stage.level.most - 1
         share = _share(share, stage.level.most)
         slowest = max(
-            route.moving_seconds(gate, gate.ranks * share) for gate in stage.gates
+            route.moving_seconds(uplink, uplink.ranks * share) for uplink in stage.uplinks
         )  # fmt: skip
         seconds += steps * stage.latency_seconds + steps * slowest
         sent += steps * share
@@ -156,7 +172,7 @@ def _in_scopes(route: Route, nbytes: int) -> tuple[float, int]:
 
 
 def _is_even(route: Route) -> bool:
-    """Only then does every rank find those that hold the same share."""
+    """True if the scopes have equally many members, so that each rank has peers for its shard."""
     joined = [stage.level for stage in route.stages]
     return all(level.is_even for level in joined) and (
         prod(level.most for level in joined) == route.num_ranks
@@ -164,51 +180,61 @@ def _is_even(route: Route) -> bool:
 
 
 def _all_reduce_tree(route: Route, nbytes: int) -> tuple[float, int]:
-    """Up and down again, in pieces that follow each other; each rank is a leaf in one of two."""
-    slowest = max((route.moving_seconds(gate, nbytes) for gate in route.gates()), default=0.0)
+    """Return the seconds and bytes of a pipelined reduction up a double tree and broadcast down.
+
+    Each rank is a leaf in one of the two trees.
+    """
+    slowest = max((route.moving_seconds(uplink, nbytes) for uplink in route.uplinks()), default=0.0)
     return 2 * (route.depth_seconds + slowest), 2 * nbytes if route.num_ranks > 1 else 0
 
 
 def _direct(route: Route, nbytes: int) -> tuple[float, int]:
-    """A share to each other rank, one after the other."""
+    """Return the seconds and bytes of sending a shard to each other rank, one after another."""
     share, moving = _share(nbytes, route.num_ranks), 0.0
-    for stage, gate in _ways(route):
-        others = (route.num_ranks if gate in stage.outward else stage.behind) - gate.ranks
-        nbytes_out = gate.ranks * others * share
-        moving = max(moving, route.moving_seconds(gate, nbytes_out, messages=max(1, others)))
-    waits = sum((stage.behind - stage.inside) * stage.latency_seconds for stage in route.stages)
-    return waits + moving, (route.num_ranks - 1) * share
+    for stage, uplink in _stage_uplinks(route):
+        others = (route.num_ranks if uplink in stage.outward else stage.behind) - uplink.ranks
+        nbytes_out = uplink.ranks * others * share
+        moving = max(moving, route.moving_seconds(uplink, nbytes_out, messages=max(1, others)))
+    latencies = sum((stage.behind - stage.inside) * stage.latency_seconds for stage in route.stages)
+    return latencies + moving, (route.num_ranks - 1) * share
 
 
-def _through_one(route: Route, *, taken: int, given: int) -> _Found:
-    sent = max((route.num_ranks - 1) * given, taken) if route.num_ranks > 1 else 0
-    return Algorithm.THROUGH_ONE, _linear(route, taken) + _linear(route, given), sent
+def _through_one(route: Route, *, in_bytes: int, out_bytes: int) -> _Candidate:
+    sent = max((route.num_ranks - 1) * out_bytes, in_bytes) if route.num_ranks > 1 else 0
+    return Algorithm.THROUGH_ONE, _linear(route, in_bytes) + _linear(route, out_bytes), sent
 
 
 def _linear(route: Route, nbytes: int) -> float:
-    """So much from each other rank to one, or back: its own gates are what all has to pass."""
-    waits = sum((stage.behind - stage.inside) * stage.latency_seconds for stage in route.stages)
-    return waits + max(
-        (_entering(route, stage, gate, nbytes) for stage, gate in _ways(route)), default=0.0
+    """Return the seconds of sending ``nbytes`` from each other rank to one, or in reverse.
+
+    The uplinks of that one rank are the bottleneck.
+    """
+    latencies = sum((stage.behind - stage.inside) * stage.latency_seconds for stage in route.stages)
+    return latencies + max(
+        (
+            _incoming_seconds(route, stage, uplink, nbytes)
+            for stage, uplink in _stage_uplinks(route)
+        ),
+        default=0.0,
     )
 
 
-def _entering(route: Route, stage: RouteStage, gate: Uplink, nbytes: int) -> float:
-    """So much from each rank that is not behind the gate, to one that is."""
-    others = (route.num_ranks if gate in stage.outward else stage.behind) - gate.ranks
+def _incoming_seconds(route: Route, stage: RouteStage, uplink: Uplink, nbytes: int) -> float:
+    """Return the seconds of sending ``nbytes`` to a rank from each rank outside its uplink."""
+    others = (route.num_ranks if uplink in stage.outward else stage.behind) - uplink.ranks
     messages = max(1, others)
-    return route.moving_seconds(gate, others * nbytes, streams=1, messages=messages)
+    return route.moving_seconds(uplink, others * nbytes, streams=1, messages=messages)
 
 
-def _whole(route: Route, stage: RouteStage, nbytes: int) -> float:
-    """One message between two ranks that meet at this stage."""
+def _message_seconds(route: Route, stage: RouteStage, nbytes: int) -> float:
+    """Return the seconds of one message between two ranks that meet at this stage."""
     return stage.latency_seconds + max(
-        route.moving_seconds(gate, nbytes, streams=1) for gate in stage.gates
+        route.moving_seconds(uplink, nbytes, streams=1) for uplink in stage.uplinks
     )
 
 
-def _ways(route: Route) -> Iterable[tuple[RouteStage, Uplink]]:
-    return ((stage, gate) for stage in route.stages for gate in stage.gates)
+def _stage_uplinks(route: Route) -> Iterable[tuple[RouteStage, Uplink]]:
+    return ((stage, uplink) for stage in route.stages for uplink in stage.uplinks)
 
 
 def _share(nbytes: int, num_ranks: int) -> int:

@@ -1,7 +1,7 @@
-"""What exchanges among the ranks of a declared cluster take, as curves over the bytes exchanged.
+"""The time of collectives in groups of a declared cluster, as curves over the bytes exchanged.
 
-For each number of ranks the quickest algorithm at each size, with straight lines between. Not for
-the algorithms: see algorithms.py.
+At each size, the fastest algorithm counts; between sizes, curves are linear. Not for the
+algorithms: see algorithms.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ _ALGORITHMS: Mapping[Exchange, Callable[[Route, int], tuple[CollectiveCost, ...]
     Exchange.REDUCE_SCATTER: reduce_scatter,
     Exchange.ALL_TO_ALL: all_to_all,
 }
-# From a scalar to the gradients of a large model, each four times the one before.
+# Sizes in bytes from a scalar to the gradients of a large model, each four times the previous one.
 _SIZES = tuple(1 << power for power in range(2, 37, 2))
 
 
@@ -37,14 +37,17 @@ def collective_curves(
     first: int = 0,
     among: Sequence[int] = (),
 ) -> dict[tuple[str, Exchange, int, int], Link]:
-    """Of so many ranks, for each of ``numbers``: from ``first`` on all, or every ``stride``-th, of
-    those ``among`` which the step lies, or of all."""
+    """Return the curves of each collective for groups of each size in ``numbers``.
+
+    A group begins at ``first`` and takes every ``stride``-th rank, of all ranks or of those in
+    ``among``.
+    """
     found = {}
     for ranks in numbers:
         chosen = range(first, first + ranks * stride, stride)
-        way = route(tree, [among[rank] for rank in chosen] if among else chosen)
+        group = route(tree, [among[rank] for rank in chosen] if among else chosen)
         for kind, algorithms in _ALGORITHMS.items():
-            points = [(nbytes, algorithms(way, nbytes)[0].seconds) for nbytes in _SIZES]
+            points = [(nbytes, algorithms(group, nbytes)[0].seconds) for nbytes in _SIZES]
             name = f"{kind.value} among {ranks}"
-            found[axis, kind, ranks, stride] = Link.curve(points, kind=name, doubt=way.doubt)
+            found[axis, kind, ranks, stride] = Link.curve(points, kind=name, doubt=group.doubt)
     return found

@@ -1,7 +1,7 @@
-"""What a group of ranks finds between its members: level by level, how many are joined, by what.
+"""The topology of a group of ranks: its members and their uplinks, level by level.
 
-Counted by patterns, so that a group over 2,048 equal nodes is no more work than one over two. Not
-for what an exchange then takes: see predict/collectives/algorithms.py.
+Equal patterns of ranks are counted once, so a group over 2,048 equal nodes is no more work than
+one over two. Not for the cost of a collective: see predict/collectives/algorithms.py.
 """
 
 from bisect import bisect_left
@@ -14,16 +14,16 @@ from steelyard.hardware.device import Device
 from steelyard.hardware.link import Link
 from steelyard.hardware.topology import LevelMember, TopologyLevel
 
-# Sorted, and a range wherever the steps are even: so that equal patterns are found equal.
+# A group is sorted, and a range if its steps are even, so that equal patterns compare equal.
 Group = range | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uplink:
-    """What one member of a scope goes out by, and how much of the group is behind it.
+    """The uplink of one member of a scope, and the part of the group behind it.
 
-    ``devices`` counts all behind it, ``ranks`` those of the group. ``host_link`` is what a device
-    of a node passes on its way to the node's own ports.
+    ``devices`` counts all devices behind it, ``ranks`` those in the group. ``host_link`` is the
+    link of a device to the ports of its own node.
     """
 
     link: Link
@@ -35,11 +35,11 @@ class Uplink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """The scopes of one height that hold ranks of a group, over the whole cluster.
+    """The scopes of one height in the cluster's tree that contain ranks of a group.
 
-    ``members`` is how many members with ranks of the group all of them have, ``fewest`` and
-    ``most`` of one. ``gates`` are what those go out by, each kind once; ``outward`` are those that
-    are also passed on the way to other scopes.
+    ``members`` counts the members with ranks of the group in all scopes, ``fewest`` and ``most``
+    those in one scope. ``uplinks`` are the distinct uplinks of these members; ``outward`` are
+    those that traffic to other scopes passes too.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Level:
     members: int
     fewest: int
     most: int
-    gates: tuple[Uplink, ...]
+    uplinks: tuple[Uplink, ...]
     outward: tuple[Uplink, ...]
 
     @property
     def hops(self) -> int:
-        """From rank to rank along the group, how many steps lead through these scopes."""
+        """The number of hops through these scopes from rank to rank along the group."""
         return self.members - self.scopes
 
     @property
@@ -61,7 +61,7 @@ class Level:
 
 
 def group_of(ranks: Sequence[int]) -> Group:
-    """Sorted; refuses a rank that is named twice."""
+    """Return the ranks sorted; raise BadInput if a rank is listed twice."""
     if isinstance(ranks, range) and ranks.step > 0:
         return ranks
     sorted_ranks = tuple(sorted(ranks))
@@ -75,24 +75,24 @@ def group_of(ranks: Sequence[int]) -> Group:
 
 
 def levels(cluster: TopologyLevel, ranks: Sequence[int]) -> tuple[Level, ...]:
-    """From inner to outer, up to the scope that holds the group."""
+    """Return the levels of a group, from inner to outer, up to the scope that contains it."""
     group = group_of(ranks)
     if not group:
         return ()
     place = cluster.holding(group[0], group[-1])
-    found: dict[int, _Found] = {}
-    _collect(place.scope, _moved(group, place.first_rank), times=1, found=found)
+    found: dict[int, _LevelBuilder] = {}
+    _collect(place.scope, _shifted(group, place.first_rank), times=1, found=found)
     return tuple(found[height].level() for height in sorted(found))
 
 
 @dataclass(slots=True)
-class _Found:
-    """What is known of a level so far."""
+class _LevelBuilder:
+    """An accumulator for the scopes of one level."""
 
     names: dict[str, None] = field(default_factory=dict)
     scopes: int = 0
     joined: list[tuple[int, int]] = field(default_factory=list)
-    gates: dict[Uplink, None] = field(default_factory=dict)
+    uplinks: dict[Uplink, None] = field(default_factory=dict)
     outward: dict[Uplink, None] = field(default_factory=dict)
 
     def level(self) -> Level:
@@ -102,34 +102,36 @@ class _Found:
             members=sum(members * times for members, times in self.joined),
             fewest=min(members for members, _ in self.joined),
             most=max(members for members, _ in self.joined),
-            gates=tuple(self.gates),
+            uplinks=tuple(self.uplinks),
             outward=tuple(self.outward),
         )
 
 
-def _collect(scope: TopologyLevel, group: Group, *, times: int, found: dict[int, _Found]) -> int:
-    """The height of the scope; devices have none."""
-    height, joined, gates = 1, 0, list[tuple[Uplink, bool]]()
+def _collect(
+    scope: TopologyLevel, group: Group, *, times: int, found: dict[int, _LevelBuilder]
+) -> int:
+    """Add a scope and those inside of it to ``found``, and return its height; devices have none."""
+    height, joined, uplinks = 1, 0, list[tuple[Uplink, bool]]()
     for begin, member in scope.blocks():
-        for count, inner in _shared_out(_part(group, begin, member.num_devices), member.size):
+        for count, inner in _patterns(_part(group, begin, member.num_devices), member.size):
             joined += count
             if member.link is not None:
-                gates.append((_gate(member, member.link, len(inner)), member.size > 1))
+                uplinks.append((_uplink(member, member.link, len(inner)), member.size > 1))
             if isinstance(member.of, TopologyLevel):
                 inner_times = times * count
                 height = max(height, 1 + _collect(member.of, inner, times=inner_times, found=found))
-    level = found.setdefault(height, _Found())
+    level = found.setdefault(height, _LevelBuilder())
     level.names[scope.name] = None
     level.scopes += times
     level.joined.append((joined, times))
-    for gate, leads_on in gates:
-        level.gates[gate] = None
+    for uplink, leads_on in uplinks:
+        level.uplinks[uplink] = None
         if leads_on:
-            level.outward[gate] = None
+            level.outward[uplink] = None
     return height
 
 
-def _gate(member: LevelMember, link: Link, ranks: int) -> Uplink:
+def _uplink(member: LevelMember, link: Link, ranks: int) -> Uplink:
     hosts = []
     if isinstance(member.of, TopologyLevel):
         inner = [m.of for m in member.of.members if isinstance(m.of, Device)]
@@ -144,21 +146,22 @@ def _gate(member: LevelMember, link: Link, ranks: int) -> Uplink:
 
 
 def _part(group: Group, begin: int, count: int) -> Group:
-    """The ranks among those ``count`` that begin there, counted from there."""
+    """Return the ranks among the ``count`` from ``begin`` on, counted from ``begin``."""
     chosen = group[bisect_left(group, begin) : bisect_left(group, begin + count)]
-    return _moved(chosen, begin)
+    return _shifted(chosen, begin)
 
 
-def _moved(group: Group, begin: int) -> Group:
+def _shifted(group: Group, begin: int) -> Group:
     if isinstance(group, range):
         return range(group.start - begin, group.stop - begin, group.step)
     return tuple(rank - begin for rank in group)
 
 
-def _shared_out(group: Group, size: int) -> Iterator[tuple[int, Group]]:
-    """How many members of that size hold which pattern of ranks; a member without any is left out.
+def _patterns(group: Group, size: int) -> Iterator[tuple[int, Group]]:
+    """Yield the distinct patterns of ranks in members of that size, with their numbers of members.
 
-    Where a range meets equal members, all but the outer two look alike.
+    Members without a rank are left out. A range of ranks gives equal patterns in all equal members
+    but the first and the last.
     """
     if not group:
         return
@@ -168,18 +171,18 @@ def _shared_out(group: Group, size: int) -> Iterator[tuple[int, Group]]:
         yield len(group), range(offset, offset + 1)
         return
     patterns: Counter[Group] = Counter()
-    capture_and_price = range(first, last + 1)
-    if isinstance(group, range) and size % group.step == 0 and len(capture_and_price) > 2:
-        patterns[range(group[0] % group.step, size, group.step)] = len(capture_and_price) - 2
-        capture_and_price = range(first, last + 1, last - first)
-    for nth in capture_and_price:
+    members = range(first, last + 1)
+    if isinstance(group, range) and size % group.step == 0 and len(members) > 2:
+        patterns[range(group[0] % group.step, size, group.step)] = len(members) - 2
+        members = range(first, last + 1, last - first)
+    for nth in members:
         inner = _part(group, nth * size, size)
         patterns[_evenly(inner)] += 1 if inner else 0
     yield from ((count, inner) for inner, count in patterns.items() if inner)
 
 
 def _evenly(group: Group) -> Group:
-    """As a range from the first to just behind the last, where it is one."""
+    """Return the group as a range, from its first rank to its last plus one, if it is one."""
     if not group:
         return range(0)
     step = group[1] - group[0] if len(group) > 1 else 1

@@ -1,7 +1,7 @@
-"""Ranks of several hosts, as many on each: what leaves the busiest of these while all exchange.
+"""Traffic between hosts that have equally many ranks each: the bytes that leave the busiest host.
 
-Each host has one way out, which all of its ranks share; among themselves they need none of it. Not
-for how fast the ways are: see hardware/link.py.
+The ranks of a host share its one uplink, and do not need it among themselves. Not for the speed of
+links: see hardware/link.py.
 """
 
 from collections import Counter
@@ -17,9 +17,12 @@ from steelyard.ir.parallel_layout import DATA, PIPELINE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksPerHost:
-    """Ranks of a host are neighbours, ``each`` of them; ``near`` is what joins these. Of programs
-    that know of one rank where ``group`` of them share tensors, those that share the batch are so
-    many times as far apart."""
+    """The distribution of ranks over hosts.
+
+    Each host has ``each`` consecutive ranks, which are joined by ``near``. ``group`` is the number
+    of ranks that share tensors, in programs written for a single rank; their data parallel peers
+    are that many times further apart.
+    """
 
     num_ranks: int
     each: int
@@ -27,12 +30,15 @@ class RanksPerHost:
     group: int = 1
 
     def link_of(self, collective: Collective, between: Link) -> Link:
-        """What it takes of a device is said of this."""
+        """Return the link that determines the device time of a collective."""
         return between if self.leaving(collective) else self.near
 
     def shared(self, collective: Collective, between: Link) -> Link:
-        """And how long it takes of this: one rank of each host alone would have all of ``between``,
-        but other groups of ranks like this one exchange at the same time."""
+        """Return the link that determines the time of a collective.
+
+        One rank of each host alone would have all of ``between``, but other groups like this one
+        exchange at the same time.
+        """
         leaving = self.leaving(collective)
         if not leaving:
             return self.near
@@ -40,11 +46,11 @@ class RanksPerHost:
         return replace(between, bytes_per_second=rate)
 
     def leaving(self, collective: Collective) -> float:
-        """The bytes that leave the busiest host, for each that a rank sends."""
+        """Return the bytes that leave the busiest host for each byte that a rank sends."""
         kind, stride = collective.kind, collective.stride
         is_sum = kind is Exchange.ALL_REDUCE
         if collective.axis == PIPELINE and not is_sum:
-            return _handed_on(self.each, collective.places, stride)
+            return _stage_traffic(self.each, collective.places, stride)
         if collective.axis == DATA:
             stride *= self.group
         groups = _groups(self.num_ranks, collective.num_ranks, stride, collective.places)
@@ -52,13 +58,16 @@ class RanksPerHost:
         return _exchanged(groups, self.each, is_ring=is_ring)
 
 
-# The search asks for the same few over and over.
+# The search calls this many times with the same few arguments.
 @lru_cache
 def _groups(
     num_ranks: int, count: int, stride: int, places: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Every ``stride``-th of as many neighbours; or those at these places, of as many pipelines as
-    a stage has ranks."""
+    """Return all groups of ``count`` ranks at a distance of ``stride``.
+
+    With ``places``, return the ranks at these stages of each pipeline instead; there are as many
+    pipelines as ranks in a stage.
+    """
     if places:
         return tuple(tuple(first + n * stride for n in places) for first in range(stride))
     firsts = (rank for rank in range(num_ranks) if rank // stride % count == 0)
@@ -67,22 +76,26 @@ def _groups(
 
 @lru_cache
 def _exchanged(groups: Sequence[tuple[int, ...]], each: int, *, is_ring: bool) -> float:
-    """Around a ring each sends all to the next; else to every other one its part."""
+    """Return how many ranks' bytes leave the busiest host.
+
+    On a ring, each rank sends everything to the next; otherwise it sends a part to each other
+    rank.
+    """
     leaving: Counter[int] = Counter()
     for group in groups:
         for place, rank in enumerate(group):
             to = group[(place + 1) % len(group)]
             others = [to] if is_ring else [other for other in group if other != rank]
-            away = sum(_are_apart(rank, other, each) for other in others)
-            # In whole numbers, as many parts as there are others in a group.
-            leaving[rank // each] += away
+            remote = sum(_on_different_hosts(rank, other, each) for other in others)
+            # Counted in parts, one for each other rank of a group, to stay in whole numbers.
+            leaving[rank // each] += remote
     parts = 1 if is_ring else len(groups[0]) - 1
     return max(leaving.values()) / parts
 
 
 @lru_cache
-def _handed_on(each: int, places: tuple[int, ...], stride: int) -> float:
-    """From each stage to the next, by all ranks that have the one."""
+def _stage_traffic(each: int, places: tuple[int, ...], stride: int) -> float:
+    """Return how many ranks' bytes leave the busiest host from one stage to the next."""
     steps = ((first * stride, second * stride) for first, second in pairwise(places))
     return max(
         max(_sending(range(first, first + stride), second - first, each).values(), default=0)
@@ -91,8 +104,10 @@ def _handed_on(each: int, places: tuple[int, ...], stride: int) -> float:
 
 
 def _sending(ranks: range, distance: int, each: int) -> Counter[int]:
-    return Counter(rank // each for rank in ranks if _are_apart(rank, rank + distance, each))
+    return Counter(
+        rank // each for rank in ranks if _on_different_hosts(rank, rank + distance, each)
+    )
 
 
-def _are_apart(one: int, other: int, each: int) -> bool:
+def _on_different_hosts(one: int, other: int, each: int) -> bool:
     return one // each != other // each

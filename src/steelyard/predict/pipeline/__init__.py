@@ -1,4 +1,4 @@
-"""A step in pipeline stages, priced by replaying its schedule.
+"""Predictions for steps in pipeline stages, made by replaying the schedule.
 
 Not for the schedules themselves: see ir/pipeline_schedule.py.
 """

@@ -1,8 +1,9 @@
-"""What ranks of pipelines sum up behind all micro-batches: gradients of what several of them hold,
-and, where groups of ranks share the batch, of all that is trained, and the loss. And what they
-gather in front of these, of weights that such groups hold in shares.
+"""The collectives of a pipelined step outside of its micro-batches.
 
-Not for the passes between: see step.py.
+After the micro-batches, ranks of one pipeline all-reduce the gradients of weights that several
+stages share. Replicas of the pipeline all-reduce all gradients and the loss. Before the
+micro-batches, replicas all-gather the weights that they hold in shards. Not for the passes in
+between: see step.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ Seconds = Callable[[Collective], float]
 
 
 class Trained(NamedTuple):
-    """A gradient; of a shared weight each rank gets its rows of the sum."""
+    """The bytes of a gradient; that of a sharded weight is reduce-scattered by rows."""
 
     nbytes: int
     is_shared: bool
@@ -24,10 +25,13 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientReductions:
-    """``shared``: ranks of one pipeline and the bytes of what they sum up among them; ``trained``:
-    of each of its ranks, each gradient, which it sums up with its like in the others;
-    ``gathered``: of each weight that these share, and that is put together in front of the passes.
-    All that goes over ``transport``, but the loss, which lies on the host.
+    """The collectives of gradients, sharded weights and the loss.
+
+    ``shared`` lists sets of ranks in one pipeline with the bytes of the gradients that they
+    all-reduce. ``trained`` lists the gradients of each rank of a pipeline, which it reduces with
+    its replicas. ``gathered`` lists, for each rank, the sizes of the sharded weights that are
+    all-gathered before the passes. All of them use ``transport``, except for the loss, which is on
+    the host.
     """
 
     layout: ParallelLayout
@@ -38,35 +42,39 @@ class GradientReductions:
     transport: Transport = GLOO
 
     def begin(self, seconds: Seconds) -> float:
-        """When the last has its weights."""
+        """Return when the last rank has gathered its weights."""
         return max(sum(map(seconds, self._gathers(rank))) for rank in range(len(self.gathered)))
 
     def ends(self, ends: Sequence[float], seconds: Seconds) -> list[float]:
-        """When each rank is done, which was done with its passes by then."""
+        """Return when each rank is done, given when each was done with its passes."""
         found = list(ends)
         for ranks, nbytes in self.shared:
-            together = max(found[rank] for rank in ranks) + seconds(self._among(ranks, nbytes))
-            found = [together if rank in ranks else end for rank, end in enumerate(found)]
+            reduced = max(found[rank] for rank in ranks) + seconds(self._among(ranks, nbytes))
+            found = [reduced if rank in ranks else end for rank, end in enumerate(found)]
         return [
             end + sum(seconds(each) for each in self._with_replicas(rank))
             for rank, end in enumerate(found)
         ]
 
     def loss_seconds(self, seconds: Seconds) -> float:
-        """Until the rank that has the loss knows that of all."""
-        return sum(seconds(each) for each in self.of_loss())
+        """Return the seconds until the last stage has the loss of all replicas."""
+        return sum(seconds(each) for each in self.loss_collectives())
 
-    def of(self, rank: int) -> Iterator[Collective]:
+    def collectives_of(self, rank: int) -> Iterator[Collective]:
+        """Yield the collectives of one rank."""
         yield from (self._among(ranks, n) for ranks, n in self.shared if rank in ranks)
         yield from self._with_replicas(rank)
         yield from self._gathers(rank)
 
-    def of_loss(self) -> Iterator[Collective]:
+    def loss_collectives(self) -> Iterator[Collective]:
+        """Yield the collectives that reduce the loss over replicas."""
         return self._of_replicas(self.loss_bytes, GLOO)
 
-    def told_bytes(self, rank: int, rank_of_loss: int) -> int:
-        """What a rank sends of the loss that one of them has: gloo hands it on along a binomial
-        tree (gloo/broadcast.cc)."""
+    def loss_broadcast_bytes(self, rank: int, rank_of_loss: int) -> int:
+        """Return the bytes that a rank sends when the loss is broadcast from ``rank_of_loss``.
+
+        gloo broadcasts along a binomial tree (gloo/broadcast.cc).
+        """
         ranks = len(self.trained)
         place = (rank - rank_of_loss) % ranks
         steps = (1 << i for i in range(ranks.bit_length()))
@@ -92,9 +100,9 @@ class GradientReductions:
             )  # fmt: skip
 
     def _among(self, ranks: frozenset[int], nbytes: int) -> Collective:
-        # Ranks of one pipeline are as far apart as can be.
+        # Ranks of one pipeline have the largest stride of the layout.
         stride = self.layout.batch * self.layout.tensor
-        made = self.transport.collective(
+        collective = self.transport.collective(
             Exchange.ALL_REDUCE, axis=PIPELINE, num_ranks=len(ranks), nbytes=nbytes, stride=stride
         )
-        return replace(made, places=tuple(sorted(ranks)))
+        return replace(collective, places=tuple(sorted(ranks)))

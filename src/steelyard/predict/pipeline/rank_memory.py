@@ -1,6 +1,6 @@
-"""What one rank of a pipeline holds, and the peak of that in words.
+"""The memory of one rank of a pipeline, and what its peak consists of.
 
-Not for when it works on what: see step.py.
+Not for the schedule of its work: see step.py.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,11 @@ from steelyard.predict.liveness import Liveness, alive_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """The bytes of one rank; ``above`` are those of the passes, with gradients and the weights that
-    are ``gathered`` for them."""
+    """The bytes of one rank.
+
+    ``pass_bytes`` are those of the passes above the resident ones, including gradients and the
+    ``gathered`` weights.
+    """
 
     number: int
     parameters: int
@@ -24,7 +27,7 @@ class RankBytes:
     state: int
     gradients: int
     gathered: int
-    above: int
+    pass_bytes: int
     update: Liveness | None
 
     @property
@@ -33,18 +36,18 @@ class RankBytes:
 
     @property
     def nbytes_in_update(self) -> int:
-        above = self.update.peak_bytes if self.update is not None else 0
-        return self.resident + self.gradients + above
+        nbytes = self.update.peak_bytes if self.update is not None else 0
+        return self.resident + self.gradients + nbytes
 
     @property
     def is_in_update(self) -> bool:
-        return self.update is not None and self.nbytes_in_update > self.resident + self.above
+        return self.update is not None and self.nbytes_in_update > self.resident + self.pass_bytes
 
     @property
     def nbytes(self) -> int:
-        return max(self.resident + self.above, self.nbytes_in_update)
+        return max(self.resident + self.pass_bytes, self.nbytes_in_update)
 
-    def holdings(self) -> list[LiveTensor]:
+    def resident_tensors(self) -> list[LiveTensor]:
         where = f" of rank {self.number}"
         return [
             LiveTensor.of(self.parameters, f"parameters{where}", Role.PARAMETER),
@@ -55,21 +58,30 @@ class RankBytes:
         ]
 
 
-def told(
-    program: Program, working: Liveness, rank: RankBytes, *, extra: list[LiveTensor], phase: Phase
+def peak_memory_of(
+    program: Program,
+    live_bytes: Liveness,
+    rank: RankBytes,
+    *,
+    extra: list[LiveTensor],
+    phase: Phase,
 ) -> PeakMemory:
+    """Return the peak of a rank, explained by the tensors alive in the program that causes it.
+
+    ``extra`` are live tensors that the program itself does not contain.
+    """
     at = path = line = ""
     alive: tuple[LiveTensor, ...] = ()
     if program.instructions:
-        node = program.graph.by_name[program.instructions[working.peak_index].node]
+        node = program.graph.by_name[program.instructions[live_bytes.peak_index].node]
         at, path, line = node.op, node.path, node.line
         is_late = phase is not Phase.UPDATE
-        alive = alive_at(program, working.peak_index, accumulating=is_late)
-    everything = [*rank.holdings(), *extra, *alive]
+        alive = alive_at(program, live_bytes.peak_index, accumulating=is_late)
+    everything = [*rank.resident_tensors(), *extra, *alive]
     return PeakMemory(
         nbytes=rank.nbytes,
         resident_bytes=rank.resident,
-        workspace_bytes=max(0, working.peak_bytes - sum(h.nbytes for h in alive)),
+        workspace_bytes=max(0, live_bytes.peak_bytes - sum(h.nbytes for h in alive)),
         at=at,
         path=path,
         line=line,

@@ -1,6 +1,7 @@
-"""Replay a pipeline's table of actions: when each begins and ends, and what each rank holds then.
+"""Replay of a pipeline schedule: the begin, end and memory of each action.
 
-The table is torch's own, so that no formula of a schedule is needed. Not for choosing one.
+The schedule is torch's own table of actions, so no formula per schedule is needed. Not for
+choosing a schedule: see search/ranks/pipeline_search.py.
 """
 
 from collections import Counter
@@ -14,21 +15,22 @@ from steelyard.ir.pipeline_schedule import AHEAD, Action, ActionKind, Order, sou
 GIVE_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACK_TO_WEIGHTS)
 
 
-# What a stage holds of one micro-batch: the bytes of each storage, by its number, or by the name of
-# the value of which a copy is sent.
+# The bytes of each storage that a stage holds for one micro-batch. A key is the number of a
+# storage, or the name of a value of which a contiguous copy is sent.
 Values = Mapping[int | str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """One micro-batch in one stage. A backward pass in two parts need not take what the whole does.
+    """The cost of one micro-batch in one stage.
 
-    ``sends`` and ``sends_back`` are what goes to another rank, in ``send_seconds`` and
-    ``send_back_seconds``; between stages of one rank what ``receives`` and ``receives_back`` say is
-    handed on. ``kept`` stays from the forward pass to the backward, ``kept_between`` between the
-    latter's two parts. ``working_bytes`` are there besides while it works, and ``gradient_bytes``
-    from the first gradients on: these stay where they were made, which is among ``first_bytes``, in
-    place of ``working_bytes`` that once.
+    A backward pass split in two need not take as long as the whole. ``sends`` and ``sends_back``
+    are the values sent to another rank, in ``send_seconds`` and ``send_back_seconds``; between
+    stages of one rank, ``receives`` and ``receives_back`` are passed on instead. ``kept`` is saved
+    from the forward pass for the backward pass, ``kept_between`` between the two parts of a split
+    backward pass. ``working_bytes`` are temporary while an action runs, and ``gradient_bytes``
+    stay allocated from the first gradients on. The action that allocates them needs
+    ``first_bytes``, which include the gradients, in place of ``working_bytes``.
     """
 
     seconds: dict[ActionKind, float]
@@ -47,7 +49,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """An action; ``held_bytes`` are there above parameters and states while it works."""
+    """An action with its times; ``held_bytes`` are allocated on top of parameters and states."""
 
     action: Action
     rank: int
@@ -58,7 +60,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A step of a pipeline, its actions in the order in which they end on each rank."""
+    """A replayed step, with the actions of each rank in the order in which they end."""
 
     ranks: tuple[tuple[Replayed, ...], ...]
 
@@ -68,13 +70,13 @@ class Replay:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they do nothing."""
+        """The share of all ranks' time in which they are idle."""
         busy = sum(r.end_seconds - r.begin_seconds for ranked in self.ranks for r in ranked)
         return 1 - busy / (self.seconds * len(self.ranks))
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Of each rank."""
+        """The peak bytes of each rank."""
         return tuple(max(r.held_bytes for r in ranked) for ranked in self.ranks)
 
 
@@ -85,23 +87,26 @@ def replay(
     disturbs: float = 0.0,
     is_by_host: bool = False,
 ) -> Replay:
-    """Every rank takes up its next action when it is done with the last and what it reads has come;
-    between two ranks one message goes after another. While one is under way, what both work on is
-    slowed by the share of that time that it ``disturbs`` them for. Those that go ``is_by_host``
-    take no room of the ranks' before they are read, nor once they are sent."""
+    """Replay a schedule and return the times and the memory of its actions.
+
+    A rank begins its next action when it is done with the last one and the inputs have arrived.
+    Messages between two ranks are sent one after another. A message in flight slows the work of
+    both of its ranks by the share ``disturbs``. If messages go ``is_by_host``, they take no memory
+    of the ranks before they are read or after they are sent.
+    """
     rank_of, pending = order.rank_of, [list(actions) for actions in order.ranks]
     done: list[list[Replayed]] = [[] for _ in order.ranks]
-    flights = _Flights(done, disturbs)
-    ends = _Ends(order, stages, flights)
-    held = [_HeldBytes(order, stages, is_by_host=is_by_host) for _ in order.ranks]
+    messages = _MessagesInFlight(done, disturbs)
+    arrivals = _Arrivals(order, stages, messages)
+    memory = [_RankMemory(order, stages, is_by_host=is_by_host) for _ in order.ranks]
 
     def can_begin() -> Iterator[tuple[float, int]]:
         for rank, actions in enumerate(pending):
-            if rank not in working and actions and ends.has(actions[0]):
+            if rank not in working and actions and arrivals.has(actions[0]):
                 free = done[rank][-1].end_seconds if done[rank] else 0.0
-                yield max(free, ends.arrived(actions[0])), rank
+                yield max(free, arrivals.arrived(actions[0])), rank
 
-    def begins(rank: int, begin: float) -> None:
+    def start(rank: int, begin: float) -> None:
         action = pending[rank].pop(0)
         awaited = [a for a in pending[rank][:AHEAD] if source_of(a, rank_of) is not None]
         done[rank].append(
@@ -109,43 +114,45 @@ def replay(
                 action=action,
                 rank=rank,
                 begin_seconds=begin,
-                end_seconds=flights.worked(rank, begin, stages[action.stage].seconds[action.work]),
-                held_bytes=held[rank].during(action, awaited),
+                end_seconds=messages.worked(rank, begin, stages[action.stage].seconds[action.work]),
+                held_bytes=memory[rank].during(action, awaited),
             )
         )
 
-    def ended(rank: int) -> None:
-        ends.put(done[rank][-1].action, done[rank][-1].end_seconds)
+    def finish(rank: int) -> None:
+        arrivals.put(done[rank][-1].action, done[rank][-1].end_seconds)
 
     working: set[int] = set()
     while any(pending) or working:
-        able = list(can_begin())
-        assert able or working, f"the table never gets to {[str(a[0]) for a in pending if a]}"
+        ready = list(can_begin())
+        assert ready or working, f"the table never gets to {[str(a[0]) for a in pending if a]}"
         if not disturbs:
-            for begin, rank in able:
-                begins(rank, begin)
-                ended(rank)
+            for begin, rank in ready:
+                start(rank, begin)
+                finish(rank)
             continue
-        # In the order of time: a message that goes on its way makes end later what both ranks are
-        # at work on by then.
-        begin, rank = min(able, default=(inf, -1))
+        # Actions begin and end in order of time, since a message that is sent delays the end of the
+        # actions that run on both ranks at that time.
+        begin, rank = min(ready, default=(inf, -1))
         end, first = min(((done[r][-1].end_seconds, r) for r in working), default=(inf, -1))
         if end <= begin:
             working.remove(first)
-            ended(first)
+            finish(first)
         else:
             working.add(rank)
-            begins(rank, begin)
+            start(rank, begin)
     return Replay(ranks=tuple(map(tuple, done)))
 
 
-class _Flights:
-    """Messages under way, and what they take of the work at both ends: what a rank is at work on,
-    the last of what it has ``done``, ends later."""
+class _MessagesInFlight:
+    """Messages in flight, and the work that they delay at both ends.
+
+    A message added while a rank works moves the end of that rank's last action in ``done``.
+    """
 
     def __init__(self, done: list[list[Replayed]], disturbs: float) -> None:
         self._done, self._disturbs = done, disturbs
-        self._of: list[list[tuple[float, float]]] = [[] for _ in done]
+        self._messages_of: list[list[tuple[float, float]]] = [[] for _ in done]
 
     def add(self, ranks: Sequence[int], begin: float, end: float) -> None:
         if not self._disturbs:
@@ -153,19 +160,20 @@ class _Flights:
         for rank in ranks:
             last = self._done[rank][-1] if self._done[rank] else None
             if last is None or last.end_seconds <= begin:
-                self._of[rank].append((begin, end))
+                self._messages_of[rank].append((begin, end))
                 continue
-            since = max(begin, last.begin_seconds)  # it begins behind what it waits for
+            # A message cannot delay an action before the action begins.
+            since = max(begin, last.begin_seconds)
             left = sum(
                 share * (min(until, last.end_seconds) - start)
                 for start, until, share in self._shares(rank, since)
                 if start < last.end_seconds
             )
-            self._of[rank].append((begin, end))
+            self._messages_of[rank].append((begin, end))
             self._done[rank][-1] = replace(last, end_seconds=self.worked(rank, since, left))
 
     def worked(self, rank: int, begin: float, seconds: float) -> float:
-        """When so much work is done."""
+        """Return when so many seconds of work are done, if they begin at ``begin``."""
         for start, until, share in self._shares(rank, begin):
             if share * (until - start) >= seconds:
                 return start + seconds / share if seconds else start
@@ -173,47 +181,49 @@ class _Flights:
         raise AssertionError("the last share is one, without an end")
 
     def _shares(self, rank: int, since: float) -> Iterator[tuple[float, float, float]]:
-        """What is left of this rank's time for its work, from when until when."""
-        flights = [flight for flight in self._of[rank] if flight[1] > since]
-        changes = sorted({time for flight in flights for time in flight if time > since})
+        """Yield intervals of time with the share of this rank's time that is left for its work."""
+        messages = [message for message in self._messages_of[rank] if message[1] > since]
+        changes = sorted({time for message in messages for time in message if time > since})
         for start, until in pairwise([since, *changes, inf]):
-            under_way = sum(begin <= start < end for begin, end in flights)
-            yield start, until, max(0.0, 1.0 - self._disturbs * under_way)
+            in_flight = sum(begin <= start < end for begin, end in messages)
+            yield start, until, max(0.0, 1.0 - self._disturbs * in_flight)
 
 
 _Key = tuple[int, str, int]
 
 
-class _Ends:
-    """When what an action makes has come to who reads it."""
+class _Arrivals:
+    """The times at which the results of actions arrive at the actions that read them."""
 
-    def __init__(self, order: Order, stages: Sequence[StageCost], flights: _Flights) -> None:
-        self._flights = flights
+    def __init__(
+        self, order: Order, stages: Sequence[StageCost], messages: _MessagesInFlight
+    ) -> None:
+        self._messages = messages
         self._rank_of = order.rank_of
         self._stages = stages
         self._last = order.num_stages - 1
-        self._there: dict[_Key, float] = {}
+        self._arrived_at: dict[_Key, float] = {}
         self._link_free: dict[tuple[int, int], float] = {}
 
     def has(self, action: Action) -> bool:
-        return all(key in self._there for key in self._reads(action))
+        return all(key in self._arrived_at for key in self._reads(action))
 
     def arrived(self, action: Action) -> float:
-        return max((self._there[key] for key in self._reads(action)), default=0.0)
+        return max((self._arrived_at[key] for key in self._reads(action)), default=0.0)
 
     def put(self, action: Action, end: float) -> None:
         stage, micro_batch, cost = action.stage, action.micro_batch, self._stages[action.stage]
         match action.work:
             case ActionKind.FORWARD:
-                self._there[stage, "kept", micro_batch] = end
+                self._arrived_at[stage, "kept", micro_batch] = end
                 if stage < self._last:
                     sent = self._sent(stage, stage + 1, end, cost.send_seconds)
-                    self._there[stage + 1, "activations", micro_batch] = sent
+                    self._arrived_at[stage + 1, "activations", micro_batch] = sent
             case ActionKind.BACKWARD | ActionKind.BACK_TO_INPUTS:
-                self._there[stage, "between", micro_batch] = end
+                self._arrived_at[stage, "between", micro_batch] = end
                 if stage > 0:
                     sent = self._sent(stage, stage - 1, end, cost.send_back_seconds)
-                    self._there[stage - 1, "gradients", micro_batch] = sent
+                    self._arrived_at[stage - 1, "gradients", micro_batch] = sent
 
     def _reads(self, action: Action) -> list[_Key]:
         stage, micro_batch = action.stage, action.micro_batch
@@ -229,20 +239,22 @@ class _Ends:
         if link[0] == link[1]:
             return end
         begin = max(end, self._link_free.get(link, 0.0))
-        there = self._link_free[link] = begin + seconds
-        self._flights.add(link, begin, there)
-        return there
+        arrival = self._link_free[link] = begin + seconds
+        self._messages.add(link, begin, arrival)
+        return arrival
 
 
-# Who uses a value: a stage, for what, of which micro-batch.
+# The use of a value: a stage, its purpose, and a micro-batch.
 _Use = tuple[int, str, int]
-# A value: the first of the stages that have it in common, the micro-batch, and its storage.
+# A value: the first of the stages that share it, the micro-batch, and its storage.
 _Value = tuple[int, int, int | str]
 
 
-class _HeldBytes:
-    """The bytes that one rank holds as it goes through its actions: each value is there once, and
-    as long as anyone on this rank has a use for it."""
+class _RankMemory:
+    """The bytes that one rank has allocated as it works through its actions.
+
+    Each value is counted once, and as long as anything on this rank uses it.
+    """
 
     def __init__(
         self, order: Order, stages: Sequence[StageCost], *, is_by_host: bool = False
@@ -252,19 +264,19 @@ class _HeldBytes:
         self._holds_sends = order.holds_sends
         self._nbytes = 0
         self._with_gradients: set[int] = set()
-        self._used: dict[_Use, Mapping[_Value, int]] = {}
+        self._values_of: dict[_Use, Mapping[_Value, int]] = {}
         self._uses_of: Counter[_Value] = Counter()
 
     def during(self, action: Action, awaited: Sequence[Action] = ()) -> int:
-        """While this action works; what it reads is let go of when it is done."""
+        """Return the bytes while this action runs, and free its inputs afterwards."""
         stage, work, micro_batch = action.stage, action.work, action.micro_batch
         cost = self._stages[stage]
         self._use(_reads(action), action, self._read(action))
         is_first = work in GIVE_GRADIENTS and stage not in self._with_gradients
         working = cost.first_bytes if is_first else cost.working_bytes
         coming = () if self._is_by_host else awaited
-        room = sum(sum(self._read(each).values()) for each in coming)
-        meanwhile = self._nbytes + working.get(work, 0) + room
+        receive_bytes = sum(sum(self._read(each).values()) for each in coming)
+        nbytes_during = self._nbytes + working.get(work, 0) + receive_bytes
         if is_first:
             self._with_gradients.add(stage)
             self._nbytes += cost.gradient_bytes
@@ -275,17 +287,17 @@ class _HeldBytes:
             case ActionKind.BACK_TO_INPUTS:
                 self._use(between, action, cost.kept_between)
         if work is not ActionKind.BACK_TO_WEIGHTS:
-            self._hand_on(action)
-        self._let_go(_reads(action))
+            self._pass_on(action)
+        self._release(_reads(action))
         match work:
             case ActionKind.BACKWARD | ActionKind.BACK_TO_INPUTS:
-                self._let_go(kept)
+                self._release(kept)
             case ActionKind.BACK_TO_WEIGHTS:
-                self._let_go(between)
-        return meanwhile
+                self._release(between)
+        return nbytes_during
 
     def _read(self, action: Action) -> Values:
-        """What this action is handed by another stage."""
+        """Return the values that this action reads from another stage."""
         cost = self._stages[action.stage]
         match action.work:
             case ActionKind.FORWARD:
@@ -294,9 +306,13 @@ class _HeldBytes:
                 return cost.receives_back
         return {}
 
-    def _hand_on(self, action: Action) -> None:
-        """To a stage of this rank, which lets go of it; or to another rank, and then it stays until
-        the step ends, or (1F1B) till others go the same way, but for the first of all."""
+    def _pass_on(self, action: Action) -> None:
+        """Pass the results of an action on to the next stage.
+
+        A stage of this rank frees them after use. Those sent to another rank stay allocated until
+        the step ends, or (1F1B) until the next send in the same direction, except for the first
+        send of all.
+        """
         cost, step = self._stages[action.stage], 1 if action.work is ActionKind.FORWARD else -1
         to = replace(action, stage=action.stage + step)
         if to.stage not in self._rank_of:
@@ -306,26 +322,26 @@ class _HeldBytes:
             return
         if self._is_by_host:
             return
-        way = action.stage, f"sent {step}"
-        is_first_of_all = step == 1 and (*way, 0) not in self._used
+        direction = action.stage, f"sent {step}"
+        is_first_of_all = step == 1 and (*direction, 0) not in self._values_of
         place = action.micro_batch if self._holds_sends else int(not is_first_of_all)
-        self._let_go((*way, place))
-        self._use((*way, place), action, cost.sends if step == 1 else cost.sends_back)
+        self._release((*direction, place))
+        self._use((*direction, place), action, cost.sends if step == 1 else cost.sends_back)
 
     def _use(self, use: _Use, action: Action, values: Values) -> None:
-        if use in self._used:
+        if use in self._values_of:
             return
-        # Stages of one rank that follow on each other have their values in common.
+        # Consecutive stages on one rank share their values.
         first = action.stage
         while self._rank_of.get(first - 1) == self._rank_of[first]:
             first -= 1
         used = {(first, action.micro_batch, key): nbytes for key, nbytes in values.items()}
         self._nbytes += sum(n for value, n in used.items() if not self._uses_of[value])
         self._uses_of.update(used.keys())
-        self._used[use] = used
+        self._values_of[use] = used
 
-    def _let_go(self, use: _Use) -> None:
-        used = self._used.pop(use, {})
+    def _release(self, use: _Use) -> None:
+        used = self._values_of.pop(use, {})
         self._uses_of.subtract(used.keys())
         self._nbytes -= sum(n for value, n in used.items() if not self._uses_of[value])
 

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline takes and keeps for one micro-batch, from its graphs.
+"""The seconds and bytes of a pipeline stage for one micro-batch, from its graphs.
 
 Not for a whole step: see replay.py.
 """
@@ -14,13 +14,13 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import liveness
 from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, StageCost
 
-# Of what a stage does in one action.
+# The seconds of one action, from its graph.
 Seconds = Callable[[Graph], float]
-# Of values of these sizes that go from one rank to the next.
-Handing = Callable[[Sequence[int]], float]
+# The seconds to send values of these sizes from one rank to the next.
+SendSeconds = Callable[[Sequence[int]], float]
 
 
-def parts_of(stage: PipelineStage) -> dict[ActionKind, Graph]:
+def graphs_by_action(stage: PipelineStage) -> dict[ActionKind, Graph]:
     return {
         ActionKind.FORWARD: stage.forward,
         ActionKind.BACKWARD: stage.backward,
@@ -29,21 +29,26 @@ def parts_of(stage: PipelineStage) -> dict[ActionKind, Graph]:
     }
 
 
-def timed(
-    cost: StageCost, stage: PipelineStage, graph: Graph, *, seconds: Seconds, handing: Handing
+def with_seconds(
+    cost: StageCost,
+    stage: PipelineStage,
+    graph: Graph,
+    *,
+    seconds: Seconds,
+    send_seconds_of: SendSeconds,
 ) -> StageCost:
-    """The same stage on another device, or between others."""
+    """Return the cost of the same stage with other times, for other devices or links."""
     return replace(
         cost,
-        seconds={work: seconds(part) for work, part in parts_of(stage).items()},
-        send_seconds=handing(_sizes(graph, stage.sends)),
-        send_back_seconds=handing(_sizes(graph, stage.sends_back)),
+        seconds={work: seconds(part) for work, part in graphs_by_action(stage).items()},
+        send_seconds=send_seconds_of(_sizes(graph, stage.sends)),
+        send_back_seconds=send_seconds_of(_sizes(graph, stage.sends_back)),
     )
 
 
 def stage_cost(stage: PipelineStage, graph: Graph, costs: CostTable) -> StageCost:
-    """``graph`` is the one that was cut. What is handed on takes no time, see ``timed``."""
-    parts = parts_of(stage)
+    """Return the cost of a stage of ``graph``, with free sends; see ``with_seconds``."""
+    parts = graphs_by_action(stage)
     trained = {o.target for o in stage.backward.outputs if o.kind is OutputKind.GRADIENT}
     cost = StageCost(
         seconds={},
@@ -62,21 +67,21 @@ def stage_cost(stage: PipelineStage, graph: Graph, costs: CostTable) -> StageCos
         },
         gradient_bytes=sum(graph.storages[s].nbytes for n in trained for s in graph.storages_of(n)),
     )
-    return timed(
-        cost, stage, graph, handing=lambda _: 0.0,
+    return with_seconds(
+        cost, stage, graph, send_seconds_of=lambda _: 0.0,
         seconds=lambda part: sum(costs.seconds(n).value for n in part.nodes if not n.is_input),
     )  # fmt: skip
 
 
 def _on(graph: Graph, names: Iterable[str]) -> dict[int | str, int]:
-    """The storages of these values, without those of the model and the batch."""
+    """Return the storages of these values, without those of the model and the batch."""
     resident = {t.storage for node in graph.inputs() for t in node.outputs}
     storages = {s for name in names for s in graph.storages_of(name)} - resident
     return {s: graph.storages[s].nbytes for s in storages}
 
 
 def _sent(graph: Graph, names: Iterable[str]) -> dict[int | str, int]:
-    """As they are; of what is not contiguous a copy is sent, which is."""
+    """Return the bytes of these values as sent; a non-contiguous value is copied first."""
     sent: dict[int | str, int] = {}
     for name in names:
         outputs = graph.by_name[name].outputs

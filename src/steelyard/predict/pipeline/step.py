@@ -1,6 +1,6 @@
-"""Price a step whose layers lie on several ranks: its order replayed, each rank's bytes, the peak.
+"""Price a pipelined step: its schedule replayed, the bytes of each rank, and the peak explained.
 
-Not for the order itself (ir/pipeline_schedule.py), nor for what one stage takes (stage_cost.py).
+Not for the schedule (ir/pipeline_schedule.py), nor for the cost of a stage (stage_cost.py).
 """
 
 from collections import Counter
@@ -25,16 +25,16 @@ from steelyard.plans.plan import Prediction
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import liveness
 from steelyard.predict.pipeline.gradient_reduction import GradientReductions, Trained
-from steelyard.predict.pipeline.rank_memory import RankBytes, told
+from steelyard.predict.pipeline.rank_memory import RankBytes, peak_memory_of
 from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
-from steelyard.predict.pipeline.rng_cost import STATE_BYTES, passing_seconds, states_bytes
-from steelyard.predict.pipeline.stage_cost import parts_of, stage_cost, timed
+from steelyard.predict.pipeline.rng_cost import STATE_BYTES, skipping_seconds, states_bytes
+from steelyard.predict.pipeline.stage_cost import graphs_by_action, stage_cost, with_seconds
 from steelyard.predict.timeline import Pick, Playing, durations, high, low, play, value
 
-# What a predicted peak of a pipeline may miss by: benchmarks/live.py found up to 4 %.
+# Relative error of a predicted peak of a pipeline: benchmarks/live.py found up to 4 %.
 _PEAK_SHARE = 0.05
-# What torch's schedule and ours take around an action, in calls that hand a message on, which are
-# measured: 0.13 to 0.16 ms where such a call takes 0.028 (docs/log.md, 2026-11-25).
+# Overhead of torch's and our schedule for an action, as a multiple of the measured time of a call
+# that sends a message: 0.13 to 0.16 ms where such a call takes 0.028 (docs/log.md, 2026-11-25).
 _CALLS_OF_ACTION = 5
 
 
@@ -43,17 +43,19 @@ def pipelined(program: Program, pipeline: Pipeline, costs: CostTable) -> "Pipeli
 
 
 def message_of(layout: ParallelLayout, nbytes: int) -> Collective:
-    """From one stage to another: of their ways the slowest. It takes as long as one of two that
-    gather does."""
+    """Return a message of ``nbytes`` between stages, over the slowest of the links among them.
+
+    It is priced as an all-gather of two ranks, which takes as long.
+    """
     return Collective(
         kind=Exchange.ALL_GATHER, axis=PIPELINE, num_ranks=2, sent_bytes=nbytes, hops=1,
-        # Ranks of one pipeline are as far apart as can be.
+        # Ranks of one pipeline have the largest stride of the layout.
         stride=layout.num_ranks // layout.pipeline, places=tuple(range(layout.pipeline)),
     )  # fmt: skip
 
 
 class PipelinePrediction:
-    """A program in stages, priced; the figures are those of the rank that has most of each."""
+    """The prediction of a pipelined program, by the rank with the most of each figure."""
 
     def __init__(self, program: Program, pipeline: Pipeline, costs: CostTable) -> None:
         self._program, self._pipeline, self._costs = program, pipeline, costs
@@ -72,8 +74,8 @@ class PipelinePrediction:
             )
         self._stage_costs = [self._stage_cost(stage) for stage in stages]
         self._programs: dict[Graph, Program] = {}
-        self._sums = self._summed_up()
-        self._replay, self._ends = self._played(value, value)
+        self._reductions = self._gradient_reductions()
+        self._replay, self._ends = self._replayed(value, value)
 
     @property
     def peak_bytes(self) -> int:
@@ -81,7 +83,7 @@ class PipelinePrediction:
 
     @property
     def rank_peak_bytes(self) -> tuple[int, ...]:
-        """Of the ranks of one pipeline, in their order."""
+        """The peak bytes of the ranks of one pipeline, in order."""
         return tuple(rank.nbytes for rank in self._ranks)
 
     @property
@@ -90,16 +92,19 @@ class PipelinePrediction:
 
     @cached_property
     def step(self) -> Estimate:
-        """All ranks are as quick, and links as slow, as they may be; or the other way round."""
+        """The seconds of the step.
+
+        The bounds have all ranks and links as fast as they may be, or as slow.
+        """
         return Estimate(
             value=max(self._ends),
-            low=max(self._played(low, low)[1]),
-            high=max(self._played(high, high)[1]),
+            low=max(self._replayed(low, low)[1]),
+            high=max(self._replayed(high, high)[1]),
         )
 
     def prediction(self) -> Prediction:
         worst = max(self._ranks, key=lambda rank: rank.nbytes)
-        alone = [max(self._played(pick, None)[1]) for pick in (value, low, high)]
+        alone = [max(self._replayed(pick, None)[1]) for pick in (value, low, high)]
         computation = Estimate(value=alone[0], low=alone[1], high=alone[2])
         waiting = max(0.0, self.step.value - computation.value)
         return Prediction(
@@ -115,14 +120,14 @@ class PipelinePrediction:
                 computation_seconds=computation,
                 step_seconds=self.step,
             ),
-            peak=self._explained(worst),
+            peak=self._peak_memory(worst),
             flops=self.flops,
             timeline=self._timeline(worst),
         )
 
     @property
     def flops(self) -> int:
-        """Of the rank that computes most."""
+        """The FLOPs of the rank that computes most."""
         return max(self._flops)
 
     @property
@@ -131,7 +136,7 @@ class PipelinePrediction:
 
     @property
     def bubble(self) -> float:
-        """The share of their time in which ranks have nothing to do."""
+        """The share of their time in which ranks are idle."""
         return self._replay.bubble
 
     @cached_property
@@ -140,14 +145,16 @@ class PipelinePrediction:
 
     def _rank(self, number: int) -> RankBytes:
         update = self._pipeline.updates[number] if self._pipeline.updates else None
-        held, groups = self._pipeline.held(number), self._program.layout.batch
-        own = {self._storage_of[name] for name in held} | self._everyones
+        names, groups = self._pipeline.held(number), self._program.layout.batch
+        own = {self._storage_of[name] for name in names} | self._replicated
         parameters, buffers = (
             sum(self._graph.storages[s].nbytes for s in own if self._graph.storages[s].role is role)
             for role in (Role.PARAMETER, Role.BUFFER)
         )
-        # What no stage holds lies in shares too, and is never gathered.
-        others = sum(self._graph.storages[s].nbytes for s in self._everyones & self._in_shares)
+        # Parameters that no stage uses are sharded too, and never gathered.
+        others = sum(
+            self._graph.storages[s].nbytes for s in self._replicated & self._sharded_storages
+        )
         gathered = self._gathered(number)
         parameters -= (sum(gathered) + others) * (groups - 1) // groups
         trained = self._pipeline.trained(number)
@@ -158,24 +165,24 @@ class PipelinePrediction:
             number=number,
             parameters=parameters,
             buffers=buffers,
-            # The global batch stays whole while its parts are worked on.
+            # The global batch stays allocated while its micro-batches are processed.
             batch=self._program.batch_bytes,
             others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
             + self._slots_bytes(number)
             + states_bytes(self._stages, self._order, number)
-            # Replicas draw apart, and the generator outside of that waits meanwhile.
+            # Replicas draw different numbers, and the outer generator's state is saved meanwhile.
             + (STATE_BYTES if draws and self._program.layout.batch > 1 else 0),
             state=state,
             gradients=sum(self._gradients[name] for name in trained)
             - in_shares * (groups - 1) // groups,
             gathered=sum(gathered),
-            above=sum(gathered) + self._replay.peak_bytes[number],
+            pass_bytes=sum(gathered) + self._replay.peak_bytes[number],
             update=None if update is None else liveness(update, self._costs),
         )
 
     @cached_property
     def _storage_of(self) -> dict[str, int]:
-        """Of each of the model's tensors."""
+        """The storage of each parameter and buffer, by name."""
         return {
             node.name: tensor.storage
             for node in self._graph.inputs()
@@ -184,20 +191,20 @@ class PipelinePrediction:
         }
 
     @cached_property
-    def _in_shares(self) -> frozenset[int]:
+    def _sharded_storages(self) -> frozenset[int]:
         return frozenset(self._storage_of[name] for name in self._program.in_shares)
 
     def _gathered(self, number: int) -> tuple[int, ...]:
-        """Of each of this rank's weights that lie in shares, what it is as a whole."""
+        """Return the unsharded sizes of this rank's sharded weights."""
         own = sorted(self._pipeline.held(number) & self._program.in_shares)
         return tuple(self._graph.storages[self._storage_of[name]].nbytes for name in own)
 
     @cached_property
-    def _everyones(self) -> frozenset[int]:
-        """What no stage holds stays on all ranks."""
+    def _replicated(self) -> frozenset[int]:
+        """The storages that no stage uses, which all ranks hold."""
         ranks = range(len(self._order.ranks))
-        held = {self._storage_of[name] for r in ranks for name in self._pipeline.held(r)}
-        return frozenset(self._storage_of.values()) - held
+        used = {self._storage_of[name] for r in ranks for name in self._pipeline.held(r)}
+        return frozenset(self._storage_of.values()) - used
 
     @cached_property
     def _gradients(self) -> dict[str, int]:
@@ -208,22 +215,24 @@ class PipelinePrediction:
             if o.target.startswith("parameter:")
         }
 
-    def _played(self, device: Pick, link: Pick | None) -> tuple[Replay, list[float]]:
-        """The replay, and when each rank is done with its update too. Without ``link`` nothing that
-        is exchanged takes any time."""
+    def _replayed(self, device: Pick, link: Pick | None) -> tuple[Replay, list[float]]:
+        """Return the replay, and when each rank is done, including its update.
+
+        Without ``link``, all exchanges are free.
+        """
         whole = device(self._costs.whole_step_in(self._program.parts))
         stages: list[StageCost] = [
-            self._with_calls(stage, link, timed(
+            self._with_message_overhead(stage, link, with_seconds(
                 cost, stage, self._graph,
-                seconds=lambda part: self._working(part, whole, device, link),
-                handing=lambda sizes: self._under_way(sizes, link),
+                seconds=lambda part: self._work_seconds(part, whole, device, link),
+                send_seconds_of=lambda sizes: self._transfer_seconds(sizes, link),
             ))
             for cost, stage in zip(self._stage_costs, self._stages, strict=True)
         ]  # fmt: skip
-        passing = passing_seconds(
+        skipping = skipping_seconds(
             self._stages, self._order, lambda n: whole * device(self._costs.seconds(n))
         )
-        delayed = [_later(s, p) for s, p in zip(stages, passing)]
+        delayed = [_delayed(s, p) for s, p in zip(stages, skipping)]
         played = replay(
             self._order,
             delayed,
@@ -232,33 +241,37 @@ class PipelinePrediction:
         )
         ends = [ranked[-1].end_seconds for ranked in played.ranks]
         taken = (lambda _: 0.0) if link is None else lambda c: link(self._costs.exchange_seconds(c))
-        begin = self._sums.begin(taken)
-        ends = self._sums.ends([begin + end for end in ends], taken)
-        told = ends[self._rank_of_loss] + self._sums.loss_seconds(taken)
-        told += self._handing([8], link)
-        ends = [max(end, told) for end in ends]
+        begin = self._reductions.begin(taken)
+        ends = self._reductions.ends([begin + end for end in ends], taken)
+        loss_known = ends[self._rank_of_loss] + self._reductions.loss_seconds(taken)
+        loss_known += self._send_seconds([8], link)
+        ends = [max(end, loss_known) for end in ends]
         updates = [device(durations(u, self._costs).step) for u in self._pipeline.updates]
         return played, [end + u for end, u in zip(ends, updates)] if updates else ends
 
-    def _working(self, part: Graph, whole: float, device: Pick, link: Pick | None) -> float:
-        """Where its ranks share tensors it waits for what they exchange, line by line."""
+    def _work_seconds(self, part: Graph, whole: float, device: Pick, link: Pick | None) -> float:
+        """Return the seconds of one action.
+
+        Tensor parallel stages wait for their exchanges, so they are played line by line.
+        """
         if not part.collectives:
             nodes = (n for n in part.nodes if not n.is_input)
             return whole * sum(device(self._costs.seconds(n)) for n in nodes)
         if part not in self._programs:
             self._programs[part] = Program.plain(part)
-        playing = Playing(self._costs, whole, device, link or _nothing)
+        playing = Playing(self._costs, whole, device, link or _free)
         return play(self._programs[part], self._costs, playing=playing).seconds
 
-    def _with_calls(self, stage: PipelineStage, link: Pick | None, cost: StageCost) -> StageCost:
-        """And what goes on around an action, and its messages from and to other ranks, take of the
-        device itself."""
-        joins = self._costs.link_of(self._message(0))
-        if link is None or joins is None:
+    def _with_message_overhead(
+        self, stage: PipelineStage, link: Pick | None, cost: StageCost
+    ) -> StageCost:
+        """Add the device time of schedule calls and of messages to and from other ranks."""
+        link_class = self._costs.link_of(self._message(0))
+        if link is None or link_class is None:
             return cost
-        before, behind = self._is_apart(stage, -1), self._is_apart(stage, +1)
-        forward = stage.receives if before else (), stage.sends if behind else ()
-        backward = stage.receives_back if behind else (), stage.sends_back if before else ()
+        before, after = self._is_on_other_rank(stage, -1), self._is_on_other_rank(stage, +1)
+        forward = stage.receives if before else (), stage.sends if after else ()
+        backward = stage.receives_back if after else (), stage.sends_back if before else ()
         crossing = {
             ActionKind.FORWARD: forward,
             ActionKind.BACKWARD: backward,
@@ -266,48 +279,60 @@ class PipelinePrediction:
             ActionKind.BACK_TO_WEIGHTS: ((), ()),
         }
         own = {
-            work: self._hands(come, go, joins, copied=self._copied(stage, work, go))
-            for work, (come, go) in crossing.items()
+            work: self._message_overhead(
+                reads, sends, link_class, copied=self._copied(stage, work, sends)
+            )
+            for work, (reads, sends) in crossing.items()
         }
         return replace(cost, seconds={w: s + own[w] for w, s in cost.seconds.items()})
 
     def _disturbs(self) -> float:
-        """By what share of the time that a message is under way it slows what both ranks work on;
-        through slots each writes its own."""
-        joins = self._costs.link_of(self._message(0))
-        return 0.0 if joins is None or self._edges else joins.disturbs
+        """Return by what share a message in flight slows the work of both ranks.
+
+        Messages through slots do not: each rank copies into them itself.
+        """
+        link_class = self._costs.link_of(self._message(0))
+        return 0.0 if link_class is None or self._edges else link_class.disturbs
 
     def _copied(self, stage: PipelineStage, work: ActionKind, sent: Sequence[str]) -> Sequence[str]:
-        """What is not made in its slot."""
+        """Return the sent values that are not computed in their slot, and so are copied there."""
         if not sent or not self._edges:
             return sent
         key = stage.index, work
         if key in self._copies:
             return self._copies[key]
-        part, kept = {
+        part, saved = {
             ActionKind.FORWARD: (stage.forward, stage.kept),
             ActionKind.BACKWARD: (stage.backward, ()),
             ActionKind.BACK_TO_INPUTS: (stage.back_to_inputs, stage.kept_between),
         }[work]
-        made_there = written_in_place(part, sent, kept=kept)
-        copied = self._copies[key] = [name for name in sent if name not in made_there]
+        in_place = written_in_place(part, sent, kept=saved)
+        copied = self._copies[key] = [name for name in sent if name not in in_place]
         return copied
 
-    def _hands(
-        self, come: Sequence[str], go: Sequence[str], joins: Link, *, copied: Sequence[str]
+    def _message_overhead(
+        self, reads: Sequence[str], sends: Sequence[str], link_class: Link, *, copied: Sequence[str]
     ) -> float:
-        """What an action takes of the device besides its own work. Through slots all values go as
-        one message, and who sends them writes there what was not made there."""
-        coming, going = self._sizes(come), self._sizes(go)
+        """Return the device time of an action apart from its own work.
+
+        Through slots, all values are one message, and the sender copies those not computed in
+        place.
+        """
+        received, sent = self._sizes(reads), self._sizes(sends)
         if not self._edges:
-            return joins.device_seconds(0, messages=len(coming) + len(going) + _CALLS_OF_ACTION)
+            return link_class.device_seconds(
+                0, messages=len(received) + len(sent) + _CALLS_OF_ACTION
+            )
         slots = self._costs.links[PINNED]
-        own = joins.device_seconds(0, messages=_CALLS_OF_ACTION)
-        messages = bool(coming) + bool(going)
+        own = link_class.device_seconds(0, messages=_CALLS_OF_ACTION)
+        messages = bool(received) + bool(sent)
         return own + slots.device_seconds(sum(self._sizes(copied)), messages=messages)
 
     def _slots_bytes(self, rank: int) -> int:
-        """Slots are where they are read; of another host, where they are written too."""
+        """Return the bytes of a rank's message slots.
+
+        Slots are in the memory of the receiver; if it is on another host, the sender has them too.
+        """
         if not self._edges:
             return 0
         slots = self._costs.links[PINNED]
@@ -322,32 +347,32 @@ class PipelinePrediction:
     def _sizes(self, names: Sequence[str]) -> list[int]:
         return [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
 
-    def _is_apart(self, stage: PipelineStage, step: int) -> bool:
-        """Whether the stage before or behind it lies on another rank."""
+    def _is_on_other_rank(self, stage: PipelineStage, step: int) -> bool:
+        """True if the stage before or after this one is on another rank."""
         other = min(max(stage.index + step, 0), len(self._stages) - 1)
         return self._rank_of[other] != self._rank_of[stage.index]
 
     def _stage_cost(self, stage: PipelineStage) -> StageCost:
-        """What comes and goes through slots is there all the time, and counted once."""
+        """Return the cost of a stage, without values in slots, which count as resident."""
         cost = stage_cost(stage, self._graph, self._costs)
         if not self._edges:
             return cost
-        before, behind = self._is_apart(stage, -1), self._is_apart(stage, +1)
-        slots = {**(cost.receives if before else {}), **(cost.receives_back if behind else {})}
+        before, after = self._is_on_other_rank(stage, -1), self._is_on_other_rank(stage, +1)
+        slots = {**(cost.receives if before else {}), **(cost.receives_back if after else {})}
         return replace(
             cost,
             receives={} if before else cost.receives,
-            receives_back={} if behind else cost.receives_back,
-            sends={} if behind else cost.sends,
+            receives_back={} if after else cost.receives_back,
+            sends={} if after else cost.sends,
             sends_back={} if before else cost.sends_back,
             kept={key: n for key, n in cost.kept.items() if key not in slots},
             kept_between={key: n for key, n in cost.kept_between.items() if key not in slots},
         )
 
-    def _under_way(self, sizes: Sequence[int], link: Pick | None) -> float:
-        """A message to another stage, besides what it takes of the devices."""
+    def _transfer_seconds(self, sizes: Sequence[int], link: Pick | None) -> float:
+        """Return the seconds to send values to another stage, without the device time."""
         if not self._edges or link is None:
-            return self._handing(sizes, link)
+            return self._send_seconds(sizes, link)
         slots = self._costs.links[PINNED]
         seconds = slots.latency_seconds
         if slots.is_remote:
@@ -355,8 +380,11 @@ class PipelinePrediction:
         within = Estimate.within(seconds, share=slots.doubt)
         return link(within) if sizes else 0.0
 
-    def _handing(self, sizes: Sequence[int], link: Pick | None) -> float:
-        """A message for each; one that goes on alone takes what one of two that gather does."""
+    def _send_seconds(self, sizes: Sequence[int], link: Pick | None) -> float:
+        """Return the seconds to send one message for each value.
+
+        A message is priced as an all-gather of two ranks.
+        """
         if link is None:
             return 0.0
         return sum(link(self._costs.exchange_seconds(self._message(nbytes))) for nbytes in sizes)
@@ -364,14 +392,17 @@ class PipelinePrediction:
     def _message(self, nbytes: int) -> Collective:
         return message_of(self._program.layout, nbytes)
 
-    def _sent_seconds(self, sizes: Sequence[int], copied: Sequence[int]) -> float:
-        """Through slots of this host it is who sends them that copies them there."""
+    def _communication_seconds(self, sizes: Sequence[int], copied: Sequence[int]) -> float:
+        """Return the seconds in which messages are sent.
+
+        Through slots on one host, only the sender's copies take time.
+        """
         if not self._edges:
-            return self._handing(sizes, value)
+            return self._send_seconds(sizes, value)
         slots = self._costs.links[PINNED]
         return slots.seconds(sum(sizes if slots.is_remote else copied), messages=1)
 
-    def _summed_up(self) -> GradientReductions:
+    def _gradient_reductions(self) -> GradientReductions:
         shared = []
         for name, stages in self._pipeline.stages.shared:
             ranks = frozenset(self._rank_of[index] for index in stages)
@@ -396,22 +427,24 @@ class PipelinePrediction:
     @cached_property
     def _sent_bytes(self) -> list[int]:
         sent, repeats = [0] * len(self._order.ranks), self._program.repeats
-        for rank, other, sizes, _ in self._crossing():
+        for rank, other, sizes, _ in self._cross_rank_edges():
             sent[rank] += repeats * sum(sizes)
-            if not self._edges:  # nothing is said of what lies in a slot but that it does
+            if not self._edges:  # slots need no messages of gloo's protocol
                 sent[rank] += repeats * GLOO_SENDS * len(sizes)
                 sent[other] += repeats * GLOO_GETS * len(sizes)
         for rank, exchanged in enumerate(self._exchanged):
             sent[rank] += sum(times * c.wire_bytes for c, times in exchanged.items())
         for rank in range(len(sent)):
-            sent[rank] += sum(c.wire_bytes for c in self._sums.of(rank))
-            sent[rank] += self._sums.told_bytes(rank, self._rank_of_loss)
-        sent[self._rank_of_loss] += sum(c.wire_bytes for c in self._sums.of_loss())
+            sent[rank] += sum(c.wire_bytes for c in self._reductions.collectives_of(rank))
+            sent[rank] += self._reductions.loss_broadcast_bytes(rank, self._rank_of_loss)
+        sent[self._rank_of_loss] += sum(c.wire_bytes for c in self._reductions.loss_collectives())
         return sent
 
-    def _crossing(self) -> list[tuple[int, int, list[int], list[int]]]:
-        """Each edge from one rank to another: both, the bytes of each value, and of each of those
-        that are copied on their way."""
+    def _cross_rank_edges(self) -> list[tuple[int, int, list[int], list[int]]]:
+        """Return the edges from one rank to another.
+
+        An edge is both ranks, the bytes of each value, and the bytes of each value that is copied.
+        """
         found = []
         last = len(self._stages) - 1
         works = {action.work for actions in self._order.ranks for action in actions}
@@ -431,24 +464,27 @@ class PipelinePrediction:
 
     @cached_property
     def _sending(self) -> list[float]:
-        """Seconds in which each rank's messages are on their way."""
+        """The seconds in which each rank's messages are in flight."""
         seconds = [0.0] * len(self._order.ranks)
-        for rank, _, sizes, copied in self._crossing():
-            seconds[rank] += self._program.repeats * self._sent_seconds(sizes, copied)
+        for rank, _, sizes, copied in self._cross_rank_edges():
+            seconds[rank] += self._program.repeats * self._communication_seconds(sizes, copied)
         for rank, exchanged in enumerate(self._exchanged):
             for collective, times in exchanged.items():
                 seconds[rank] += times * self._costs.exchange_seconds(collective).value
         return [
-            taken + sum(self._costs.exchange_seconds(c).value for c in self._sums.of(rank))
+            taken
+            + sum(
+                self._costs.exchange_seconds(c).value for c in self._reductions.collectives_of(rank)
+            )
             for rank, taken in enumerate(seconds)
         ]
 
     @cached_property
     def _exchanged(self) -> list[Counter[Collective]]:
-        """What each rank exchanges within its stages, and how often."""
+        """The collectives within each rank's stages, with their numbers of calls."""
         found: list[Counter[Collective]] = [Counter() for _ in self._order.ranks]
         if self._graph.collectives:
-            works = [parts_of(stage) for stage in self._stages]
+            works = [graphs_by_action(stage) for stage in self._stages]
             for exchanged, actions in zip(found, self._order.ranks):
                 for action in actions:
                     part = works[action.stage][action.work]
@@ -463,33 +499,33 @@ class PipelinePrediction:
             flops[self._rank_of[stage.index]] += self._program.repeats * each
         return flops
 
-    def _explained(self, rank: RankBytes) -> PeakMemory:
+    def _peak_memory(self, rank: RankBytes) -> PeakMemory:
         if rank.is_in_update:
             assert rank.update is not None
             update = self._pipeline.updates[rank.number]
-            held = LiveTensor.of(rank.gradients, "gradients", Role.GRADIENT)
-            return told(update, rank.update, rank, extra=[held], phase=Phase.UPDATE)
+            base = LiveTensor.of(rank.gradients, "gradients", Role.GRADIENT)
+            return peak_memory_of(update, rank.update, rank, extra=[base], phase=Phase.UPDATE)
         done = self._replay.ranks[rank.number]
         number = max(range(len(done)), key=lambda i: done[i].held_bytes)
         action = done[number].action
-        program = Program.plain(parts_of(self._stages[action.stage])[action.work])
+        program = Program.plain(graphs_by_action(self._stages[action.stage])[action.work])
         trained = {d.action.stage for d in done[:number] if d.action.work in GIVE_GRADIENTS}
         gradients = sum(self._stage_costs[stage].gradient_bytes for stage in trained)
-        working = liveness(program, self._costs, accumulating=action.stage in trained)
-        # What lies there already when the stage begins on this micro-batch.
-        kept = max(0, rank.above - rank.gathered - working.peak_bytes - gradients)
-        under_way = _under_way([d.action for d in done[: number + 1]])
-        what = f"kept for the backward pass of {under_way} micro-batches"
+        live_bytes = liveness(program, self._costs, accumulating=action.stage in trained)
+        # The bytes that were allocated before the stage began this micro-batch.
+        saved = max(0, rank.pass_bytes - rank.gathered - live_bytes.peak_bytes - gradients)
+        in_flight = _micro_batches_in_flight([d.action for d in done[: number + 1]])
+        what = f"kept for the backward pass of {in_flight} micro-batches"
         extra = [
-            LiveTensor.of(kept, what, Role.ACTIVATION),
+            LiveTensor.of(saved, what, Role.ACTIVATION),
             LiveTensor.of(gradients, "gradients so far", Role.GRADIENT),
             LiveTensor.of(rank.gathered, "weights gathered for the passes", Role.PARAMETER),
         ]
         phase = Phase.FORWARD if action.work is ActionKind.FORWARD else Phase.BACKWARD
-        return told(program, working, rank, extra=extra, phase=phase)
+        return peak_memory_of(program, live_bytes, rank, extra=extra, phase=phase)
 
     def spans(self) -> tuple[Span, ...]:
-        """Each action of each rank, what it waits for in between, and its update."""
+        """Return the spans of each rank's actions, the waits in between, and its update."""
         found: list[Span] = []
         for rank, done in enumerate(self._replay.ranks):
             free = 0.0
@@ -518,16 +554,16 @@ class PipelinePrediction:
             Phase.FORWARD if d.action.work is ActionKind.FORWARD else Phase.BACKWARD for d in done
         ]
         begins = [d.begin_seconds for d in done]
-        held = [rank.resident + rank.gathered + d.held_bytes for d in done]
+        nbytes = [rank.resident + rank.gathered + d.held_bytes for d in done]
         if rank.update is not None:
             begins.append(done[-1].end_seconds)
-            held.append(rank.nbytes_in_update)
+            nbytes.append(rank.nbytes_in_update)
             phases.append(Phase.UPDATE)
-        return Timeline(seconds=tuple(begins), nbytes=tuple(held), phases=tuple(phases))
+        return Timeline(seconds=tuple(begins), nbytes=tuple(nbytes), phases=tuple(phases))
 
 
-def _later(cost: StageCost, seconds: float) -> StageCost:
-    """The same, whose forward pass begins so much later."""
+def _delayed(cost: StageCost, seconds: float) -> StageCost:
+    """Return the same cost with a longer forward pass."""
     return replace(
         cost,
         seconds={**cost.seconds, ActionKind.FORWARD: cost.seconds[ActionKind.FORWARD] + seconds},
@@ -549,13 +585,13 @@ def _span(rank: int, stream: str, name: str, begin: float, until: Replayed) -> S
     )  # fmt: skip
 
 
-def _under_way(done: Sequence[Action]) -> int:
-    """Micro-batches that have begun here and whose gradients are not all made."""
+def _micro_batches_in_flight(done: Sequence[Action]) -> int:
+    """Return how many micro-batches have begun and do not have all their gradients yet."""
     begun = {(a.stage, a.micro_batch) for a in done if a.work is ActionKind.FORWARD}
     over = (ActionKind.BACKWARD, ActionKind.BACK_TO_WEIGHTS)
     ended = {(a.stage, a.micro_batch) for a in done[:-1] if a.work in over}
     return len(begun - ended)
 
 
-def _nothing(estimate: Estimate) -> float:  # noqa: ARG001 - of what is exchanged
+def _free(estimate: Estimate) -> float:  # noqa: ARG001 - of what is exchanged
     return 0.0

@@ -1,7 +1,7 @@
-"""A folder of checkpoints, each of them whole or not there, and never overwritten.
+"""A folder of checkpoints, each complete or absent, and never overwritten.
 
-A save is a new folder: written beside its place, every file flushed, then renamed, then named in
-LATEST. Not for what a checkpoint holds: see state.py.
+A save writes a new folder under a temporary name, flushes every file, renames the folder, and
+then names it in LATEST. Not for the content of a checkpoint: see state.py.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 class CheckpointFolder:
-    """Saves into, lists and prunes one folder; the newest ``keep`` checkpoints stay."""
+    """Saves into, lists and prunes one folder; only the newest ``keep`` checkpoints remain."""
 
     def __init__(self, path: Path, *, keep: int = 3) -> None:
         assert keep >= 1, "the only good checkpoint is never deleted"
@@ -41,7 +41,7 @@ class CheckpointFolder:
         self._keep = keep
 
     def checkpoints(self) -> list[Path]:
-        """Oldest first; whether they are whole is found out by ``verify``."""
+        """Return the checkpoints, oldest first; ``verify`` tells if one is complete."""
         if not self.path.is_dir():
             return []
         found = [p for p in self.path.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
@@ -67,7 +67,7 @@ class CheckpointFolder:
         return chosen
 
     def before(self, checkpoint: Path) -> Path | None:
-        """The newest whole checkpoint older than this one."""
+        """Return the newest complete checkpoint older than this one."""
         older = [p for p in self.checkpoints() if step_of(p) < step_of(checkpoint)]
         for candidate in reversed(older):
             with contextlib.suppress(CheckpointError):
@@ -76,7 +76,7 @@ class CheckpointFolder:
         return None
 
     def add(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Save what ``write`` puts into a folder it is given, under the name of ``step``."""
+        """Save a checkpoint of ``step``; ``write`` fills the folder it is given."""
         final = self.path / f"step-{step:06d}"
         unfinished = self.path / f"{_UNFINISHED}{final.name}"
         try:
@@ -85,7 +85,7 @@ class CheckpointFolder:
             unfinished.mkdir()
             write(unfinished)
             _write_manifest(unfinished)
-            _give_one_mode(unfinished)
+            _unify_modes(unfinished)
             _flush(unfinished)
             unfinished.rename(final)
             _flush(self.path)
@@ -98,7 +98,7 @@ class CheckpointFolder:
         return final
 
     def go_on_from(self, checkpoint: Path) -> list[Path]:
-        """Make this the latest; later ones belong to a course not taken, and step aside."""
+        """Make this checkpoint the latest; rename later ones, which belong to an abandoned run."""
         later = [p for p in self.checkpoints() if step_of(p) > step_of(checkpoint)]
         if checkpoint in self.checkpoints():
             self._point_to(checkpoint)
@@ -115,7 +115,7 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Two runs that save into one folder would delete each other's checkpoints."""
+        """Lock the folder: two runs that save into it would delete each other's checkpoints."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / _LOCK).open("w")
@@ -147,22 +147,23 @@ class CheckpointFolder:
 
     def _prune(self) -> None:
         for old in self.checkpoints()[: -self._keep]:
-            # Renamed first: killed halfway, it must not look like a checkpoint that is damaged.
-            doomed = old.with_name(_UNFINISHED + old.name)
-            old.rename(doomed)
-            shutil.rmtree(doomed)
+            # Renamed first: a partly deleted checkpoint must not look like a damaged one.
+            unlisted = old.with_name(_UNFINISHED + old.name)
+            old.rename(unlisted)
+            shutil.rmtree(unlisted)
 
 
 def verify(checkpoint: Path) -> None:
-    """Every file is there, plain, and what the manifest says of it to the byte; nothing else is."""
+    """Raise CheckpointError unless the folder has exactly the plain files of its manifest, byte
+    for byte."""
     try:
         if checkpoint.is_symlink() or not checkpoint.is_dir():
             raise _damaged(checkpoint, "is no folder of its own")
         files = _read_manifest(checkpoint)
-        there = {p.name for p in checkpoint.iterdir()}
-        for name in sorted(files.keys() | there - {MANIFEST}):
+        present = {p.name for p in checkpoint.iterdir()}
+        for name in sorted(files.keys() | present - {MANIFEST}):
             path = checkpoint / name
-            if name not in there:
+            if name not in present:
                 raise _damaged(path, "is missing")
             if name not in files:
                 raise _damaged(path, "is not in the manifest")
@@ -187,9 +188,9 @@ def _write_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_bytes(canonical({"files": files, "format": _FORMAT}))
 
 
-def _give_one_mode(folder: Path) -> None:
-    """The mode that the manifest has, which ``open`` made by the user's umask, for all files: the
-    writer of tensors gives 0600 whatever the umask is."""
+def _unify_modes(folder: Path) -> None:
+    """Give all files the mode of the manifest, which follows the user's umask: safetensors writes
+    0600 whatever the umask is."""
     mode = (folder / MANIFEST).stat().st_mode & 0o777
     for path in folder.iterdir():
         path.chmod(mode)
@@ -207,7 +208,8 @@ def _read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
     text = path.read_bytes()
     try:
         manifest = json.loads(text)
-        # What is not spelt exactly as we write it was changed, be it by a space or a second key.
+        # A manifest in any other form than we write was changed, if only by a space or a
+        # duplicate key.
         files = manifest["files"] if canonical(manifest) == text else None
         if manifest.keys() != {"files", "format"} or manifest["format"] != _FORMAT or not files:
             raise _damaged(path, "is not what was saved")
@@ -228,7 +230,7 @@ def _digest(path: Path) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Onto the disk: the files of a folder, and the folder's own entries."""
+    """Flush the files of a folder, and its directory entries, to disk."""
     for path in (*(p for p in folder.iterdir() if p.is_file()), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,6 +1,6 @@
-"""Python values that JSON has no spelling for (tuples, infinities), spelt in JSON and read back.
+"""Encode Python values that JSON lacks (tuples, infinities) as JSON, and decode them.
 
-Not for tensors, and never for anything that would have to be run to be read.
+Not for tensors, and never for anything that has to be executed to be read.
 """
 
 import math
@@ -8,10 +8,11 @@ from typing import Any
 
 
 class Unplain(ValueError):
-    """A value that is neither a number, a string, a list, a tuple nor a dict of such."""
+    """A value other than a number, a string, or a list, tuple or dict of such values."""
 
 
 def to_plain(value: Any) -> Any:
+    """Encode a value as JSON."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -26,10 +27,11 @@ def to_plain(value: Any) -> Any:
     raise Unplain(f"a value of type {type(value).__name__} is no plain value")
 
 
-def from_plain(spelt: Any) -> Any:
-    match spelt:
+def from_plain(encoded: Any) -> Any:
+    """Decode a value from JSON."""
+    match encoded:
         case None | bool() | int() | float() | str():
-            return spelt
+            return encoded
         case {"float": "inf" | "-inf" | "nan" as text, **rest} if not rest:
             return float(text)
         case {"list": list(values), **rest} if not rest:
@@ -38,4 +40,4 @@ def from_plain(spelt: Any) -> Any:
             return tuple(from_plain(v) for v in values)
         case {"dict": dict(values), **rest} if not rest:
             return {str(k): from_plain(v) for k, v in values.items()}
-    raise Unplain(f"no value is spelt {str(spelt)[:60]!r}")
+    raise Unplain(f"no value is spelt {str(encoded)[:60]!r}")

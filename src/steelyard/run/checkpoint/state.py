@@ -1,7 +1,8 @@
-"""What a run is, as tensors and JSON: model, optimizer, random states, place in the data.
+"""Save and load the state of a run as tensors and JSON: model, optimizer, random states, data
+position.
 
-Nothing is pickled, and all is compared with the live model before a byte of it is changed. Not for
-how a save survives a crash: see directory.py.
+Nothing is pickled, and everything is compared with the live model before any of it is changed.
+Not for how a save survives a crash: see directory.py.
 """
 
 import json
@@ -31,11 +32,11 @@ from steelyard.run.checkpoint.tensors import (
 from steelyard.run.rng_state import RandomState
 from steelyard.safe_text import printable
 
-# What makes a tensor from shape, stride, dtype and device.
+# Allocates a tensor, given shape, stride, dtype and device.
 Empty = Callable[..., torch.Tensor]
 
 _FORMAT = "steelyard checkpoint 1"
-_MODEL, _OPTIMIZER, _RANDOM, _LOST, _STATE = (
+_MODEL, _OPTIMIZER, _RANDOM, _RESIDUALS, _STATE = (
     "model.safetensors",
     "optimizer.safetensors",
     "random.safetensors",
@@ -44,16 +45,17 @@ _MODEL, _OPTIMIZER, _RANDOM, _LOST, _STATE = (
 )
 _SHOWN = 6
 _SETTINGS_SHOWN = 5
-# Twelve digits, as the name of a checkpoint's folder has at most.
-_MOST_STEPS = 10**12 - 1
-# How many times as much memory as its elements the strides of a tensor may span: what was saved of
-# a view spans its base.
-_MOST_SPANNED = 1024
+# Twelve digits, the maximum in the name of a checkpoint folder.
+_MAX_STEPS = 10**12 - 1
+# The maximum ratio of the memory a tensor's strides span to its elements; a saved view spans its
+# base.
+_MAX_SPAN_RATIO = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Position:
-    """How far a run has come: ``taken`` batches of epoch ``epoch``, which began with ``began``."""
+    """The progress of a run: ``taken`` batches of epoch ``epoch``, which began with random state
+    ``began``."""
 
     step: int
     epoch: int
@@ -63,14 +65,14 @@ class Position:
 
 
 class _State(BaseModel):
-    """state.json; values that JSON lacks are spelt as json_values.py says."""
+    """The content of state.json; json_values.py encodes values that JSON lacks."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     format: str
     plan: str
     torch: str
-    step: Annotated[int, Field(ge=0, le=_MOST_STEPS)]
+    step: Annotated[int, Field(ge=0, le=_MAX_STEPS)]
     epoch: Annotated[int, Field(ge=0)]
     taken: Annotated[int, Field(ge=0)]
     aliases: dict[str, str]
@@ -78,7 +80,7 @@ class _State(BaseModel):
     random: dict[str, dict[str, Any]]
 
     @model_validator(mode="after")
-    def _goes_together(self) -> "_State":
+    def _check_consistency(self) -> "_State":
         if max(self.epoch, self.taken) > self.step:
             raise ValueError(f"is after {self.step} steps, and more batches or epochs than that")
         return self
@@ -95,9 +97,9 @@ def save(
 ) -> None:
     """Write the files of one checkpoint into ``folder``, which exists and is empty.
 
-    ``lost`` is what codes have lost of gradients, on all ranks.
+    ``lost`` holds the compression residuals of all ranks.
     """
-    model_tensors, apart, aliases = _model_tensors(model)
+    model_tensors, non_persistent, aliases = _model_tensors(model)
     optimizer_tensors: dict[str, torch.Tensor] = {}
     described = _describe(optimizer, model, optimizer_tensors) if optimizer else None
     state = _State(
@@ -116,13 +118,13 @@ def save(
     )
     random = {f"now/{k}": t for k, t in position.now.tensors.items()}
     random |= {f"began/{k}": t for k, t in position.began.tensors.items()}
-    random |= {f"buffer/{k}": t for k, t in apart.items()}
+    random |= {f"buffer/{k}": t for k, t in non_persistent.items()}
     write_tensors(folder / _MODEL, model_tensors)
     if optimizer is not None:
         write_tensors(folder / _OPTIMIZER, optimizer_tensors)
     write_tensors(folder / _RANDOM, random)
     if lost:
-        write_tensors(folder / _LOST, lost)
+        write_tensors(folder / _RESIDUALS, lost)
     (folder / _STATE).write_bytes(canonical(state.model_dump()))
 
 
@@ -134,11 +136,11 @@ def load(
     empty_for: Callable[[str], Empty] = lambda _: torch.empty_strided,
     note: Callable[[str], None] = lambda _: None,
 ) -> Position:
-    """Compare all of it, then copy it into the model and the optimizer, which is to keep tensors
-    that ``empty_for`` a parameter's name makes. ``note`` is given a line for each setting of the
-    optimizer that was another one than the script's.
+    """Compare the whole checkpoint, then copy it into the model and the optimizer.
 
-    Only for a checkpoint that ``folder.verify`` let pass.
+    ``empty_for`` returns the allocator for a parameter's optimizer state. ``note`` is called with
+    a line for each optimizer setting that differs from the script's. Only for a checkpoint that
+    passed ``directory.verify``.
     """
     try:
         found = json.loads((checkpoint / _STATE).read_bytes())
@@ -147,16 +149,16 @@ def load(
         state = _State.model_validate(found)
         if state.format != _FORMAT:
             raise _other(checkpoint, f"has format {state.format[:40]!r}", _FORMAT)
-        live, apart, aliases = _model_tensors(model)
+        live, non_persistent, aliases = _model_tensors(model)
         with opened(checkpoint / _MODEL) as saved, opened(checkpoint / _RANDOM) as random:
             names = [n for n in random.keys() if n.startswith("buffer/")]  # noqa: SIM118 - no dict
             _compare(checkpoint, {**entries(saved), **entries(random, names, "buffer/")},
-                     {**live, **apart}, aliases, state.aliases)  # fmt: skip
+                     {**live, **non_persistent}, aliases, state.aliases)  # fmt: skip
             put = _optimizer_loader(checkpoint, state, model, optimizer, empty_for, note)
             position = _position(state, random)
             for name, tensor in live.items():
                 _copy_into(name, tensor, saved.get_tensor(name))
-            for name, tensor in apart.items():
+            for name, tensor in non_persistent.items():
                 _copy_into(name, tensor, random.get_tensor(f"buffer/{name}"))
         put()
     except (ValidationError, SafetensorError, Unplain, OSError, RecursionError) as error:
@@ -170,12 +172,12 @@ def load(
     return position
 
 
-def lost_in(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """What codes had lost of gradients; nothing where they did not go in codes."""
-    if not (checkpoint / _LOST).exists():
+def residuals_in(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the saved compression residuals; empty if gradients were not compressed."""
+    if not (checkpoint / _RESIDUALS).exists():
         return {}
     try:
-        with opened(checkpoint / _LOST) as saved:
+        with opened(checkpoint / _RESIDUALS) as saved:
             return {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - no dict
     except (SafetensorError, OSError) as error:
         raise _other(checkpoint, f"cannot be read: {str(error).splitlines()[0][:80]}", "files as "
@@ -183,9 +185,9 @@ def lost_in(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def check_savable(model: nn.Module) -> None:
-    """Refuse before the first step what could not be saved after it."""
-    kept, apart, _ = _model_tensors(model)
-    for name, tensor in {**kept, **apart}.items():
+    """Before the first step, refuse a model that cannot be saved."""
+    tensors, non_persistent, _ = _model_tensors(model)
+    for name, tensor in {**tensors, **non_persistent}.items():
         check_storable(name, tensor)
 
 
@@ -195,7 +197,8 @@ def check_savable(model: nn.Module) -> None:
 def _model_tensors(
     model: nn.Module,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, str]]:
-    """What a state dict has, each tensor once; buffers that it leaves out; names of the same."""
+    """Return the tensors of the state dict, once each; the non-persistent buffers; and the
+    aliases of tied tensors."""
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
@@ -206,16 +209,16 @@ def _model_tensors(
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     persistent = model.state_dict(keep_vars=True).keys()
-    kept: dict[str, torch.Tensor] = {}
-    apart: dict[str, torch.Tensor] = {}
+    persistent_tensors: dict[str, torch.Tensor] = {}
+    non_persistent: dict[str, torch.Tensor] = {}
     named = [*model.named_parameters(remove_duplicate=False)]
     for name, tensor in (*named, *model.named_buffers(remove_duplicate=False)):
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
             continue
         first[id(tensor)] = name
-        (kept if name in persistent else apart)[name] = tensor
-    return kept, apart, aliases
+        (persistent_tensors if name in persistent else non_persistent)[name] = tensor
+    return persistent_tensors, non_persistent, aliases
 
 
 def _compare(
@@ -225,19 +228,19 @@ def _compare(
     aliases: Mapping[str, str],
     saved_aliases: Mapping[str, str],
 ) -> None:
-    said = []
+    differences = []
     for name in sorted(saved.keys() | live.keys()):
         ours = entry(live[name]) if name in live else "nothing"
         theirs = saved.get(name, "nothing")
         if ours != theirs:
-            said.append(f"{name}: {theirs} in the checkpoint, {ours} in the model")
+            differences.append(f"{name}: {theirs} in the checkpoint, {ours} in the model")
     for name in sorted(aliases.keys() ^ saved_aliases.keys()):
         where = "model" if name in aliases else "checkpoint"
-        said.append(f"{name}: tied to another weight only in the {where}")
-    if said:
-        more = [f"... and {len(said) - _SHOWN} more"] if len(said) > _SHOWN else []
+        differences.append(f"{name}: tied to another weight only in the {where}")
+    if differences:
+        more = [f"... and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
         raise CheckpointError(
-            "\n  ".join([f"{checkpoint} is of another model:", *said[:_SHOWN], *more]),
+            "\n  ".join([f"{checkpoint} is of another model:", *differences[:_SHOWN], *more]),
             expected="the names, shapes and dtypes of the model",
             remedy="resume with the script that saved it",
         )
@@ -263,7 +266,8 @@ def _copy_into(name: str, live: torch.Tensor, stored: torch.Tensor) -> None:
 def _describe(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Groups and state under parameters' names; tensors go into ``tensors``."""
+    """Return the optimizer's groups and state by parameter name; tensors are added to
+    ``tensors``."""
     names = {id(p): name for name, p in model.named_parameters()}
 
     def put(place: str, value: Any) -> Any:
@@ -314,7 +318,7 @@ def _optimizer_loader(
     empty_for: Callable[[str], Empty],
     note: Callable[[str], None],
 ) -> Callable[[], None]:
-    """Read and compare now; what comes back then cannot fail."""
+    """Read and compare the optimizer state; return a function that installs it and cannot fail."""
     saved = state.optimizer
     if optimizer is None or saved is None:
         if (optimizer is None) != (saved is None):
@@ -330,9 +334,12 @@ def _optimizer_loader(
         raise _other(checkpoint, "was saved with other parameter groups", "the groups as now")
     with opened(checkpoint / _OPTIMIZER) as file:
         device = {name: p.device for name, p in parameters.items()}
-        home = next(iter(device.values()))
+        default_device = next(iter(device.values()))
         settings = [
-            {k: _value(file, v, home, torch.empty_strided) for k, v in group["settings"].items()}
+            {
+                k: _value(file, v, default_device, torch.empty_strided)
+                for k, v in group["settings"].items()
+            }
             for group in saved["groups"]
         ]
         states = {
@@ -340,10 +347,10 @@ def _optimizer_loader(
             for name, values in saved["state"].items()
         }
 
-    others = _other_settings(optimizer.param_groups, settings)
+    notes = _other_settings(optimizer.param_groups, settings)
 
     def put() -> None:
-        for text in others:
+        for text in notes:
             note(text)
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)
@@ -357,25 +364,26 @@ def _optimizer_loader(
 def _other_settings(
     groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """What is used and what the script says, where these differ; what all groups share once."""
-    said: dict[str, list[int]] = {}
+    """Describe the settings that differ from the script's, and which value is used; equal lines
+    of all groups once."""
+    groups_by_text: dict[str, list[int]] = {}
     for index, (ours, theirs) in enumerate(zip(groups, saved, strict=True)):
-        # What a scheduler has begun with is no setting of the optimizer's own.
+        # initial_lr is set by a scheduler, not by the optimizer.
         for key in sorted((ours.keys() | theirs.keys()) - {"params", "initial_lr"}):
             if key not in ours or key not in theirs or not _is_same(ours[key], theirs[key]):
-                name, here = _SETTINGS.get(key, key), _shown(ours.get(key, "nothing"))
-                used = _shown(theirs[key]) if key in theirs else here
-                text = f"{name} {used} from the checkpoint is used; the script says {here}"
+                name, script_value = _SETTINGS.get(key, key), _shown(ours.get(key, "nothing"))
+                used = _shown(theirs[key]) if key in theirs else script_value
+                text = f"{name} {used} from the checkpoint is used; the script says {script_value}"
                 if key not in theirs:
-                    text = f"{name} {here} of the script is used; the checkpoint has none"
-                said.setdefault(text, []).append(index)
+                    text = f"{name} {script_value} of the script is used; the checkpoint has none"
+                groups_by_text.setdefault(text, []).append(index)
     lines = [
-        text if len(at) == len(groups) else f"parameter group {_places(at)}: {text}"
-        for text, at in said.items()
+        text if len(indices) == len(groups) else f"parameter group {_places(indices)}: {text}"
+        for text, indices in groups_by_text.items()
     ]
     more = len(lines) - _SETTINGS_SHOWN
-    kept = lines[:_SETTINGS_SHOWN]
-    return [*kept, f"{more} more settings are the checkpoint's"] if more > 0 else kept
+    shown = lines[:_SETTINGS_SHOWN]
+    return [*shown, f"{more} more settings are the checkpoint's"] if more > 0 else shown
 
 
 _SETTINGS = {
@@ -392,7 +400,7 @@ _SETTINGS = {
 def _is_same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
         one, other = (torch.as_tensor(x, dtype=torch.float64).cpu() for x in (ours, theirs))
-        # A rate may be a tensor of fewer digits than the number that was written for it.
+        # A learning rate may be a tensor of lower precision than the number given for it.
         return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-6, atol=0))
     return bool(ours == theirs)
 
@@ -406,21 +414,21 @@ def _places(indices: Sequence[int]) -> str:
     return ", ".join(str(index) for index in indices[:8]) + (", ..." if len(indices) > 8 else "")
 
 
-def _value(file: Any, spelt: Any, device: torch.device, empty: Empty) -> Any:
-    if not isinstance(spelt, dict) or "tensor" not in spelt:
-        return from_plain(spelt)
-    value = from_stored(file.get_tensor(spelt["tensor"]), getattr(torch, spelt["dtype"]))
-    spanned = 1 + sum((n - 1) * s for n, s in zip(value.shape, spelt["stride"], strict=True))
-    if spanned > _MOST_SPANNED * max(1, value.numel()):
+def _value(file: Any, encoded: Any, device: torch.device, empty: Empty) -> Any:
+    if not isinstance(encoded, dict) or "tensor" not in encoded:
+        return from_plain(encoded)
+    value = from_stored(file.get_tensor(encoded["tensor"]), getattr(torch, encoded["dtype"]))
+    spanned = 1 + sum((n - 1) * s for n, s in zip(value.shape, encoded["stride"], strict=True))
+    if spanned > _MAX_SPAN_RATIO * max(1, value.numel()):
         raise ValueError(f"strides that span {spanned} elements, of {value.numel()}")
-    # Laid out as it was: kernels, and so bits, may differ by strides.
-    laid_out = empty(
+    # Restore the strides: kernels, and so bits, may depend on them.
+    restored = empty(
         value.shape,
-        spelt["stride"],
+        encoded["stride"],
         dtype=value.dtype,
-        device="cpu" if spelt["device"] == "cpu" else device,
+        device="cpu" if encoded["device"] == "cpu" else device,
     )
-    return laid_out.copy_(value)
+    return restored.copy_(value)
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:

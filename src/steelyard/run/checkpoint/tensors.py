@@ -1,4 +1,4 @@
-"""Tensors of every dense dtype in safetensors files, and back to the bit.
+"""Write tensors of every dense dtype to safetensors files, and read them back bit for bit.
 
 Not for which tensors: see state.py.
 """
@@ -20,7 +20,8 @@ _NAMES = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
-# What safetensors has no name for, as something of the same width; complex128 as pairs of floats.
+# Dtypes that safetensors lacks are stored as one of the same width; complex128 as pairs of
+# floats.
 _STORED_AS = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
@@ -33,7 +34,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     stored = {}
     for name, tensor in tensors.items():
         value = to_stored(name, tensor)
-        # Safetensors refuses what shares memory, and would be right to: each is saved for itself.
+        # Safetensors refuses tensors that share memory, so each is copied.
         storage = value.untyped_storage()
         if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:
             value = value.clone()
@@ -74,6 +75,7 @@ def opened(path: Path) -> Any:
 
 
 def entries(file: Any, names: list[str] | None = None, prefix: str = "") -> dict[str, str]:
+    """Return the dtype and shape of each tensor in a file."""
     found = {}
     for name in file.keys() if names is None else names:
         part = file.get_slice(name)
@@ -82,6 +84,7 @@ def entries(file: Any, names: list[str] | None = None, prefix: str = "") -> dict
 
 
 def entry(tensor: torch.Tensor) -> str:
+    """Return the dtype and shape with which a live tensor is stored."""
     dtype, shape = _STORED_AS.get(tensor.dtype, tensor.dtype), list(tensor.shape)
     if dtype is torch.complex128:
         dtype, shape = torch.float64, [*shape, 2]

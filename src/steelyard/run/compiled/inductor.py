@@ -1,8 +1,8 @@
-"""The second runner: a program compiled with Inductor, piece by piece between what is exchanged.
+"""The Inductor runner: compiles a program segment by segment, between its collectives.
 
 Fuses what generated Python calls one by one, and needs a C++ compiler and its time. Its memory
-differs from the program's own: what it will hold is in lower.py. Not for where the program is
-cut, nor why: see segments.py.
+differs from the program's own: lower.py predicts it. Not for where and why the program is cut:
+see segments.py.
 """
 
 import contextlib
@@ -23,22 +23,23 @@ from steelyard.run.codegen import Emitted, Fused, Run, emit
 from steelyard.run.compiled.segments import Segment, Writer, segments
 from steelyard.run.finite_check import FiniteWatch
 
-_ALONE: Mapping[str, Channel] = MappingProxyType({})
+_NO_CHANNELS: Mapping[str, Channel] = MappingProxyType({})
 
 
 def compile_program(
     program: Program,
     *,
-    channels: Mapping[str, Channel] = _ALONE,
+    channels: Mapping[str, Channel] = _NO_CHANNELS,
     watch: FiniteWatch | None = None,
 ) -> Emitted:
-    """As ``emit``, through Inductor; seconds the first time, less where its caches know the code.
+    """Compile a program through Inductor, with the interface of ``emit``.
 
-    Bitwise equal to the same graph compiled without trades wherever that was tried; to generated
-    Python within rounding, since fused loops sum in another order.
+    Takes seconds the first time, less if Inductor's caches have the code. Bitwise equal to the
+    same graph compiled without trades in all cases tried; equal to generated Python within
+    rounding, since fused loops sum in another order.
     """
     check_compiler()
-    with reading_failures(), _torch.inductor_settings() as mode:
+    with compiler_failures(), _torch.inductor_settings() as mode:
         return emit(program, channels=channels, fusing=partial(_fused, mode=mode), watch=watch)
 
 
@@ -53,17 +54,18 @@ def _fused(program: Program, *, mode: Any) -> Iterator[Fused | Instruction]:
         compiled = _torch.inductor_compiled(
             one.module, one.fakes, mode=mode, is_backward=part.phase is Phase.BACKWARD
         )
-        written.know(one, compiled)
+        written.set_output_strides(one, compiled)
         yield Fused(
             takes=part.takes,
             gives=part.gives,
-            run=_checked(compiled, _apart(program, parts, at)),
+            run=_checked(compiled, _unaliased_outputs(program, parts, at)),
             source=compiled.source_code,
         )
 
 
 def check_compiler() -> None:
-    """Inductor writes C++ on the CPU; said before anything is compiled."""
+    """Raise BadInput if there is no C++ compiler, which Inductor needs on the CPU, before
+    anything is compiled."""
     if _torch.cpp_compiler() is None:
         raise BadInput(
             "the Inductor runner found no C++ compiler",
@@ -74,8 +76,8 @@ def check_compiler() -> None:
 
 
 @contextlib.contextmanager
-def reading_failures() -> Iterator[None]:
-    """Of a compiler that is there, and not whole."""
+def compiler_failures() -> Iterator[None]:
+    """Translate the errors of an incomplete C++ compiler to BadInput."""
     try:
         yield
     except _torch.cpp_errors() as error:
@@ -89,7 +91,7 @@ def reading_failures() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """One segment as an fx graph, and the fake tensors that it takes."""
+    """One segment as an fx graph, and the fake tensors of its inputs."""
 
     segment: Segment
     module: torch.fx.GraphModule
@@ -98,7 +100,8 @@ class Written:
 
 
 class FxSegments:
-    """Segments as fx graphs, each once it is known how those before it lay out what they give."""
+    """Segments as fx graphs; each is written after the output layouts of the earlier ones are
+    known."""
 
     def __init__(self, program: Program, mode: Any) -> None:
         self._program, self._mode = program, mode
@@ -109,7 +112,7 @@ class FxSegments:
 
     def write(self, segment: Segment) -> Written:
         for name in segment.takes:
-            if name not in self._fakes:  # made by a line that is carried out as it stands
+            if name not in self._fakes:  # the output of an uncompiled line
                 self._fakes[name] = self._planned(name)
         writer = Writer(self._program.graph, self._mode)
         return Written(
@@ -119,10 +122,10 @@ class FxSegments:
             writer=writer,
         )
 
-    def know(self, written: Written, compiled: Any) -> None:
-        """``compiled`` says with which strides the segment returns what others take."""
+    def set_output_strides(self, written: Written, compiled: Any) -> None:
+        """Record the strides with which ``compiled`` returns the segment's outputs."""
         for name, strides in zip(written.segment.gives, compiled.output_strides, strict=True):
-            fake = written.writer.given(name)
+            fake = written.writer.output_fake(name)
             if strides is not None and tuple(map(int, strides)) != tuple(fake.stride()):
                 with self._mode:
                     fake = torch.empty_strided(
@@ -140,23 +143,28 @@ class FxSegments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Apart:
-    """What lies on memory of its own where a segment gives it: ``place`` of what it gives is summed
-    where it lies, and neither others that it gives nor such of what it takes as are read later, or
-    stay, may lie there. What the graph has on one storage may."""
+class _NoAlias:
+    """An output that must not share memory with others: output ``place`` is later summed in
+    place.
+
+    Neither the other ``outputs`` nor the ``inputs`` that are read later may share its storage,
+    except those that share it in the graph.
+    """
 
     place: int
-    taken: tuple[int, ...]
-    given: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
-def _apart(program: Program, parts: Sequence[Segment | Instruction], at: int) -> list[_Apart]:
+def _unaliased_outputs(
+    program: Program, parts: Sequence[Segment | Instruction], at: int
+) -> list[_NoAlias]:
     part, later = parts[at], parts[at + 1 :]
     assert isinstance(part, Segment)
     graph = program.graph
     node_of = {i.value: i.node for i in program.instructions if i.sink is None}
 
-    def lying(value: str) -> tuple[int, ...]:
+    def storages_of(value: str) -> tuple[int, ...]:
         return graph.storages_of(node_of.get(value, value))
 
     written = {
@@ -169,37 +177,41 @@ def _apart(program: Program, parts: Sequence[Segment | Instruction], at: int) ->
     read = {n for x in later for n in (x.takes if isinstance(x, Segment) else x.inputs)}
     read.update(node.name for node in graph.inputs())
     return [
-        _Apart(
+        _NoAlias(
             place=place,
-            taken=tuple(
-                n for n, t in enumerate(part.takes) if t in read and lying(t) != lying(value)
+            inputs=tuple(
+                n
+                for n, t in enumerate(part.takes)
+                if t in read and storages_of(t) != storages_of(value)
             ),
-            given=tuple(n for n, g in enumerate(part.gives) if lying(g) != lying(value)),
+            outputs=tuple(
+                n for n, g in enumerate(part.gives) if storages_of(g) != storages_of(value)
+            ),
         )
         for place, value in enumerate(part.gives)
         if value in written
     ]
 
 
-def _checked(compiled: Any, apart: Sequence[_Apart]) -> Run:
-    """How results lie does not change from one step to the next, so it is looked at once."""
-    has_been_seen = not apart
+def _checked(compiled: Any, unaliased: Sequence[_NoAlias]) -> Run:
+    """Check the aliasing of the outputs in the first call only: it is the same in all steps."""
+    is_checked = not unaliased
 
-    def run(taken: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        nonlocal has_been_seen
-        # Only of what others hold too: what ends here would else not be freed.
-        staying = [] if has_been_seen else [[taken[n] for n in one.taken] for one in apart]
-        results: Sequence[torch.Tensor] = compiled(taken)
-        if not has_been_seen:
-            for one, stays in zip(apart, staying, strict=True):
-                others = (*stays, *(results[n] for n in one.given))
+    def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        nonlocal is_checked
+        # Only inputs that are alive elsewhere: others would not be freed during the call.
+        live_inputs = [] if is_checked else [[inputs[n] for n in one.inputs] for one in unaliased]
+        results: Sequence[torch.Tensor] = compiled(inputs)
+        if not is_checked:
+            for one, live in zip(unaliased, live_inputs, strict=True):
+                others = (*live, *(results[n] for n in one.outputs))
                 if _torch.storage_key(results[one.place]) in map(_torch.storage_key, others):
                     raise RunFailed(
                         "Inductor laid what is summed over ranks on memory of another value",
                         expected="gradients on memory of their own",
                         remedy="report this model, and take runner='python' meanwhile",
                     )
-            has_been_seen = True
+            is_checked = True
         return results
 
     return run

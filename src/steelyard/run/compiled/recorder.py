@@ -1,7 +1,7 @@
-"""Writes down calls on fake tensors as the plain data of a program: nodes, storages, sinks.
+"""Record calls on fake tensors as the plain data of a program: nodes, storages, sinks.
 
-A value is known by the storage it lies on; a buffer comes into being with the first call that
-writes it. Not for where the calls come from: see lower.py.
+A value is identified by its storage; a buffer becomes a value with the first call that writes it.
+Not for the origin of the calls: see lower.py.
 """
 
 import itertools
@@ -28,20 +28,21 @@ from steelyard.ir.graph import (
 from steelyard.ir.program import Instruction, Program
 from steelyard.operators.flops import flops_of_call
 
-_MOST_NAMED, _SEVERAL = 4, 2
+_MAX_NAMED, _SEVERAL = 4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedKernel:
-    """A generated kernel: what it is called with, its source, and the buffers it is the first to
-    write."""
+    """A generated kernel: the kinds of its arguments, its source, and the buffers it is the first
+    to write."""
 
     kinds: tuple[str, ...]
     text: str
     fresh: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], ...]
 
-    def on(self, function: Callable[..., None]) -> Callable[..., Any]:
-        """A call as others are: of arguments, for results on memory of their own."""
+    def bind(self, function: Callable[..., None]) -> Callable[..., Any]:
+        """Return a functional call of the compiled ``function``: it allocates the results it
+        writes."""
 
         def run(*args: torch.Tensor | int) -> Any:
             made = [
@@ -55,7 +56,7 @@ class GeneratedKernel:
 
 
 class ProgramRecorder:
-    """``kernels`` are those written down so far, by their signatures."""
+    """Records a program; ``kernels`` holds the kernels recorded so far, by their signatures."""
 
     def __init__(self, program: Program) -> None:
         self.kernels: dict[str, GeneratedKernel] = {}
@@ -64,48 +65,49 @@ class ProgramRecorder:
         self._line_of = {i.value: k for k, i in enumerate(program.instructions)}
         self._storages: list[Storage] = []
         self._numbers: dict[int, int] = {}
-        self._alive: list[torch.Tensor] = []  # a freed storage would lend its key to another
+        self._keepalive: list[torch.Tensor] = []  # the key of a freed storage could be reused
         self._bases: dict[int, tuple[str, Tensor]] = {}
         self._views: dict[tuple[str, Tensor], str] = {}
-        self._fresh: dict[int, tuple[str, torch.Tensor]] = {}
+        self._unwritten: dict[int, tuple[str, torch.Tensor]] = {}
         self._inputs: list[Node] = []
         self._nodes: list[Node] = []
         self._instructions: list[Instruction] = []
         self._outputs: list[Output] = []
         self._count = itertools.count()
 
-    # --- what the lines begin with
+    # --- inputs
 
     def input(self, name: str) -> torch.Tensor:
-        """A fake tensor for one input of the program."""
+        """Return a fake tensor for an input of the program."""
         node = self._program.graph.by_name[name]
         planned = node.outputs[0]
         fake = torch.empty_strided(
             planned.shape, planned.stride, dtype=getattr(torch, planned.dtype)
         )
-        old = self._program.graph.storages[planned.storage]
-        self._take(fake, name, nbytes=old.nbytes, role=old.role)
+        storage = self._program.graph.storages[planned.storage]
+        self._add_input(fake, name, nbytes=storage.nbytes, role=storage.role)
         return fake
 
     def constant(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A fake tensor for a constant that the compiler folded; it is held like a buffer."""
+        """Return a fake tensor for a constant that the compiler folded; it is resident like a
+        buffer."""
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        self._take(fake, name, nbytes=value.untyped_storage().nbytes(), role=Role.CONSTANT)
+        self._add_input(fake, name, nbytes=value.untyped_storage().nbytes(), role=Role.CONSTANT)
         return fake
 
-    def _take(self, fake: torch.Tensor, name: str, *, nbytes: int, role: Role) -> None:
+    def _add_input(self, fake: torch.Tensor, name: str, *, nbytes: int, role: Role) -> None:
         tensor = self._tensor(fake, nbytes=nbytes, role=role)
         self._bases[tensor.storage] = (name, tensor)
         self._inputs.append(Node(name=name, op="input", outputs=(tensor,)))
 
     def allocate(self, fake: torch.Tensor, *, name: str) -> None:
-        """Memory for a buffer that a later call will write."""
-        self._alive.append(fake)
-        self._fresh[_torch.storage_key(fake)] = (name, fake)
+        """Record memory that a later call will write."""
+        self._keepalive.append(fake)
+        self._unwritten[_torch.storage_key(fake)] = (name, fake)
 
     # --- the lines
 
-    def kernel(
+    def add_kernel(
         self,
         tensors: Sequence[torch.Tensor],
         *,
@@ -114,26 +116,26 @@ class ProgramRecorder:
         origins: Sequence[str],
         phase: Phase,
     ) -> None:
-        """A generated kernel: it reads or writes each of these; of what it is the first to touch,
-        the number stands among its arguments."""
-        made = self._made(tensors)
+        """Record a generated kernel; arguments that it is the first to write are given as indices
+        of its results."""
+        made = self._first_written(tensors)
         places = {_torch.storage_key(fake): place for place, (_, fake) in enumerate(made)}
-        inputs = self._read(tensors, made)
+        inputs = self._names_read(tensors, made)
         args: list[Ref | int] = []
         for tensor in tensors:
             place = places.get(_torch.storage_key(tensor))
             args.append(Ref(self._name(tensor)) if place is None else place)
-        # Of one text, what one call is the first to write another may find written.
+        # Calls of the same source may differ in which buffers they are the first to write.
         written = [a if isinstance(a, int) else inputs.index(a.name) - len(inputs) for a in args]
-        known = sha256(f"{text} {written}".encode()).hexdigest()[:16]
+        digest = sha256(f"{text} {written}".encode()).hexdigest()[:16]
         node = Node(
             name=self._unique("kernel", phase),
-            op=f"inductor.fused.{self._described(origins)}",
+            op=f"inductor.fused.{self._kernel_name(origins)}",
             args=tuple(args),
             inputs=inputs,
             phase=phase,
             moved_bytes=sum(map(_nbytes, tensors)),
-            signature=f"kernel {known}",
+            signature=f"kernel {digest}",
         )
         fresh = tuple(
             (tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device) for _, fake in made
@@ -141,9 +143,9 @@ class ProgramRecorder:
         self.kernels.setdefault(
             node.signature, GeneratedKernel(kinds=tuple(kinds), text=text, fresh=fresh)
         )
-        self._add(node, made, origins)
+        self._add_node(node, made, origins)
 
-    def call(
+    def add_call(
         self,
         func: Any,
         args: Sequence[Any],
@@ -154,21 +156,21 @@ class ProgramRecorder:
         origins: Sequence[str],
         phase: Phase,
     ) -> None:
-        """A call of a library's operator, which may allocate what it returns."""
+        """Record a library call, which may allocate its results."""
         results = _tensors(result)
-        given = _tensors((args, kwargs))
-        made = self._made(given)
+        arguments = _tensors((args, kwargs))
+        made = self._first_written(arguments)
         written = {_torch.storage_key(fake) for _, fake in made}
         for place, tensor in enumerate(results):
             if not self._is_known(tensor) and _torch.storage_key(tensor) not in written:
                 label = name or self._unique("call", phase)
                 made.append((f"{label}.{place}" if len(results) > 1 else label, tensor))
-                self._alive.append(tensor)
+                self._keepalive.append(tensor)
         if not made and not func._schema.is_mutable:
-            return  # a view, which is written down where it is read
+            return  # a view, which is recorded when it is read
         func, kwargs = _functional(func, kwargs, [tensor for _, tensor in made])
-        inputs = self._read(given, made)
-        self._add(
+        inputs = self._names_read(arguments, made)
+        self._add_node(
             Node(
                 name=self._unique(func.overloadpacket.__name__, phase),
                 op=str(func),
@@ -177,7 +179,7 @@ class ProgramRecorder:
                 inputs=inputs,
                 phase=phase,
                 flops=flops_of_call(func, args, kwargs, result),
-                moved_bytes=sum(map(_nbytes, (*given, *results))),
+                moved_bytes=sum(map(_nbytes, (*arguments, *results))),
                 is_random=_torch.draws(func, args, kwargs),
                 signature=_signature(func, args, kwargs),
             ),
@@ -185,47 +187,47 @@ class ProgramRecorder:
             origins,
         )
 
-    def line(self, line: Instruction, values: Sequence[Any]) -> Any:
-        """A call that is carried out as it stands; a tensor for its result, a tuple for several.
+    def add_line(self, line: Instruction, values: Sequence[Any]) -> Any:
+        """Record an uncompiled line; return a tensor for its result, or a tuple for several.
 
-        What it is given is written down by the names that it has here.
+        Its inputs are recorded by their names in the new program.
         """
-        old = self._program.graph
-        node = old.by_name[line.node]
-        given = dict(zip(node.inputs, values, strict=True))
+        graph = self._program.graph
+        node = graph.by_name[line.node]
+        inputs = dict(zip(node.inputs, values, strict=True))
         if node.is_getitem:
             return values[0][node.args[1]]
-        results = tuple(self._lying(tensor, given) for tensor in node.outputs)
+        results = tuple(self._result(tensor, inputs) for tensor in node.outputs)
         if not node.is_view:
-            self._stand(
-                line, node.reading({n: self._name(fake) for n, fake in given.items()}), results
+            self._append_line(
+                line, node.reading({n: self._name(fake) for n, fake in inputs.items()}), results
             )
         return results[0] if len(results) == 1 else results
 
-    def _lying(self, planned: Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Where the graph says: on what the call is given, or on memory of its own."""
-        old = self._program.graph
-        for name, fake in given.items():
-            (base,) = old.by_name[name].outputs
+    def _result(self, planned: Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a result in the storage that the graph gives it: an input's, or a new one."""
+        graph = self._program.graph
+        for name, fake in inputs.items():
+            (base,) = graph.by_name[name].outputs
             if base.storage == planned.storage:
                 offset = int(fake.storage_offset()) + planned.offset - base.offset
                 return torch.as_strided(fake, planned.shape, planned.stride, offset)
         fake = torch.empty_strided(
             planned.shape, planned.stride, dtype=getattr(torch, planned.dtype)
         )
-        self._tensor(fake, role=Role.ACTIVATION, nbytes=old.storages[planned.storage].nbytes)
+        self._tensor(fake, role=Role.ACTIVATION, nbytes=graph.storages[planned.storage].nbytes)
         return fake
 
-    def _stand(self, line: Instruction, node: Node, results: Sequence[torch.Tensor]) -> None:
+    def _append_line(self, line: Instruction, node: Node, results: Sequence[torch.Tensor]) -> None:
         tensors = tuple(self._tensor(fake, role=Role.ACTIVATION) for fake in results)
         node = replace(node, name=line.value, outputs=tensors, phase=line.phase)
         self._append(node)
-        self._take_apart(node, [f"{line.value}.{place}" for place in range(len(tensors))])
+        self._append_getitems(node, [f"{line.value}.{place}" for place in range(len(tensors))])
         if len(tensors) == 1:
             self._bases[tensors[0].storage] = (line.value, tensors[0])
 
-    def serve(self, tensor: torch.Tensor, line: Instruction) -> None:
-        """A value that leaves the program."""
+    def add_output(self, tensor: torch.Tensor, line: Instruction) -> None:
+        """Record an output of the program."""
         assert line.sink is not None
         name = self._name(tensor)
         output = replace(line.sink, node=name)
@@ -247,7 +249,7 @@ class ProgramRecorder:
 
     # --- values and storages
 
-    def _add(
+    def _add_node(
         self,
         node: Node,
         made: Sequence[tuple[str, torch.Tensor]],
@@ -261,12 +263,12 @@ class ProgramRecorder:
             node = replace(node, name=made[0][0])
         node = replace(node, outputs=tuple(tensors), path=path, line=line)
         self._append(node)
-        self._take_apart(node, [name for name, _ in made])
+        self._append_getitems(node, [name for name, _ in made])
         if made and not several:
             self._bases[tensors[0].storage] = (node.name, tensors[0])
 
-    def _take_apart(self, node: Node, names: Sequence[str]) -> None:
-        """Several results by these names."""
+    def _append_getitems(self, node: Node, names: Sequence[str]) -> None:
+        """Append one getitem node per result, if there are several."""
         if len(node.outputs) < _SEVERAL:
             return
         for place, (name, tensor) in enumerate(zip(names, node.outputs, strict=True)):
@@ -291,12 +293,12 @@ class ProgramRecorder:
             Instruction(node=node.name, value=node.name, inputs=node.inputs, phase=node.phase)
         )
 
-    def _made(self, tensors: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Those allocations that this call is the first to touch, so that it writes them."""
+    def _first_written(self, tensors: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Return the allocations that this call is the first to use, and so writes."""
         keys = dict.fromkeys(map(_torch.storage_key, tensors))
-        return [self._fresh.pop(key) for key in keys if key in self._fresh]
+        return [self._unwritten.pop(key) for key in keys if key in self._unwritten]
 
-    def _read(
+    def _names_read(
         self, tensors: Iterable[torch.Tensor], made: Sequence[tuple[str, torch.Tensor]]
     ) -> tuple[str, ...]:
         new = {_torch.storage_key(fake) for _, fake in made}
@@ -305,10 +307,10 @@ class ProgramRecorder:
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         key = _torch.storage_key(tensor)
-        return key in self._numbers or key in self._fresh
+        return key in self._numbers or key in self._unwritten
 
     def _name(self, tensor: torch.Tensor) -> str:
-        """The value that this tensor is: what lies on its storage, or a view of that."""
+        """Return the value of this tensor: the one on its storage, or a view of it."""
         described = self._tensor(tensor, role=Role.ACTIVATION)
         name, base = self._bases[described.storage]
         if described == base:
@@ -333,9 +335,9 @@ class ProgramRecorder:
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._storages)
-            self._alive.append(fake)
-            held = int(fake.untyped_storage().nbytes()) if nbytes is None else nbytes
-            self._storages.append(Storage(nbytes=held, role=role))
+            self._keepalive.append(fake)
+            size = int(fake.untyped_storage().nbytes()) if nbytes is None else nbytes
+            self._storages.append(Storage(nbytes=size, role=role))
         return Tensor(
             shape=tuple(int(s) for s in fake.shape),
             stride=tuple(int(s) for s in fake.stride()),
@@ -356,20 +358,20 @@ class ProgramRecorder:
                 return Symbol(f"torch.device({str(value)!r})")
         return Symbol(str(value))
 
-    # --- where a line comes from
+    # --- origins
 
     def _origin(self, origins: Sequence[str]) -> Node | None:
-        """Of what a kernel computes, the value that comes last in the program."""
+        """Return the node of the last of these values in program order."""
         last = max(origins, key=lambda v: self._line_of.get(v, -1), default=None)
         return self._program.graph.by_name[self._node_of[last]] if last in self._node_of else None
 
-    def _described(self, origins: Sequence[str]) -> str:
-        known = [v for v in origins if v in self._node_of]
-        known.sort(key=self._line_of.__getitem__)
-        nodes = [self._program.graph.by_name[self._node_of[v]] for v in known]
+    def _kernel_name(self, origins: Sequence[str]) -> str:
+        in_program = [v for v in origins if v in self._node_of]
+        in_program.sort(key=self._line_of.__getitem__)
+        nodes = [self._program.graph.by_name[self._node_of[v]] for v in in_program]
         names = list(dict.fromkeys(n.op.split(".")[1] for n in nodes if not n.is_free))
-        more = ["more"] if len(names) > _MOST_NAMED else []
-        return "_".join([*names[:_MOST_NAMED], *more]) or "copy"
+        rest = ["more"] if len(names) > _MAX_NAMED else []
+        return "_".join([*names[:_MAX_NAMED], *rest]) or "copy"
 
     def _unique(self, name: str, phase: Phase) -> str:
         return f"{phase}.{name}.{next(self._count)}"
@@ -378,7 +380,7 @@ class ProgramRecorder:
 def _functional(
     func: Any, kwargs: Mapping[str, Any], made: Sequence[torch.Tensor]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """``mm.out`` into a buffer that is only now made is ``mm``, and costs what that costs."""
+    """Replace ``mm.out`` into a new buffer by ``mm``, which costs the same."""
     out = kwargs.get("out")
     plain = getattr(func.overloadpacket, "default", None)
     if out is None or plain is None or not any(out is fake for fake in made):
@@ -398,7 +400,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """As capture writes it, so that what was measured for one runner serves the other."""
+    """Return the call's signature as capture writes it, so that both runners share measurements."""
     parts = [_describe(a) for a in args]
     parts += [f"{key}={_describe(a)}" for key, a in kwargs.items()]
     return f"{func}({';'.join(parts)})"

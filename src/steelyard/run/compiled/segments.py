@@ -1,9 +1,9 @@
-"""Cut a program into what a compiler takes in one go and what stands between: functional fx graphs.
+"""Cut a program into segments to compile and lines that stay uncompiled, as functional fx graphs.
 
-It is cut where its backward pass begins. One graph of both would let a compiler fuse a value's copy
-with the value itself, or merge the two: the copy would be made early, and nothing would be saved.
-And it is cut where something is sent, which a compiler would reorder. Across a cut nothing can be
-merged. Not for compiling: see inductor.py.
+The program is cut where its backward pass begins: in one graph, a compiler could fuse a value's
+copy with the value itself, or merge the two; the copy would be made early and nothing would be
+saved. It is also cut at every collective, which a compiler would reorder. Nothing is merged
+across a cut. Not for compiling: see inductor.py.
 """
 
 import operator
@@ -23,17 +23,16 @@ from steelyard.operators import operator_named
 aten = torch.ops.aten
 _BERNOULLI = operator_named("steelyard.bernoulli.default")
 _COPY_LAID_OUT = "steelyard.copy_laid_out"
-_TORCHS_OWN = (_torch.OpOverload, type(operator.getitem))
-# A kernel alone is fused with nothing; called as it stands, it needs no wrapper around it.
-_LEAST_KERNELS = 2
+_TORCH_TARGETS = (_torch.OpOverload, type(operator.getitem))
+# A single kernel has nothing to fuse with; called uncompiled, it needs no wrapper.
+_MIN_KERNELS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Straight-line code from the values in ``takes`` to those in ``gives``.
 
-    Of what it gives, the first ``num_visible`` are read by lines that are carried out as they
-    stand, or leave the program.
+    The first ``num_visible`` outputs are read by uncompiled lines, or leave the program.
     """
 
     instructions: tuple[Instruction, ...]
@@ -44,8 +43,8 @@ class Segment:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Stretch:
-    """Lines that nothing has to stand between; ``phase`` is that of the first."""
+class _Region:
+    """Consecutive lines that can be compiled together; ``phase`` is that of the first."""
 
     lines: list[Instruction] = field(default_factory=list)
 
@@ -55,57 +54,60 @@ class _Stretch:
 
 
 def segments(program: Program) -> tuple[Segment | Instruction, ...]:
-    """What to compile, and in their places the lines to carry out as they stand: exchanges, sinks,
-    and what would be compiled alone."""
+    """Return the segments to compile and, in order, the uncompiled lines: collectives, sinks, and
+    regions of a single kernel."""
     graph = program.graph
-    _refuse_far(graph)
-    _refuse_stages(program)
-    _refuse_writers(program)
-    stretches = list(_stretches(program))
-    cut = _Cut(program, stretches)
-    return tuple(cut.segment(x) if isinstance(x, _Stretch) else x for x in stretches)
+    _refuse_offload(graph)
+    _refuse_pipeline(program)
+    _refuse_mutation(program)
+    regions = list(_regions(program))
+    dataflow = _Dataflow(program, regions)
+    return tuple(dataflow.segment(x) if isinstance(x, _Region) else x for x in regions)
 
 
-def _stretches(program: Program) -> Iterator[_Stretch | Instruction]:
-    """Waits, and what leaves the program, come behind the stretch that they stand in, or before
-    what reads them: what arrived, and sums that a gradient was added to as it left."""
+def _regions(program: Program) -> Iterator[_Region | Instruction]:
+    """Yield the regions and the uncompiled lines.
+
+    Waits and sinks move to the end of their region, or to just before the first reader of their
+    result: a received value, or a gradient sum that the sink accumulated.
+    """
     graph = program.graph
-    made_in: dict[str, _Stretch] = {}
-    found: list[_Stretch | Instruction] = []
-    current = _Stretch()
-    behind: list[Instruction] = []
+    region_of: dict[str, _Region] = {}
+    found: list[_Region | Instruction] = []
+    current = _Region()
+    deferred: list[Instruction] = []
     arrived: set[str] = set()
 
     def close() -> None:
         nonlocal current
         if current.lines:
             found.append(current)
-        found.extend(behind)
-        behind.clear()
+        found.extend(deferred)
+        deferred.clear()
         arrived.clear()
-        current = _Stretch()
+        current = _Region()
 
     has_begun = False
     for line in program.instructions:
         node = graph.by_name[line.node]
         if line.sink is not None or node.waits_for:
             if current.lines:
-                behind.append(line)
+                deferred.append(line)
                 arrived.add(f"{SO_FAR}{line.sink.target}" if line.sink else line.value)
             else:
                 found.append(line)
-        elif _stands_alone(node):
+        elif _is_opaque(node):
             close()
             found.append(line)
-        elif _is_part(graph, line):
-            # A compiled segment returns tensors: results of an operator with several are taken
-            # apart where they are made.
-            made = made_in.get(line.inputs[0])
-            (found if made is None else made.lines).append(line)
-            if made is not None:
-                made_in[line.value] = made
+        elif _is_tuple_item(graph, line):
+            # A compiled segment returns tensors only, so the results of a multi-output operator
+            # are unpacked in the region that makes them.
+            region = region_of.get(line.inputs[0])
+            (found if region is None else region.lines).append(line)
+            if region is not None:
+                region_of[line.value] = region
         elif node.is_free and arrived.intersection(line.inputs):
-            behind.append(line)
+            deferred.append(line)
             arrived.add(line.value)
         else:
             begins = line.phase is Phase.BACKWARD and not has_begun
@@ -113,64 +115,65 @@ def _stretches(program: Program) -> Iterator[_Stretch | Instruction]:
             if begins or arrived.intersection(line.inputs):
                 close()
             current.lines.append(line)
-            made_in[line.value] = current
+            region_of[line.value] = current
     close()
-    again = {line.node for line in program.again}
+    recomputed = {line.node for line in program.again}
     for each in found:
-        if isinstance(each, _Stretch) and _is_little(graph, each.lines, again):
+        if isinstance(each, _Region) and _is_single_kernel(graph, each.lines, recomputed):
             yield from each.lines
         else:
             yield each
 
 
-def _stands_alone(node: Node) -> bool:
-    """An exchange, or a call that no compiler looks into."""
+def _is_opaque(node: Node) -> bool:
+    """True for a collective, or a call that no compiler can look into."""
     return node.collective is not None or node.op == WHOLE_ROWS or node.op in CODED_CALLS
 
 
-def _is_little(graph: Graph, lines: Sequence[Instruction], again: Set[str]) -> bool:
-    """One kernel, whose bits hang on nothing: what is computed twice is compiled both times."""
+def _is_single_kernel(graph: Graph, lines: Sequence[Instruction], recomputed: Set[str]) -> bool:
+    """True for a single kernel that is not recomputed: a recomputed kernel is compiled both
+    times, for equal bits."""
     kernels = sum(not graph.by_name[line.node].is_free for line in lines)
-    return kernels < _LEAST_KERNELS and again.isdisjoint(line.node for line in lines)
+    return kernels < _MIN_KERNELS and recomputed.isdisjoint(line.node for line in lines)
 
 
-class _Cut:
-    """Which values go from where to where, once it is known what is compiled together."""
+class _Dataflow:
+    """The values that flow between regions."""
 
-    def __init__(self, program: Program, stretches: Sequence[_Stretch | Instruction]) -> None:
+    def __init__(self, program: Program, regions: Sequence[_Region | Instruction]) -> None:
         self._graph = program.graph
-        compiled = [each for each in stretches if isinstance(each, _Stretch)]
+        compiled = [each for each in regions if isinstance(each, _Region)]
         self._own = {id(each): {line.value for line in each.lines} for each in compiled}
         self._views = {
             line.value: line
             for each in compiled
             for line in each.lines
-            if self._graph.by_name[line.node].is_free and not _is_part(self._graph, line)
+            if self._graph.by_name[line.node].is_free and not _is_tuple_item(self._graph, line)
         }
-        plain = [each for each in stretches if isinstance(each, Instruction)]
+        plain = [each for each in regions if isinstance(each, Instruction)]
         self._exact = {program.loss, *(name for line in plain for name in line.inputs)}
         self._needed = {id(each): self._needs(each) for each in compiled}
         self._saved = {name for saved, _ in self._needed.values() for name in saved}
 
-    def segment(self, stretch: _Stretch) -> Segment:
-        saved, replayed = self._needed[id(stretch)]
-        values = [line.value for line in stretch.lines]
+    def segment(self, region: _Region) -> Segment:
+        saved, replayed = self._needed[id(region)]
+        values = [line.value for line in region.lines]
         exact = [v for v in values if v in self._exact]
         return Segment(
-            instructions=(*replayed, *stretch.lines),
+            instructions=(*replayed, *region.lines),
             takes=tuple(saved),
             gives=(*exact, *(v for v in values if v in self._saved and v not in self._exact)),
             num_visible=len(exact),
-            phase=stretch.phase,
+            phase=region.phase,
         )
 
-    def _needs(self, stretch: _Stretch) -> tuple[list[str], list[Instruction]]:
-        """What the stretch takes, and the views that it looks through again.
+    def _needs(self, region: _Region) -> tuple[list[str], list[Instruction]]:
+        """Return the inputs of a region, and the views that it recomputes.
 
-        A view is not handed over but made again from what it looks at: that costs nothing, and
-        leaves the compiler free in how it lays the tensor out.
+        A view is not passed on but recomputed from its base: that is free, and leaves the
+        compiler free to choose the base's layout.
         """
-        own = self._own[id(stretch)]
+        own = self._own[id(region)]
         saved: dict[str, None] = {}
         replayed: dict[str, Instruction] = {}
 
@@ -185,13 +188,13 @@ class _Cut:
                 need(source)
             replayed[name] = view
 
-        for line in stretch.lines:
+        for line in region.lines:
             for name in line.inputs:
                 need(name)
         return list(saved), list(replayed.values())
 
 
-def _refuse_far(graph: Graph) -> None:
+def _refuse_offload(graph: Graph) -> None:
     if any(n.collective is not None and n.collective.is_far for n in graph.nodes):
         raise BadInput(
             "the step moves values to offload memory, which Inductor would reorder",
@@ -200,7 +203,7 @@ def _refuse_far(graph: Graph) -> None:
         )
 
 
-def _refuse_stages(program: Program) -> None:
+def _refuse_pipeline(program: Program) -> None:
     if program.pipeline is not None:
         raise BadInput(
             "the plan lays layers on several ranks, each of which runs its stages in Python",
@@ -209,10 +212,10 @@ def _refuse_stages(program: Program) -> None:
         )
 
 
-def _refuse_writers(program: Program) -> None:
+def _refuse_mutation(program: Program) -> None:
     for instruction in program.instructions:
         node = program.graph.by_name[instruction.node]
-        if instruction.sink is None and node.mutates and not _stands_alone(node):
+        if instruction.sink is None and node.mutates and not _is_opaque(node):
             where = f" at {node.line}" if node.line else ""
             raise BadInput(
                 f"{node.op}{where} writes into its argument",
@@ -221,27 +224,28 @@ def _refuse_writers(program: Program) -> None:
             )
 
 
-def _is_part(graph: Graph, instruction: Instruction) -> bool:
-    """A result of an operator that makes several; a part of a view is itself a view."""
+def _is_tuple_item(graph: Graph, instruction: Instruction) -> bool:
+    """True for a result of a multi-output operator; an item of a view is itself a view."""
     node = graph.by_name[instruction.node]
     return node.is_getitem and not graph.by_name[node.inputs[0]].is_view
 
 
 class Writer:
-    """Writes one segment as fx nodes with fake tensors on them, in operators that are fused."""
+    """Writes one segment as an fx graph with fake tensors, decomposed into operators that
+    Inductor fuses."""
 
     def __init__(self, graph: Graph, mode: Any) -> None:
         self._graph = graph
         self._mode = mode
         self._fx = torch.fx.Graph()
-        # Several where an operator with several results is taken apart into others.
+        # A tuple for a multi-output operator that was decomposed.
         self._nodes: dict[str, Any] = {}
         self._values: dict[str, str] = {}
-        self._taking_apart = _torch.inductor_decompositions()
-        self._given: dict[str, torch.fx.Node] = {}
+        self._decompositions = _torch.inductor_decompositions()
+        self._outputs: dict[str, torch.fx.Node] = {}
 
     def write(self, segment: Segment, fakes: Mapping[str, torch.Tensor]) -> torch.fx.GraphModule:
-        """``fakes`` holds a fake tensor for each value that the segment takes."""
+        """Write the segment; ``fakes`` holds a fake tensor for each of its inputs."""
         for index, name in enumerate(segment.takes):
             node = self._fx.placeholder(f"arg_{index}")
             node.meta["val"] = fakes[name]
@@ -252,38 +256,39 @@ class Writer:
             new = list(self._fx.nodes)[known:]
             self._values.update((node.name, instruction.value) for node in new)
         nodes_of = {i.value: i.node for i in segment.instructions}
-        self._given = {
-            name: self._as_planned(name, nodes_of[name])
+        self._outputs = {
+            name: self._in_captured_layout(name, nodes_of[name])
             if place < segment.num_visible
             else self._nodes[name]
             for place, name in enumerate(segment.gives)
         }
-        given = self._fx.output(tuple(self._given.values()))
-        # Gradients are laid out as their parameters; what is only saved, as suits the kernels.
-        exact = len(segment.gives) if self._looks_at_strides() else segment.num_visible
-        given.meta["user_visible_output_idxs"] = list(range(exact))
-        self._fx.eliminate_dead_code(_acts)
+        outputs = self._fx.output(tuple(self._outputs.values()))
+        # Gradients have the layout of their parameters; saved activations have the layout that
+        # suits the kernels.
+        exact = len(segment.gives) if self._reads_strides() else segment.num_visible
+        outputs.meta["user_visible_output_idxs"] = list(range(exact))
+        self._fx.eliminate_dead_code(_has_effect)
         return torch.fx.GraphModule({}, self._fx)
 
-    def given(self, value: str) -> Any:
-        """A fake tensor for what the segment gives."""
-        return self._given[value].meta["val"]
+    def output_fake(self, value: str) -> Any:
+        """Return the fake tensor of an output."""
+        return self._outputs[value].meta["val"]
 
     def value_names(self) -> dict[str, str]:
-        """By fx node name, the value that it computes."""
+        """Return the value that each fx node computes, by the node's name."""
         return self._values
 
-    def _as_planned(self, value: str, name: str) -> torch.fx.Node:
-        """What leaves the program is laid out as the graph says: a gradient as its parameter,
-        where a convolution would give it the layout that its saved input came in."""
+    def _in_captured_layout(self, value: str, name: str) -> torch.fx.Node:
+        """Return an output in its captured layout: a gradient has its parameter's layout, but a
+        convolution would return that of its saved input."""
         node: torch.fx.Node = self._nodes[value]
         planned = self._graph.by_name[name].outputs[0]
         strides = zip(planned.shape, node.meta["val"].stride(), planned.stride, strict=True)
-        if all(size < 2 or ours == theirs for size, ours, theirs in strides):
+        if all(size < 2 or actual == expected for size, actual, expected in strides):
             return node
-        return self._laid_out(node, list(planned.shape), list(planned.stride))
+        return self._add_restrided(node, list(planned.shape), list(planned.stride))
 
-    def _looks_at_strides(self) -> bool:
+    def _reads_strides(self) -> bool:
         return any(node.op.startswith("aten.as_strided") for node in self._graph.nodes)
 
     def _call(self, instruction: Instruction) -> Any:
@@ -292,47 +297,54 @@ class Writer:
         args = [self._argument(a, values) for a in node.args]
         kwargs = {key: self._argument(a, values) for key, a in node.kwargs}
         if node.op == _COPY_LAID_OUT:
-            return self._laid_out(*args)
+            return self._add_restrided(*args)
         if node.op == "aten.bernoulli.p":
-            return self._drawn(*args, name=instruction.value)
+            return self._add_bernoulli(*args, name=instruction.value)
         if node.is_getitem and isinstance(args[0], tuple):
             several, place = args
             return several[place]
         target = _target(node)
-        if target in self._taking_apart or not isinstance(target, _TORCHS_OWN):
-            return self._taken_apart(target, args, kwargs)
+        if target in self._decompositions or not isinstance(target, _TORCH_TARGETS):
+            return self._decomposed(target, args, kwargs)
         return self._add(target, args, kwargs, name=instruction.value)
 
-    def _taken_apart(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """In the operators that it is made of: trades look for whole ones, Inductor fuses parts."""
-        given = [x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.fx.Node)]
-        given = list(dict.fromkeys(given))
+    def _decomposed(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Add a call decomposed into parts: trades match whole operators, Inductor fuses parts."""
+        operands = [x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.fx.Node)]
+        operands = list(dict.fromkeys(operands))
 
-        def called(*tensors: torch.Tensor) -> Any:
-            live = dict(zip(given, tensors, strict=True))
+        def run(*tensors: torch.Tensor) -> Any:
+            live = dict(zip(operands, tensors, strict=True))
             own, named = torch.fx.node.map_arg((args, kwargs), live.__getitem__)
             return target(*own, **named)
 
         with self._mode:
-            parts = _torch.taken_apart(called, [n.meta["val"] for n in given], self._taking_apart)
-        places = dict(zip(parts.find_nodes(op="placeholder"), given, strict=True))
+            parts = _torch.taken_apart(run, [n.meta["val"] for n in operands], self._decompositions)
+        places = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
         return self._fx.graph_copy(parts, places)
 
-    def _drawn(self, like: torch.fx.Node, p: float, *, name: str) -> torch.fx.Node:
-        """Inductor (torch 2.13) draws into a copy of ``like``, and may fuse what reads the numbers
-        into the kernel that makes that copy: they were read before they were drawn. And it fills
-        the copy first, booleans one by one, which took a tenth of a small GPT's step."""
+    def _add_bernoulli(self, like: torch.fx.Node, p: float, *, name: str) -> torch.fx.Node:
+        """Add a random draw that has no input.
+
+        Inductor (torch 2.13) draws into a copy of ``like`` and may fuse a reader of the numbers
+        into the kernel that makes the copy, so that they are read before they are drawn. It also
+        fills the copy first, booleans one by one, which took a tenth of a small GPT's step.
+        """
         fake = like.meta["val"]
         settings = {"dtype": fake.dtype, "device": fake.device}
         return self._add(_BERNOULLI, [list(fake.shape), p], settings, name=name)
 
-    def _laid_out(self, x: torch.fx.Node, shape: list[int], stride: list[int]) -> torch.fx.Node:
-        """A copy with these strides in functional operators: the largest stride outermost."""
+    def _add_restrided(
+        self, x: torch.fx.Node, shape: list[int], stride: list[int]
+    ) -> torch.fx.Node:
+        """Add a copy with these strides in functional operators: largest stride outermost."""
         order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
-        back = [order.index(d) for d in range(len(shape))]
-        turned = self._add(aten.permute.default, [x, order], {})
-        copied = self._add(aten.clone.default, [turned], {"memory_format": torch.contiguous_format})
-        return self._add(aten.permute.default, [copied, back], {})
+        inverse = [order.index(d) for d in range(len(shape))]
+        permuted = self._add(aten.permute.default, [x, order], {})
+        copied = self._add(
+            aten.clone.default, [permuted], {"memory_format": torch.contiguous_format}
+        )
+        return self._add(aten.permute.default, [copied, inverse], {})
 
     def _add(
         self, target: Any, args: list[Any], kwargs: dict[str, Any], *, name: str = "copy"
@@ -356,13 +368,13 @@ class Writer:
         return argument
 
 
-def _acts(node: torch.fx.Node) -> bool:
-    """Whether a node must run although nothing reads it: a draw, which moves the generator on."""
+def _has_effect(node: torch.fx.Node) -> bool:
+    """True if a node must run although nothing reads it: a draw, which advances the generator."""
     if node.op != "call_function":
         return True
     if not isinstance(node.target, _torch.OpOverload):
         return False
-    # Upstream (torch 2.13) marks ``empty`` as random too; filling it would take its time.
+    # Upstream (torch 2.13) marks ``empty`` as random too; filling it would take time.
     is_random = _torch.draws(node.target, node.args, node.kwargs)
     return is_random and "empty" not in node.target.overloadpacket.__name__
 
@@ -371,13 +383,13 @@ def _target(node: Node) -> Any:
     if node.is_getitem:
         return operator.getitem
     if node.op == "aten.view.default":
-        # What is looked at may be laid out otherwise than when it was captured.
+        # The base of the view may have another layout than at capture.
         return aten.reshape.default
     return operator_named(node.op)
 
 
 def _object(text: str) -> Any:
-    """``torch.float32`` or ``torch.device('cpu')``."""
+    """Parse ``torch.float32`` or ``torch.device('cpu')``."""
     name = text.removeprefix("torch.")
     if name.startswith("device("):
         return torch.device(name.removeprefix("device(").removesuffix(")").strip("'\""))

@@ -1,13 +1,13 @@
-"""A meeting of ranks that know one secret: what a stranger writes into the store is not believed.
+"""An authenticated rendezvous store: values written without the shared secret are rejected.
 
-Ranks meet in a store of torch's, which takes orders from whoever reaches its port. Rank 0 and each
-other rank first prove to each other that they know ``STEELYARD_TOKEN``: each draws a challenge, and
-answers the other's with an HMAC over both. What is written from then on carries an HMAC by a key of
-this meeting alone, over key and value, and is checked where it is read. That covers the addresses
-by which gloo and NCCL connect, too.
+Ranks rendezvous in a torch store, which accepts writes from anyone who reaches its port. Rank 0
+and each other rank first prove to each other that they know ``STEELYARD_TOKEN``: each draws a
+challenge, and answers the other's with an HMAC over both. Every later value carries an HMAC over
+key and value, with a key of this rendezvous alone, and is verified when read. That includes the
+addresses by which gloo and NCCL connect.
 
-Not covered: counters, deleted keys (a stranger may stop a meeting, but not join it), and what ranks
-send each other afterwards, which gloo and NCCL send in plain text: see docs/security.md.
+Not covered: counters and deleted keys (a stranger may stop a rendezvous, but not join it), and
+the data that gloo and NCCL send afterwards, in plain text: see docs/security.md.
 """
 
 import secrets
@@ -23,34 +23,36 @@ from steelyard.run.launch.environment import RankInfo
 from steelyard.run_token import DIGEST_BYTES, VARIABLE, is_proof, proof
 
 _CHALLENGE_BYTES = 32
-# Said in place of a challenge by a rank that was given no token.
+# Written instead of a challenge by a rank without a token.
 _NO_TOKEN = "no token"
 _FIRST, _OTHER, _KEY = b"first rank", b"other rank", b"key of this meeting"
 
 
 def authenticated(store: Store, who: RankInfo, token: bytes, *, timeout_seconds: float) -> Store:
-    """The store as it may be believed; as it is, where no rank was given a token.
+    """Authenticate all ranks and return the authenticated store, or the store itself if no rank
+    has a token.
 
     Raises ``BadInput`` if some ranks have a token and others do not, and ``RankFailed`` if a rank
     does not come or does not know the token.
     """
     store.set_timeout(timedelta(seconds=timeout_seconds))
-    meeting = _Meeting(store, who, token, timeout_seconds)
-    return meeting.as_first() if who.rank == 0 else meeting.as_other()
+    handshake = _Handshake(store, who, token, timeout_seconds)
+    return handshake.as_first() if who.rank == 0 else handshake.as_other()
 
 
-class _Meeting:
-    """One rank's part in proving that all know the token."""
+class _Handshake:
+    """One rank's side of the mutual authentication."""
 
     def __init__(self, store: Store, who: RankInfo, token: bytes, timeout_seconds: float) -> None:
         self._store, self._who, self._token = store, who, token
         self._timeout_seconds = timeout_seconds
-        # Ranks that believe in more ranks than there are would wait for those in vain.
-        drawn = secrets.token_hex(_CHALLENGE_BYTES)
-        self._own = f"{who.size} {drawn}" if token else _NO_TOKEN
+        # The number of ranks is included: a rank that expects too many would wait for them
+        # forever.
+        challenge = secrets.token_hex(_CHALLENGE_BYTES)
+        self._own = f"{who.size} {challenge}" if token else _NO_TOKEN
 
     def as_first(self) -> Store:
-        """Check the proof of each other rank, and prove the same to it."""
+        """Check the proof of each other rank, and prove knowledge of the token to it."""
         self._store.set(_challenge(0), self._own)
         if not self._token:
             return self._store
@@ -59,12 +61,12 @@ class _Meeting:
             try:
                 self._check(f"proof/{rank}", rank, _OTHER, rank, self._own, theirs)
             except RankFailed:
-                # Who has another token by mistake is told so at once.
+                # A rank with a wrong token is notified at once.
                 self._store.set(f"answer/{rank}", "refused")
                 raise
             self._store.set(f"answer/{rank}", self._proof(_FIRST, rank, theirs, self._own))
             self._check_size(rank, theirs)
-        return self._believed(self._own)
+        return self._authenticated(self._own)
 
     def as_other(self) -> Store:
         """Prove to rank 0 that this rank knows the token, and check that rank 0 does."""
@@ -76,20 +78,22 @@ class _Meeting:
         self._store.set(f"proof/{rank}", self._proof(_OTHER, rank, theirs, self._own))
         self._check(f"answer/{rank}", 0, _FIRST, rank, self._own, theirs)
         self._check_size(0, theirs)
-        return self._believed(theirs)
+        return self._authenticated(theirs)
 
-    def _believed(self, challenge: str) -> Store:
-        """By a key that only this meeting has: what was written in another one is refused."""
+    def _authenticated(self, challenge: str) -> Store:
+        """Return the store with a key of this rendezvous alone, so that values of another one are
+        rejected."""
         return AuthenticStore(self._store, proof(self._token, _KEY, challenge.encode()))
 
     def _proof(self, side: bytes, rank: int, asked: str, own: str) -> str:
         return proof(self._token, side, str(rank).encode(), asked.encode(), own.encode()).hex()
 
     def _check(self, key: str, whose: int, side: bytes, rank: int, asked: str, own: str) -> None:
-        """That what stands under the key proves that rank ``whose`` knows the token."""
-        given = self._read(key, whose)
-        if not secrets.compare_digest(given, self._proof(side, rank, asked, own)):
-            raise self._stranger(whose)
+        """Raise RankFailed unless the value under ``key`` proves that rank ``whose`` knows the
+        token."""
+        proof_text = self._read(key, whose)
+        if not secrets.compare_digest(proof_text, self._proof(side, rank, asked, own)):
+            raise self._unauthenticated(whose)
 
     def _check_size(self, rank: int, theirs: str) -> None:
         size = theirs.partition(" ")[0]
@@ -116,22 +120,22 @@ class _Meeting:
         return found
 
     def _read(self, key: str, rank: int) -> str:
-        """What a rank wrote, which nothing is known of yet; other than ASCII it proves nothing."""
+        """Read an unauthenticated value of a rank; non-ASCII bytes are dropped."""
         until = time.monotonic() + self._timeout_seconds
         try:
             return self._store.get(key).decode("ascii", errors="ignore")
         except DistError as error:
             is_late = time.monotonic() >= until
-            said = f"did not come within {self._timeout_seconds:g} s" if is_late else "has gone"
+            problem = f"did not come within {self._timeout_seconds:g} s" if is_late else "has gone"
             raise RankFailed(
-                f"rank {rank if is_late else 0} of {self._who.size} {said}",
+                f"rank {rank if is_late else 0} of {self._who.size} {problem}",
                 expected="all ranks before the first step",
                 remedy=f"look at what rank {rank} wrote, or give the ranks more time",
                 rank=rank,
                 cause="absent",
             ) from error
 
-    def _stranger(self, rank: int) -> RankFailed:
+    def _unauthenticated(self, rank: int) -> RankFailed:
         return RankFailed(
             f"whoever came as rank {rank} does not know this rank's {VARIABLE}",
             expected="the same secret in the environment of all ranks",
@@ -142,24 +146,24 @@ class _Meeting:
 
 
 class AuthenticStore(Store):
-    """A store whose values carry an HMAC over key and value, checked by whoever reads them."""
+    """A store whose values carry an HMAC over key and value, verified by the reader."""
 
     def __init__(self, inner: Store, key: bytes) -> None:
         super().__init__()
-        # Torch's stores take and have more than their stubs say.
+        # Torch's stores accept and have more than their stubs declare.
         self._inner: Any = inner
         self._key = key
-        # What C++ holds of a Python object ends with it.
+        # C++ does not reference the Python clone, so this list does.
         self._clones: list[AuthenticStore] = []
 
     def set(self, key: str, value: str | bytes) -> None:
-        given = value.encode() if isinstance(value, str) else value
-        self._inner.set(key, proof(self._key, key.encode(), given) + given)
+        data = value.encode() if isinstance(value, str) else value
+        self._inner.set(key, proof(self._key, key.encode(), data) + data)
 
     def get(self, key: str) -> bytes:
         found = bytes(self._inner.get(key))
-        given, value = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
-        if not is_proof(given, self._key, key.encode(), value):
+        proof_bytes, value = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
+        if not is_proof(proof_bytes, self._key, key.encode(), value):
             raise RankFailed(
                 f"what stands under {key!r} where ranks meet was written by none of them",
                 expected=f"only processes that know this run's {VARIABLE}",

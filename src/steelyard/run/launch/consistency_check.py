@@ -1,9 +1,9 @@
-"""Before the first step every rank tells the others what it holds, and the odd one is named.
+"""Before the first step, check that all ranks have the same plan, parameters and batch.
 
-Plain text, an item each for the plan, the parameters and so on, put into the store by which ranks
-meet: ranks that disagree on their number or on shapes could not exchange a tensor. Digests are
-compared; the text is read only where two differ.
-Not for what has to be equal: the caller says that, with the help of ``words_for``.
+Each rank writes a plain text item for each of these into the rendezvous store: ranks that
+disagree on their number or on shapes could not exchange a tensor. Digests are compared; the text
+is read only if two differ. Not for which items are compared: the caller decides, with
+``words_for``.
 """
 
 import hashlib
@@ -24,16 +24,17 @@ _SIZE = "number of ranks"
 
 
 def words_for(*, plan_digest: str, parameters: Named, batch: Named) -> dict[str, str]:
-    """What every rank has to hold alike, in the order in which a difference is told."""
+    """Return the items that have to be equal on all ranks, in the order in which differences are
+    reported."""
     return {
         "torch": torch.__version__,
         "plan": plan_digest,
-        "parameters": _lines(parameters),
-        "batch": _lines(batch),
+        "parameters": _describe(parameters),
+        "batch": _describe(batch),
     }
 
 
-def _lines(tensors: Named) -> str:
+def _describe(tensors: Named) -> str:
     return "\n".join(
         f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         for name, tensor in tensors
@@ -41,7 +42,8 @@ def _lines(tensors: Named) -> str:
 
 
 def agree(store: Store, who: RankInfo, words: Mapping[str, str], *, timeout_seconds: float) -> None:
-    """Raises ``RanksDiffer`` on every rank alike, or ``RankFailed`` if one does not come."""
+    """Raise ``RanksDiffer`` on every rank if items differ, or ``RankFailed`` if a rank does not
+    come."""
     words = {_SIZE: str(who.size), **words}
     for item, text in words.items():
         store.set(_key(who.rank, item), text)
@@ -49,7 +51,7 @@ def agree(store: Store, who: RankInfo, words: Mapping[str, str], *, timeout_seco
     digests: list[Mapping[str, str]] = []
     for rank in range(who.size):
         digests.append(_digests_of(rank, store, who, timeout_seconds))
-        # At once: who believes in more ranks than there are would wait for the others in vain.
+        # Checked first: a rank that expects too many ranks would wait for them forever.
         _refuse_difference(_SIZE, digests, store)
     for item in words:
         _refuse_difference(item, digests, store)
@@ -86,7 +88,7 @@ def _digests_of(
 
 def _refuse_difference(item: str, digests: Sequence[Mapping[str, str]], store: Store) -> None:
     values = [digest.get(item, "") for digest in digests]
-    # What most hold; of two as many, what the lower rank holds.
+    # The most frequent value; in a tie, that of the lowest rank.
     most = Counter(values).most_common(1)[0][0]
     odd = next((rank for rank, value in enumerate(values) if value != most), None)
     if odd is None:
@@ -115,7 +117,7 @@ _REMEDIES = {
 
 
 def first_difference(here: str, there: str) -> tuple[str, str]:
-    """The first line of each in which they part; what has no more lines has nothing there."""
+    """Return the first line in which the texts differ, from each; a missing line is empty."""
     ours, others = here.split("\n"), there.split("\n")
     for i in range(max(len(ours), len(others))):
         pair = tuple(lines[i] if i < len(lines) else "" for lines in (ours, others))

@@ -1,6 +1,8 @@
-"""What ranks that train together do alike: begin with one model, stop after one step, save once.
+"""Coordination of ranks that train together: equal initial models, a common last step, a single
+save.
 
-Not for joining them (rendezvous.py), nor for what a step exchanges: those are nodes of its graph.
+Not for joining them (rendezvous.py), nor for the collectives of a step: those are nodes of its
+graph.
 """
 
 import contextlib
@@ -25,13 +27,13 @@ if TYPE_CHECKING:
     from steelyard.run.step import LiveStep
 
 
-# More than any flag.
+# Larger than any flag.
 _STOP = 1 << 20
 
 
 class Coordinator(Protocol):
-    """``saves``: whether this rank writes what is the same on all. ``asked_bytes`` went to others
-    to ask whether to stop, before each step and not for it."""
+    """``saves`` is True on the rank that saves shared data. ``asked_bytes`` counts the bytes sent
+    to agree on stopping, which are not part of a step."""
 
     @property
     def saves(self) -> bool: ...
@@ -40,16 +42,17 @@ class Coordinator(Protocol):
     def asked_bytes(self) -> int: ...
 
     def stopping(self, signal: str) -> str:
-        """The signal that some rank was sent, if one was; asked by all before each step."""
+        """Return the signal that any rank has received, or an empty text; called by all ranks
+        before each step."""
         ...
 
     def flag(self, number: int) -> None:
-        """Has all ranks hear a small number, with the next question whether to stop."""
+        """Send a small number to all ranks with the next call of ``stopping``."""
         ...
 
     @property
     def flagged(self) -> int:
-        """The largest number that was flagged before that question; 0 where none was."""
+        """The largest number flagged before the last call of ``stopping``; 0 if none was."""
         ...
 
     def same(self, number: int, *, of: int = 0) -> int:
@@ -59,7 +62,7 @@ class Coordinator(Protocol):
     def most(self, number: int) -> int: ...
 
     def each(self, number: int) -> list[int]:
-        """What all ranks say, in their order."""
+        """Return the numbers of all ranks, in rank order."""
         ...
 
     def words(self, text: str, *, of: int = 0) -> str:
@@ -67,16 +70,19 @@ class Coordinator(Protocol):
         ...
 
     def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
-        """That of the first rank, of a step which not all ranks take."""
+        """Return the first rank's loss, for a step that not all ranks take."""
         ...
 
-    def draw_equally(self, home: torch.device) -> None:
-        """From here on all draw what the first rank draws, on the host and at ``home``."""
+    def draw_equally(self, device: torch.device) -> None:
+        """Copy the first rank's random states, on the host and on ``device``, to all ranks."""
         ...
 
     def check_equal(self, item: str, words: str) -> None:
-        """That all came here, with the same words. Who comes alone makes an exchange that nobody
-        else makes, and is found out by that when the others' wait ends."""
+        """Check that all ranks call this with the same text.
+
+        If only some ranks call it, the others are in another collective; the mismatch is
+        diagnosed when their wait times out.
+        """
         ...
 
 
@@ -109,7 +115,7 @@ class Alone:
         assert loss is not None, "a rank alone takes every step"
         return loss
 
-    def draw_equally(self, home: torch.device) -> None:
+    def draw_equally(self, device: torch.device) -> None:
         pass
 
     def check_equal(self, item: str, words: str) -> None:
@@ -117,7 +123,7 @@ class Alone:
 
 
 class InGroup:
-    """Of the ranks of the default process group."""
+    """Coordinates the ranks of the default process group."""
 
     def __init__(self) -> None:
         self.saves = dist.get_rank() == 0
@@ -125,50 +131,50 @@ class InGroup:
         self.flagged = self._flag = 0
 
     def stopping(self, signal: str) -> str:
-        said = self._flag + (_STOP if signal else 0)
-        held = torch.tensor(said, dtype=torch.int32, device=CPU)
-        dist.all_reduce(held, op=dist.ReduceOp.MAX)
-        self.asked_bytes += _around_twice_bytes(dist.get_rank(), dist.get_world_size())
-        self._flag, self.flagged = 0, int(held) % _STOP
-        return (signal or "SIGTERM") if held >= _STOP else ""
+        request = self._flag + (_STOP if signal else 0)
+        value = torch.tensor(request, dtype=torch.int32, device=CPU)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        self.asked_bytes += _small_all_reduce_bytes(dist.get_rank(), dist.get_world_size())
+        self._flag, self.flagged = 0, int(value) % _STOP
+        return (signal or "SIGTERM") if value >= _STOP else ""
 
     def flag(self, number: int) -> None:
         assert 0 <= number < _STOP, number
         self._flag = max(self._flag, number)
 
     def same(self, number: int, *, of: int = 0) -> int:
-        held = torch.tensor(number, device=CPU)
-        dist.broadcast(held, src=of)
-        return int(held)
+        value = torch.tensor(number, device=CPU)
+        dist.broadcast(value, src=of)
+        return int(value)
 
     def most(self, number: int) -> int:
-        held = torch.tensor(int(number), device=CPU)
-        dist.all_reduce(held, op=dist.ReduceOp.MAX)
-        return int(held)
+        value = torch.tensor(int(number), device=CPU)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value)
 
     def each(self, number: int) -> list[int]:
         own = torch.tensor(number, dtype=torch.int64, device=CPU)
-        held = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(held, own)
-        return [int(one) for one in held]
+        values = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(values, own)
+        return [int(one) for one in values]
 
     def words(self, text: str, *, of: int = 0) -> str:
-        said = text.encode() if dist.get_rank() == of else b""
-        held = torch.zeros(self.same(len(said), of=of), dtype=torch.uint8, device=CPU)
-        if said:
-            held.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-        dist.broadcast(held, src=of)
-        return bytes(held.tolist()).decode()
+        data = text.encode() if dist.get_rank() == of else b""
+        buffer = torch.zeros(self.same(len(data), of=of), dtype=torch.uint8, device=CPU)
+        if data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, src=of)
+        return bytes(buffer.tolist()).decode()
 
     def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
-        held = torch.zeros((), dtype=torch.float64, device=CPU)
+        value = torch.zeros((), dtype=torch.float64, device=CPU)
         if loss is not None:
-            held.copy_(loss)
-        dist.broadcast(held, src=0)
-        return held if loss is None else loss
+            value.copy_(loss)
+        dist.broadcast(value, src=0)
+        return value if loss is None else loss
 
-    def draw_equally(self, home: torch.device) -> None:
-        for generator in [generator_of(device) for device in dict.fromkeys((CPU, home))]:
+    def draw_equally(self, device: torch.device) -> None:
+        for generator in [generator_of(device) for device in dict.fromkeys((CPU, device))]:
             state = generator.get_state()
             dist.broadcast(state, src=0)
             generator.set_state(state)
@@ -177,10 +183,10 @@ class InGroup:
         digest = torch.frombuffer(
             bytearray(hashlib.sha256(words.encode()).digest()), dtype=torch.int64
         )
-        held = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
-        with _announced(item, words):
-            dist.all_gather(held, digest)
-        odd = [rank for rank, other in enumerate(held) if not torch.equal(other, held[0])]
+        digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+        with _check_announced(item, words):
+            dist.all_gather(digests, digest)
+        odd = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
         if odd:
             raise RanksDiffer(
                 f"rank {odd[0]} differs from rank 0 in the {item}; here it is "
@@ -193,41 +199,48 @@ class InGroup:
 
 
 @contextlib.contextmanager
-def _announced(item: str, words: str) -> Iterator[None]:
-    """The launcher is told what is asked for, so that it knows why a rank came here alone: the
-    others are in another exchange then, and this one fails or never ends."""
-    place = who_am_i(os.environ).place
-    if place is None:
+def _check_announced(item: str, words: str) -> Iterator[None]:
+    """Announce a check to the launcher.
+
+    If this rank alone makes the check, the others are in another collective, and this one fails
+    or never ends; the launcher then knows the reason.
+    """
+    files = who_am_i(os.environ).files
+    if files is None:
         yield
         return
-    write_whole(place.unlike, {"item": item, "words": words})
+    write_whole(files.pending_check, {"item": item, "words": words})
     yield
-    place.unlike.unlink(missing_ok=True)
+    files.pending_check.unlink(missing_ok=True)
 
 
-def _around_twice_bytes(rank: int, num_ranks: int) -> int:
-    """What this rank hands to its connections where gloo sums up one number of four bytes: it goes
-    around from the last rank to the first, and then once more, to all others."""
+def _small_all_reduce_bytes(rank: int, num_ranks: int) -> int:
+    """Return the bytes this rank sends for gloo's all-reduce of one number of four bytes.
+
+    The number goes around the ring once from the last rank to the first, and then a second time
+    to all others.
+    """
     sends = (rank != 0) + (rank != 1)
     gets = (rank != num_ranks - 1) + (rank != 0)
     return sends * (4 + GLOO_SENDS) + gets * GLOO_GETS
 
 
-def broadcast_model(tensors: Iterable[torch.Tensor], home: torch.device = CPU) -> None:
-    """Every rank takes the values of the first, and will draw the same: what was drawn differs."""
+def broadcast_model(tensors: Iterable[torch.Tensor], device: torch.device = CPU) -> None:
+    """Copy the first rank's tensors and random states to all ranks: models initialized
+    differently become equal."""
     with torch.no_grad():
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
-    InGroup().draw_equally(home)
+    InGroup().draw_equally(device)
 
 
 def bring_up_to_date(step: "LiveStep", coordinator: Coordinator) -> None:
-    """Every rank takes from the first what those have missed that stood by: weights, buffers, what
-    the optimizer keeps, what codes hold back, and what is drawn next."""
-    broadcast_model([*step.model.parameters(), *step.model.buffers()], step.home)
-    said = coordinator.words(json.dumps(_kept_by(step)) if coordinator.saves else "")
-    states, owed = TypeAdapter(_Kept).validate_json(said, strict=True)
-    parameters = [] if step.optimizer is None else _optimized(step.optimizer)
+    """Copy the state that standby ranks have missed from the first rank: weights, buffers,
+    optimizer state, compression residuals and random states."""
+    broadcast_model([*step.model.parameters(), *step.model.buffers()], step.device)
+    layout = coordinator.words(json.dumps(_state_layout(step)) if coordinator.saves else "")
+    states, owed = TypeAdapter(_StateLayout).validate_json(layout, strict=True)
+    parameters = [] if step.optimizer is None else _parameters_of(step.optimizer)
     for place, name, value in states:
         assert step.optimizer is not None
         state = step.optimizer.state[parameters[place]]
@@ -241,26 +254,26 @@ def bring_up_to_date(step: "LiveStep", coordinator: Coordinator) -> None:
             device = CPU if name == "step" else parameters[place].device
             state[name] = torch.zeros(shape, dtype=kind, device=device)
         dist.broadcast(state[name], src=0)
-    step.residuals.take_over(owed, lambda held: dist.broadcast(held, src=0))
+    step.residuals.take_over(owed, lambda tensor: dist.broadcast(tensor, src=0))
 
 
-# Of each parameter, by its place in the optimizer's list: the name of a state, and its shape and
-# dtype, or the number that it is. And how many elements are owed of which parameters.
-_Kept = tuple[list[tuple[int, str, tuple[list[int], str] | int | float]], dict[str, int]]
+# For each optimizer state: the parameter's index, the state's name, and its shape and dtype, or
+# its value if it is a number. Then the number of owed residual elements by parameter.
+_StateLayout = tuple[list[tuple[int, str, tuple[list[int], str] | int | float]], dict[str, int]]
 
 
-def _kept_by(step: "LiveStep") -> tuple[list[tuple[int, str, Any]], dict[str, int]]:
+def _state_layout(step: "LiveStep") -> tuple[list[tuple[int, str, Any]], dict[str, int]]:
     found: list[tuple[int, str, Any]] = []
     if step.optimizer is not None:
-        for place, parameter in enumerate(_optimized(step.optimizer)):
+        for place, parameter in enumerate(_parameters_of(step.optimizer)):
             for name, value in step.optimizer.state.get(parameter, {}).items():
-                said: Any = value
+                described: Any = value
                 if isinstance(value, torch.Tensor):
-                    said = [*value.shape], str(value.dtype).removeprefix("torch.")
+                    described = [*value.shape], str(value.dtype).removeprefix("torch.")
                 if value is not None:
-                    found.append((place, name, said))
+                    found.append((place, name, described))
     return found, step.residuals.owed_numels
 
 
-def _optimized(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

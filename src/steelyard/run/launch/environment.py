@@ -1,7 +1,7 @@
-"""Which rank of how many this process is, from what its starter put into the environment.
+"""Find this process's rank and the number of ranks from the launcher's environment variables.
 
-Known are our own launcher, torchrun and whoever sets its variables (RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), and SLURM's srun. Without any of them a process is a world of its own.
+Supports our own launcher, torchrun and others that set its variables (RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT), and SLURM's srun. Without any of them, the process is a single rank.
 Not for joining the others: see rendezvous.py.
 """
 
@@ -20,11 +20,12 @@ _MASTER = "MASTER_ADDR and MASTER_PORT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """``place`` if our launcher started this; else ``address`` and ``port`` of where to meet.
+    """A rank and how to reach the others: ``files`` if our launcher started it, else ``address``
+    and ``port`` of the rendezvous.
 
-    ``agent_holds_store``: torchrun's agent listens there, and rank 0 must not. ``hosts`` are those
-    that all ranks are on, as far as the starter says; ``is_one_host`` that it says they are on one.
-    ``store_is_held``: a process that was started with these, and is none of them, holds the store.
+    ``agent_holds_store``: torchrun's agent hosts the store, so rank 0 must not. ``hosts`` is the
+    number of hosts according to the launcher; ``is_one_host``: the launcher states that it is
+    one. ``store_is_external``: an extra process, which is not a rank, hosts the store.
     """
 
     rank: int = 0
@@ -33,14 +34,15 @@ class RankInfo:
     hosts: int = 1
     is_one_host: bool = False
     attempt: int = 0
-    place: RankFiles | None = None
+    files: RankFiles | None = None
     address: str = ""
     port: int = 0
     agent_holds_store: bool = False
-    store_is_held: bool = False
+    store_is_external: bool = False
 
     def check_size(self, planned_ranks: int, *, planned_hosts: int = 1) -> None:
-        """A plan for 4 ranks cannot run on 2, and what one host's ranks take not on two hosts."""
+        """Raise Mismatch unless the numbers of ranks and hosts are the plan's: a plan for 4 ranks
+        cannot run on 2."""
         if self.size != planned_ranks:
             raise Mismatch(
                 f"the plan is for {planned_ranks} ranks, and {self.size} were started",
@@ -49,20 +51,21 @@ class RankInfo:
             )
         if self.hosts != planned_hosts:
             raise Mismatch(
-                f"the plan is for {hosts_said(planned_hosts)}, and the ranks are on {self.hosts}",
+                f"the plan is for {host_text(planned_hosts)}, and the ranks are on {self.hosts}",
                 expected="as many hosts as the plan was made for: what joins ranks decides it",
                 remedy="plan again where it is to run; see docs/hosts.md",
             )
 
 
-def hosts_said(hosts: int) -> str:
+def host_text(hosts: int) -> str:
     return f"{hosts} hosts" if hosts > 1 else "ranks of one host"
 
 
 def who_am_i(environ: Mapping[str, str]) -> RankInfo:
+    """Return this process's rank information."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _of_torchrun(environ)
-    # A batch script that is not under srun has SLURM_PROCID and SLURM_NTASKS too, but is alone;
+    # A batch script outside srun has SLURM_PROCID and SLURM_NTASKS too, but is a single process;
     # only srun sets the number of tasks of a step.
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         return _of_slurm(environ)
@@ -70,7 +73,7 @@ def who_am_i(environ: Mapping[str, str]) -> RankInfo:
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> RankInfo:
-    rank, size = _place_in_line(environ, "RANK", "WORLD_SIZE")
+    rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     folder = environ.get(FOLDER_VARIABLE)
     meet_at_store = folder is None and size > 1
     return RankInfo(
@@ -80,16 +83,16 @@ def _of_torchrun(environ: Mapping[str, str]) -> RankInfo:
         hosts=_number(environ, "GROUP_WORLD_SIZE", default=1),
         is_one_host=size > 1 and environ.get("GROUP_WORLD_SIZE") == "1",
         attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
-        place=RankFiles(path=Path(folder)) if folder else None,
+        files=RankFiles(path=Path(folder)) if folder else None,
         address=_text(environ, "MASTER_ADDR") if meet_at_store else "",
         port=_port(environ) if meet_at_store else 0,
         agent_holds_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        store_is_held=STORE_IS_HELD in environ,
+        store_is_external=STORE_IS_HELD in environ,
     )
 
 
 def _of_slurm(environ: Mapping[str, str]) -> RankInfo:
-    rank, size = _place_in_line(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    rank, size = _rank_and_size(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     if size == 1:
         return RankInfo()
     return RankInfo(
@@ -101,11 +104,11 @@ def _of_slurm(environ: Mapping[str, str]) -> RankInfo:
         attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
         address=environ.get("MASTER_ADDR") or _first_host(environ),
         port=_port(environ) if "MASTER_PORT" in environ else _port_of_job(environ),
-        store_is_held=STORE_IS_HELD in environ,
+        store_is_external=STORE_IS_HELD in environ,
     )
 
 
-def _place_in_line(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
     rank, size = _number(environ, rank_name), _number(environ, size_name)
     if rank >= size:
         raise BadInput(
@@ -152,13 +155,14 @@ def _port(environ: Mapping[str, str]) -> int:
 
 
 def _port_of_job(environ: Mapping[str, str]) -> int:
-    """The same on every rank of a step and rarely another step's: nothing has to be agreed on."""
+    """Derive a port that is equal on all ranks of a SLURM step and rarely that of another step,
+    without communication."""
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", default=0)
     return 20000 + (job * 7 + step) % 10000
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """``node[03-05,9],other`` -> ``node03``: SLURM's short form of a list of hosts."""
+    """Return ``node03`` for ``node[03-05,9],other``, SLURM's short form of a list of hosts."""
     hosts = _text(environ, "SLURM_STEP_NODELIST")
     found = re.match(r"([A-Za-z0-9.-]+)(?:\[([0-9]+)[^\]]*\])?([A-Za-z0-9.-]*)(?:,|$)", hosts)
     if found is None:

@@ -1,8 +1,10 @@
-"""Who broke, and of what: from what is known of each rank to one error that names one of them.
+"""Determine which rank failed, and why: from the evidence on each rank to one error that names
+one.
 
-The first rank that failed by itself is to blame; whoever only lost a peer is a witness. Only if all
-are witnesses is it asked who did not come to where the others waited. Plain data in, an error out.
-Not for finding anything out: see monitor.py and status_reporter.py.
+The first rank that failed by itself is to blame; a rank that only lost a peer is a witness. If
+all are witnesses, the rank that did not reach the collective in which the others waited is to
+blame. A pure function of the evidence. Not for collecting it: see monitor.py and
+status_reporter.py.
 """
 
 import re
@@ -22,23 +24,23 @@ from steelyard.errors import (
 )
 from steelyard.run.launch.rank_status import Issued, RankProgress, RankStatus
 
-_OF_GLOO = re.compile(
+_GLOO_ERROR = re.compile(
     r"gloo/|gloo::|Connection (closed|reset) by peer|Application timeout caused pair closure"
 )
-_OF_MEMORY = re.compile(r"std::bad_alloc|MemoryError|can't allocate memory")
+_MEMORY_ERROR = re.compile(r"std::bad_alloc|MemoryError|can't allocate memory")
 
-# The process group of all ranks, by the name that torch gives it.
+# The process group of all ranks, by torch's name for it.
 _ALL = "0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What is known of one rank.
+    """The evidence on one rank.
 
-    ``status``: its exit code, or a signal as a negative number; none while it lives. ``stderr``:
-    the end of its log, none of the rank that has no log. ``was_asked`` where it is, and if it has,
-    its ``answer``. ``unlike``: what it has that it asks all others for, and how that is there,
-    while it asks.
+    ``status``: the exit code, or a negative signal number; None while it runs. ``stderr``: the
+    end of its log; None if it has no log. ``was_asked``: the rank was asked for its position, and
+    ``answer`` is its reply, if any. ``pending_check``: the item and value of an equality check
+    that the rank is waiting for.
     """
 
     rank: int
@@ -49,7 +51,7 @@ class Evidence:
     stderr: str | None = None
     was_asked: bool = False
     answer: RankProgress | None = None
-    unlike: tuple[str, str] | None = None
+    pending_check: tuple[str, str] | None = None
 
     @property
     def progress(self) -> RankProgress:
@@ -63,14 +65,14 @@ class Evidence:
 
     @property
     def is_witness(self) -> bool:
-        """It failed because it lost, or did not find, another."""
+        """True if the rank failed because it lost, or did not find, another."""
         return self.statement is not None and self.statement.of_exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCase:
-    """All ranks of one try; ``oom_kills``: processes the kernel killed for memory meanwhile;
-    ``logs``: where what the ranks wrote stays, or empty."""
+    """The evidence on all ranks of one attempt. ``oom_kills``: the processes that the kernel
+    killed for lack of memory meanwhile; ``logs``: the folder of the ranks' logs, or empty."""
 
     ranks: tuple[Evidence, ...]
     timeout_seconds: float
@@ -78,18 +80,19 @@ class FailureCase:
     oom_kills: int = 0
 
 
-def at_once(case: FailureCase) -> SteelyardError | None:
-    """The verdict that no further question could change, if there is one."""
+def certain_verdict(case: FailureCase) -> SteelyardError | None:
+    """Return the verdict if further evidence cannot change it."""
     return _first(case, (_refused, _not_finite, _failed_by_itself, _stopped))
 
 
 def verdict(case: FailureCase) -> SteelyardError:
-    # Whoever runs on is blamed last: others may be slow to say what they know.
+    """Return the error that names the rank to blame."""
+    # Running ranks are blamed last: others may be slow to report.
     rules = (
-        _ended_early, _absent, _alone_with_another, _other_exchange, _aborted, _behind,
-        _not_waiting, _elsewhere, _left,
+        _ended_early, _absent, _alone_in_check, _other_exchange, _aborted, _behind,
+        _not_waiting, _missed_in_shared_memory, _first_complaint,
     )  # fmt: skip
-    found = at_once(case) or _refusal(case) or _first(case, rules)
+    found = certain_verdict(case) or _refusal(case) or _first(case, rules)
     assert found is not None, case
     return found
 
@@ -105,84 +108,89 @@ def _first(case: FailureCase, rules: Sequence[_Rule]) -> SteelyardError | None:
 
 
 def _refused(case: FailureCase) -> SteelyardError | None:
-    for said in _by_time(case):
-        if said.differs is not None:
-            rank, item = said.differs
+    for statement in _by_time(case):
+        if statement.differs is not None:
+            rank, item = statement.differs
             return RanksDiffer(
-                said.text, expected=said.expected, remedy=said.remedy, rank=rank, item=item
+                statement.text,
+                expected=statement.expected,
+                remedy=statement.remedy,
+                rank=rank,
+                item=item,
             )
-    # Who has not spoken may be about to say the same.
+    # A running rank may be about to report the same.
     return None if any(one.is_running for one in case.ranks) else _refusal(case)
 
 
 def _refusal(case: FailureCase) -> SteelyardError | None:
-    """It is of one rank where another found nothing wrong, but that it lost the one."""
-    said = {one.rank: one.statement for one in case.ranks if one.statement is not None}
-    refused = [(s.at_seconds, rank) for rank, s in said.items() if s.of_input]
+    """Return the input error of a rank. It names that rank if another rank found no error of its
+    own."""
+    statements = {one.rank: one.statement for one in case.ranks if one.statement is not None}
+    refused = [(s.at_seconds, rank) for rank, s in statements.items() if s.of_input]
     if not refused:
         return None
     first = min(refused)[1]
     is_fine = any(one.is_running or one.is_witness for one in case.ranks)
     where = f"on rank {first}: " if is_fine else ""
-    found = said[first]
+    found = statements[first]
     return BadInput(f"{where}{found.text}", expected=found.expected, remedy=found.remedy)
 
 
 def _not_finite(case: FailureCase) -> SteelyardError | None:
-    """All ranks find a loss that is not finite, and each names the one whose values were so first:
-    who says it first is not to blame for that."""
-    said = [one for one in _by_time(case) if not one.of_exchange]
-    if not said or not said[0].not_finite:
+    """Return the error of a non-finite loss. All ranks report it, and name its origin; the first
+    reporter is not to blame."""
+    statements = [one for one in _by_time(case) if not one.of_exchange]
+    if not statements or not statements[0].not_finite:
         return None
-    found = said[0]
+    found = statements[0]
     return NonFinite(found.text, expected=found.expected, remedy=found.remedy)
 
 
 def _failed_by_itself(case: FailureCase) -> SteelyardError | None:
     failures: list[tuple[float, RankFailed]] = []
     for one in case.ranks:
-        said = one.statement
-        if said is not None and said.of_input:
+        statement = one.statement
+        if statement is not None and statement.of_input:
             continue
-        if said is not None and not said.of_exchange and one.status != 0:
-            failures.append((said.at_seconds, _raised(case, one, said)))
-        elif said is None and one.status and _is_own_end(case, one):
-            failures.append((one.ended_seconds, _ended(case, one)))
+        if statement is not None and not statement.of_exchange and one.status != 0:
+            failures.append((statement.at_seconds, _from_exception(case, one, statement)))
+        elif statement is None and one.status and _ended_by_itself(case, one):
+            failures.append((one.ended_seconds, _from_exit(case, one)))
     return min(failures, key=lambda failure: failure[0])[1] if failures else None
 
 
-def _is_own_end(case: FailureCase, one: Evidence) -> bool:
-    """Whether an end without a word was this rank's own, and not because it lost another."""
+def _ended_by_itself(case: FailureCase, one: Evidence) -> bool:
+    """True if a rank without a report ended by itself, and not because it lost another."""
     if one.status == -signal.SIGABRT or (one.status or 0) > 0:
         if one.stderr is None:
-            # No log: if others bear witness, so would this one have, had it lost them. But gloo
-            # aborts without a word where ranks exchange different amounts.
+            # Without a log: if the others reported losing a peer, this rank would have, too. But
+            # gloo aborts silently if ranks exchange different amounts.
             others = any(other.is_witness for other in case.ranks if other is not one)
             return others and one.status != -signal.SIGABRT
-        return not _OF_GLOO.search(one.stderr)
+        return not _GLOO_ERROR.search(one.stderr)
     return True
 
 
-def _raised(case: FailureCase, one: Evidence, said: RankStatus) -> RankFailed:
-    where = f" at {said.line}" if said.line else ""
-    cause: Cause = "out of memory" if said.of_memory else "exception"
-    text = f": {said.text}" if said.text else ""
-    if said.of_memory:
+def _from_exception(case: FailureCase, one: Evidence, statement: RankStatus) -> RankFailed:
+    where = f" at {statement.line}" if statement.line else ""
+    cause: Cause = "out of memory" if statement.of_memory else "exception"
+    text = f": {statement.text}" if statement.text else ""
+    if statement.of_memory:
         text = f" (out of memory){text}"
     return _failed(
         case,
         one,
         cause,
-        f"failed{where}: {said.kind}{text}",
-        expected=said.expected or "every rank to end its steps",
-        remedy=said.remedy or "mend what it says",
+        f"failed{where}: {statement.kind}{text}",
+        expected=statement.expected or "every rank to end its steps",
+        remedy=statement.remedy or "mend what it says",
     )
 
 
-def _ended(case: FailureCase, one: Evidence) -> RankFailed:
+def _from_exit(case: FailureCase, one: Evidence) -> RankFailed:
     assert one.status is not None
     last = f": {_last_line(one.stderr)}" if one.stderr and one.stderr.strip() else ""
-    if one.stderr and _OF_MEMORY.search(one.stderr):
+    if one.stderr and _MEMORY_ERROR.search(one.stderr):
         return _failed(case, one, "out of memory", f"ran out of memory{last}", remedy=_LESS)
     if one.status > 0:
         return _failed(case, one, "exit code", f"ended with exit code {one.status}{last}")
@@ -202,7 +210,8 @@ def _stopped(case: FailureCase) -> SteelyardError | None:
     return None
 
 
-# --- all that failed had lost or missed another ---------------------------------------------------
+# --- every failed rank lost or missed another
+# ------------------------------------------------------
 
 
 def _ended_early(case: FailureCase) -> SteelyardError | None:
@@ -214,23 +223,24 @@ def _ended_early(case: FailureCase) -> SteelyardError | None:
 
 
 def _absent(case: FailureCase) -> SteelyardError | None:
-    for said in _by_time(case):
-        if said.absent is not None and 0 <= said.absent < len(case.ranks):
-            one = case.ranks[said.absent]
+    for statement in _by_time(case):
+        if statement.absent is not None and 0 <= statement.absent < len(case.ranks):
+            one = case.ranks[statement.absent]
             if not one.is_witness:
                 text = "did not join the others in the time that ranks have to start"
                 return _failed(case, one, "absent", text, remedy="give it more time to start")
     return None
 
 
-def _alone_with_another(case: FailureCase) -> SteelyardError | None:
-    """Who has another batch than before asks all, and those that have none are in the step."""
-    asking = [one for one in case.ranks if one.unlike is not None]
+def _alone_in_check(case: FailureCase) -> SteelyardError | None:
+    """A rank whose batch has a new shape waits in an equality check, while the others are in the
+    step."""
+    asking = [one for one in case.ranks if one.pending_check is not None]
     if not asking or len(asking) == len(case.ranks):
         return None
     one = asking[0]
-    assert one.unlike is not None
-    item, words = one.unlike
+    assert one.pending_check is not None
+    item, words = one.pending_check
     return RanksDiffer(
         f"rank {one.rank} has another {item}, and the other ranks have not: {words}",
         expected=f"the same {item} on all ranks",
@@ -242,12 +252,13 @@ def _alone_with_another(case: FailureCase) -> SteelyardError | None:
 
 
 def _other_exchange(case: FailureCase) -> SteelyardError | None:
-    """The first of those that ranks remember: whoever does not wait has issued more since."""
-    made: dict[tuple[str, int], dict[int, str]] = {}
+    """Compare the first recorded collectives in which ranks differ; a rank that does not wait has
+    issued more since."""
+    by_collective: dict[tuple[str, int], dict[int, str]] = {}
     for one in case.ranks:
         for issued in (*one.progress.lately, *one.progress.issued):
-            made.setdefault((issued.group, issued.number), {})[one.rank] = issued.words
-    for _, words in sorted(made.items()):
+            by_collective.setdefault((issued.group, issued.number), {})[one.rank] = issued.words
+    for _, words in sorted(by_collective.items()):
         most = Counter(words.values()).most_common(1)[0][0]
         other = next(rank for rank, each in words.items() if each == most)
         for rank, each in words.items():
@@ -259,7 +270,8 @@ def _other_exchange(case: FailureCase) -> SteelyardError | None:
 
 
 def _aborted(case: FailureCase) -> SteelyardError | None:
-    """Gloo ends the process that is sent another amount than it asked for, be it right or wrong."""
+    """Gloo aborts a process that is sent another amount than it expects, even if the other rank
+    is wrong."""
     for one in case.ranks:
         if one.status == -signal.SIGABRT:
             words = [
@@ -275,21 +287,21 @@ def _aborted(case: FailureCase) -> SteelyardError | None:
 
 
 def _behind(case: FailureCase) -> SteelyardError | None:
-    """An exchange that is issued completes by itself: whoever is behind did not issue it."""
-    furthest: dict[str, Issued] = {}
+    """An issued collective completes by itself, so a rank that is behind did not issue it."""
+    latest: dict[str, Issued] = {}
     for one in case.ranks:
         for issued in one.progress.issued:
-            known = furthest.setdefault(issued.group, issued)
-            furthest[issued.group] = max(known, issued, key=lambda each: each.number)
+            known = latest.setdefault(issued.group, issued)
+            latest[issued.group] = max(known, issued, key=lambda each: each.number)
     for one in case.ranks:
         if one.is_running and one.answer is None:
-            return _hanging(case, one, furthest.get(_ALL))
+            return _hanging(case, one, latest.get(_ALL))
     for one in case.ranks:
         for issued in one.progress.issued if one.is_running else ():
-            if issued.number < furthest[issued.group].number:
-                return _hanging(case, one, furthest[issued.group])
-        if one.is_running and not one.progress.issued and furthest:
-            return _hanging(case, one, furthest.get(_ALL))
+            if issued.number < latest[issued.group].number:
+                return _hanging(case, one, latest[issued.group])
+        if one.is_running and not one.progress.issued and latest:
+            return _hanging(case, one, latest.get(_ALL))
     return None
 
 
@@ -313,9 +325,9 @@ def _hanging(case: FailureCase, one: Evidence, missed: Issued | None) -> RankFai
     return _failed(case, one, "hanging", text, remedy=remedy)
 
 
-def _elsewhere(case: FailureCase) -> SteelyardError | None:
-    """What goes through memory that ranks share is in no list of torch's: one rank waited there
-    for another, and that one for an exchange of torch's."""
+def _missed_in_shared_memory(case: FailureCase) -> SteelyardError | None:
+    """Messages through shared memory are not recorded by torch: one rank waited there for
+    another, which was in one of torch's collectives."""
     for other in case.ranks:
         missed = other.statement.missed if other.statement else None
         if missed is None or not 0 <= missed < len(case.ranks):
@@ -329,18 +341,19 @@ def _elsewhere(case: FailureCase) -> SteelyardError | None:
     return None
 
 
-def _left(case: FailureCase) -> SteelyardError | None:
-    """Nobody is to blame by what is known: the first complaint, as it is."""
+def _first_complaint(case: FailureCase) -> SteelyardError | None:
+    """If nothing identifies a culprit, return the first complaint."""
     complaints = [one for one in case.ranks if one.is_witness]
     if complaints:
         one = min(complaints, key=lambda one: one.statement.at_seconds if one.statement else inf)
         assert one.statement is not None
         return _failed(case, one, "exchange", f"lost an exchange: {one.statement.text}")
     one = min(case.ranks, key=lambda one: one.ended_seconds if one.status else inf)
-    return _ended(case, one) if one.status else None
+    return _from_exit(case, one) if one.status else None
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- messages
+# --------------------------------------------------------------------------------------
 
 _LESS = "give it more memory, or plan with a smaller budget"
 _RESUME = "start again from the last checkpoint, with --resume"
@@ -367,8 +380,8 @@ def _failed(
 
 
 def _by_time(case: FailureCase) -> list[RankStatus]:
-    said = [one.statement for one in case.ranks if one.statement is not None]
-    return sorted(said, key=lambda statement: statement.at_seconds)
+    statements = [one.statement for one in case.ranks if one.statement is not None]
+    return sorted(statements, key=lambda statement: statement.at_seconds)
 
 
 def _signal(status: int) -> str:

@@ -1,9 +1,9 @@
 """Starts the ranks of one command on this host, through torchrun's elastic agent as a library.
 
-Nothing listens beyond loopback: ranks meet in a file, and gloo is told the loopback interface. The
-agent's own rendezvous is between hosts; of one host there is nothing to find out, so ours answers
-at once, and neither a TCP store nor its sharing (TORCH_DISABLE_SHARE_RDZV_TCP_STORE) comes in.
-Not for several hosts: there torchrun or srun starts the ranks, and rendezvous.py meets them.
+Nothing listens beyond loopback: ranks rendezvous in a file, and gloo uses the loopback interface.
+The agent's own rendezvous is between hosts; for a single host ours answers at once, without a TCP
+store or sharing one (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). Not for several hosts: there torchrun
+or srun starts the ranks, which meet through rendezvous.py.
 """
 
 import contextlib
@@ -34,17 +34,18 @@ from steelyard.run.launch.monitor import Watch
 from steelyard.run.launch.run_files import FOLDER_VARIABLE, RankFiles
 from steelyard.safe_text import printable
 
-# What may go well a second time. An exception comes again from the same code and the same data.
+# Failures that may not recur. An exception recurs with the same code and data.
 RESTARTED_AFTER: frozenset[Cause] = frozenset(
     {"killed", "exit code", "stopped", "hanging", "absent", "exchange"}
 )
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """All ranks ended well, after ``restarts``; or ``stopped_by`` names the signal we were sent."""
+    """The end of a run: all ranks succeeded, after ``restarts``, or ``stopped_by`` names the
+    signal that stopped the launcher."""
 
     restarts: tuple[RankFailed, ...] = ()
     stopped_by: str = ""
@@ -63,14 +64,16 @@ def launch(
     environ: Mapping[str, str] | None = None,
     on_restart: Callable[[RankFailed], None] | None = None,
 ) -> Ended:
-    """Run ``command`` as ``num_ranks`` ranks until all ended; raises who failed last, and of what.
+    """Run ``command`` as ``num_ranks`` ranks until all have ended; raise the last failure and its
+    cause.
 
-    ``timeout_seconds`` is what ranks give to ``joined``: how long one may be waited for. Rank 0
-    prints as this process does; the others write below ``logs``, which an error names if these are
-    to stay. Signals that ask to stop are
-    passed on, and ranks that have not ended ``shutdown_seconds`` later are killed.
+    ``timeout_seconds`` is the time that ranks wait for each other, as given to ``joined``. Rank 0
+    prints to this process's streams; the others write below ``logs``, which errors name if
+    ``logs_stay``. Signals that ask to stop are forwarded, and ranks that have not ended
+    ``shutdown_seconds`` later are killed.
     """
-    # Signals reach only this thread, and ranks end with the thread that started them.
+    # Python delivers signals to the main thread only, and ranks end with the thread that started
+    # them.
     assert threading.current_thread() is threading.main_thread()
     if shutil.which(command[0]) is None:
         raise BadInput(
@@ -96,7 +99,7 @@ def launch(
         shutdown_seconds=shutdown_seconds,
     )
     stopped_by = ""
-    with _quiet(), _handlers_kept():
+    with _quiet(), _signal_handlers_restored():
         try:
             if agent.run().is_failed():
                 raise group.failures[-1]
@@ -113,14 +116,14 @@ def _spec(command: Sequence[str], num_ranks: int, run_id: str, max_restarts: int
         entrypoint=sys.executable,
         args=("-I", "-S", orphan_guard.__file__, os.getpid(), *command),
         max_restarts=max_restarts,
-        monitor_interval=_LOOK_SECONDS,
+        monitor_interval=_POLL_SECONDS,
     )
 
 
 class _Group(LogsSpecs):
-    """The ranks of each try: where they write, and a watch over them.
+    """The ranks of each attempt: their log files and their monitor.
 
-    The agent asks for the logs of each try before it starts it; that is where a try begins.
+    The agent requests the logs of an attempt before starting it; that begins a new attempt.
     """
 
     def __init__(
@@ -152,31 +155,29 @@ class _Group(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         self._attempt += 1
-        places = [
+        files = [
             RankFiles.of(self._run, attempt=self._attempt, rank=r) for r in range(self._num_ranks)
         ]
         logs = LogsDest()
-        for rank, place in enumerate(places):
-            place.path.mkdir(parents=True)
+        for rank, own_files in enumerate(files):
+            own_files.path.mkdir(parents=True)
             envs[rank] |= {
                 **self._environ,
-                FOLDER_VARIABLE: str(place.path),
-                "TORCHELASTIC_ERROR_FILE": str(place.error),
+                FOLDER_VARIABLE: str(own_files.path),
+                "TORCHELASTIC_ERROR_FILE": str(own_files.error),
                 "GLOO_SOCKET_IFNAME": "lo",
-                # Whoever would meet there by himself would listen on every interface.
+                # A process that used these addresses would listen on every interface.
                 "MASTER_ADDR": "",
                 "MASTER_PORT": "",
             }
-            # Nothing is redirected by the agent: orphan_guard.py does that.
+            # The agent redirects nothing: orphan_guard.py does.
             logs.stdouts[rank] = logs.stderrs[rank] = ""
-            logs.error_files[rank] = str(place.error)
-        self._watch = Watch(
-            places, timeout_seconds=self._timeout_seconds, logs_stay=self._logs_stay
-        )
+            logs.error_files[rank] = str(own_files.error)
+        self._watch = Watch(files, timeout_seconds=self._timeout_seconds, logs_stay=self._logs_stay)
         return logs
 
     def have_ended(self, pids: Mapping[int, int]) -> bool:
-        found = self._watch.look(pids)
+        found = self._watch.poll(pids)
         if isinstance(found, bool):
             return found
         if not isinstance(found, RankFailed) or found.cause not in RESTARTED_AFTER:
@@ -190,7 +191,7 @@ class _Group(LogsSpecs):
 
 
 class _OneHost(RendezvousHandler):
-    """This host is the first of one."""
+    """A rendezvous of a single host."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -205,7 +206,7 @@ class _OneHost(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could come."""
+        """Do nothing: no other host could join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -219,7 +220,7 @@ class _OneHost(RendezvousHandler):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The agent tells its own story on stderr; ours is the error."""
+    """Silence the agent's log on stderr; the raised error is the report."""
     logger = logging.getLogger("torch.distributed.elastic")
     silent, propagate = logging.NullHandler(), logger.propagate
     logger.addHandler(silent)
@@ -232,13 +233,13 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """The agent puts its own in their place, and leaves them there."""
+def _signal_handlers_restored() -> Iterator[None]:
+    """Restore the signal handlers: the agent installs its own and does not remove them."""
     before = {number: signal.getsignal(number) for number in _STOPPING}
     try:
         yield
     finally:
         for number, handler in before.items():
-            # None is a handler that is not Python's, and cannot be put back.
+            # None is a handler not set from Python, which cannot be restored.
             if handler is not None:
                 signal.signal(number, handler)

@@ -1,7 +1,7 @@
-"""The interface over which a host speaks to the others.
+"""Select the network interface over which a host reaches the others.
 
-Gloo takes the one that the host's own name stands for, and on many machines that is the loopback,
-where nobody else comes. Whoever sets GLOO_SOCKET_IFNAME knows better. Not for meeting: see
+By default gloo uses the interface of the host's own name, on many machines loopback, which no
+other host reaches. A GLOO_SOCKET_IFNAME set by the user is respected. Not for the rendezvous: see
 rendezvous.py.
 """
 
@@ -16,20 +16,22 @@ from steelyard.run.launch.environment import RankInfo
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-def speak_on_one_host(who: RankInfo, environ: MutableMapping[str, str]) -> None:
-    """Loopback where all ranks are known to be on one host; else the interface of MASTER_ADDR."""
+def set_interface_on_one_host(who: RankInfo, environ: MutableMapping[str, str]) -> None:
+    """Use loopback if all ranks are known to be on one host, else the interface of MASTER_ADDR."""
     name = "lo" if who.is_one_host else interface_of(address_towards(who.address))
     if name:
         environ.setdefault(VARIABLE, name)
 
 
-def speak_between_hosts(store: Store, who: RankInfo, environ: MutableMapping[str, str]) -> None:
-    """The others look towards the first host, and the ranks of that one towards the second: its own
-    name may stand for its loopback."""
-    of_a_host = who.size // who.hosts
-    if who.rank >= of_a_host:
+def set_interface_between_hosts(
+    store: Store, who: RankInfo, environ: MutableMapping[str, str]
+) -> None:
+    """Use the interface towards the first host, or, on the first host, towards the second: its
+    own name may resolve to loopback."""
+    ranks_per_host = who.size // who.hosts
+    if who.rank >= ranks_per_host:
         towards = who.address
-        if who.rank == of_a_host:
+        if who.rank == ranks_per_host:
             store.set("second host", address_towards(towards))
     else:
         towards = _address_in(store.get("second host"))
@@ -38,9 +40,9 @@ def speak_between_hosts(store: Store, who: RankInfo, environ: MutableMapping[str
         environ.setdefault(VARIABLE, name)
 
 
-def _address_in(said: bytes) -> str:
-    """What another host says is its address; empty where it is none."""
+def _address_in(written: bytes) -> str:
+    """Return the address that another host has written, or an empty text if it is not one."""
     try:
-        return str(ipaddress.ip_address(said.decode("ascii")))
+        return str(ipaddress.ip_address(written.decode("ascii")))
     except ValueError:
         return ""

@@ -1,7 +1,7 @@
-"""What a rank says of itself: how far it had come, and what ended it. Plain data, and its JSON.
+"""A rank's report on itself: its progress and the exception that ended it, as data and JSON.
 
-Not for how it finds that out: see status_reporter.py. What a file says is read field by field and
-never believed to be whole: a rank may be killed at any moment, and a person may edit files.
+Not for how it is obtained: see status_reporter.py. Files are read field by field and may be
+incomplete: a rank may be killed at any moment, and a person may edit files.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ from steelyard.safe_text import printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """A collective that a rank issued in one process group: which in a row, and what."""
+    """A collective that a rank issued in a process group, with its sequence number and a
+    description."""
 
     group: str
     number: int
@@ -22,8 +23,9 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
-    """``issued``: the last of each group; ``lately``: the last of all, in order. ``is_waiting``:
-    for an exchange, of whatever kind. ``line``: where the user's code was."""
+    """``issued``: the last collective of each group; ``lately``: the last ones of all groups, in
+    order. ``is_waiting``: True if any exchange is pending. ``line``: the position in the user's
+    code."""
 
     issued: tuple[Issued, ...] = ()
     lately: tuple[Issued, ...] = ()
@@ -47,11 +49,11 @@ class RankProgress:
 class RankStatus:
     """An exception that ended a rank, as that rank saw it.
 
-    ``of_input``: what was asked for cannot be honoured, on no rank and at no second try.
-    ``of_exchange``: it came from talking to the others, who may be to blame. ``differs`` is the
-    rank that does not hold what the others hold, and in what; ``absent`` one that never came,
-    ``missed`` one that sent nothing through memory that ranks share. ``not_finite``: the loss was
-    not, which all ranks find at once.
+    ``of_input``: the request cannot be honoured, on any rank or at a second attempt.
+    ``of_exchange``: it came from communication, so another rank may be to blame. ``differs``: the
+    rank whose item differs, and the item; ``absent``: a rank that never joined; ``missed``: a
+    rank that sent nothing through shared memory. ``not_finite``: the loss was not finite, which
+    all ranks find at once.
     """
 
     kind: str

@@ -1,6 +1,7 @@
-"""Inside a rank: meet the others, agree with them, and leave without cutting anybody off.
+"""Inside a rank: rendezvous with the others, check consistency, and leave without cutting them
+off.
 
-Not for what ranks exchange then: those are nodes of the graph.
+Not for the collectives of a step: those are nodes of the graph.
 """
 
 import contextlib
@@ -20,7 +21,10 @@ from steelyard.errors import RankFailed
 from steelyard.run.launch.authenticated_store import authenticated
 from steelyard.run.launch.consistency_check import agree
 from steelyard.run.launch.environment import RankInfo
-from steelyard.run.launch.network_interface import speak_between_hosts, speak_on_one_host
+from steelyard.run.launch.network_interface import (
+    set_interface_between_hosts,
+    set_interface_on_one_host,
+)
 from steelyard.run.launch.rendezvous_port import served_store
 from steelyard.run.launch.status_reporter import answer_when_asked, recorded
 from steelyard.run_token import VARIABLE, token_of
@@ -29,9 +33,10 @@ _NO_SECRET = (
     "steelyard: ranks meet at {}:{} without a shared secret, so that whoever reaches that port can "
     f"take a rank's place; set {VARIABLE} on all hosts (docs/security.md)\n"
 )
-_NEEDED, _NO_MORE = "store is needed", "no more"
-# How often ranks say that they need the store; how long they may take to say it first, and again.
-_BEAT_SECONDS, _COMING_SECONDS, _PATIENCE_SECONDS, _LOOK_SECONDS = 2.0, 900.0, 120.0, 0.5
+_STORE_KEY, _NOT_NEEDED = "store is needed", "no more"
+# The interval at which ranks refresh their claim on the store; the time allowed for the first
+# claim, and for each later one.
+_HEARTBEAT_SECONDS, _START_SECONDS, _PATIENCE_SECONDS, _POLL_SECONDS = 2.0, 900.0, 120.0, 0.5
 
 
 @contextlib.contextmanager
@@ -44,24 +49,24 @@ def joined(
     store: Store | None = None,
     backend: str = "gloo",
 ) -> Iterator[None]:
-    """The default process group, while this stands; a rank alone needs none.
+    """Provide the default process group within this context; a single rank needs none.
 
-    ``words`` have to be the same on all ranks (see consistency_check.py). A rank may come up to
-    ``start_seconds`` after another; from then on every wait ends after ``timeout_seconds``.
-    ``store`` is where they meet, unless that is for this alone.
+    ``words`` have to be equal on all ranks (see consistency_check.py). A rank may come up to
+    ``start_seconds`` after another; from then on every wait times out after ``timeout_seconds``.
+    ``store`` is an existing rendezvous store to use.
     """
     with recorded(who):
         if who.size == 1:
             yield
             return
-        if who.place is not None:
-            answer_when_asked(who.place)
+        if who.files is not None:
+            answer_when_asked(who.files)
         store = store or meeting_place(who, timeout_seconds=start_seconds)
         agree(store, who, words, timeout_seconds=start_seconds)
         if who.hosts > 1:
-            speak_between_hosts(store, who, os.environ)
-        elif who.place is None:
-            speak_on_one_host(who, os.environ)
+            set_interface_between_hosts(store, who, os.environ)
+        elif who.files is None:
+            set_interface_on_one_host(who, os.environ)
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
@@ -70,10 +75,10 @@ def joined(
             timeout=timedelta(seconds=timeout_seconds),
         )
         try:
-            # Written down before the connections close: the others' complaints come after it.
+            # Recorded before the connections close: the others' complaints come after it.
             with recorded(who):
                 yield
-                # Who hangs up first would cut off those that still listen.
+                # A rank that disconnects early would cut off those that still receive.
                 dist.barrier()
         finally:
             dist.destroy_process_group()
@@ -81,23 +86,24 @@ def joined(
 
 @contextlib.contextmanager
 def needing_store(who: RankInfo) -> Iterator[None]:
-    """Within it a process that only holds the store for these ranks knows that they need it."""
-    if not who.store_is_held or who.rank != 0:
+    """Within this context, rank 0 tells a process that only hosts the store that the ranks still
+    need it."""
+    if not who.store_is_external or who.rank != 0:
         yield
         return
-    # One connection is for one thread.
-    store, is_over = _store_to_hold(who), threading.Event()
+    # A store connection serves a single thread.
+    store, is_over = _external_store(who), threading.Event()
 
-    def beat() -> None:
+    def heartbeat() -> None:
         count = 0
-        while not is_over.wait(_BEAT_SECONDS):
+        while not is_over.wait(_HEARTBEAT_SECONDS):
             count += 1
             try:
-                store.set(_NEEDED, str(count))
+                store.set(_STORE_KEY, str(count))
             except dist.DistError:
-                return  # the holder is gone, and what needs it will say so
+                return  # the host process has ended; those that need the store will report it
 
-    thread = threading.Thread(target=beat, daemon=True)
+    thread = threading.Thread(target=heartbeat, daemon=True)
     thread.start()
     try:
         yield
@@ -105,49 +111,51 @@ def needing_store(who: RankInfo) -> Iterator[None]:
         is_over.set()
         thread.join()
         with contextlib.suppress(dist.DistError):
-            store.set(_NEEDED, _NO_MORE)
+            store.set(_STORE_KEY, _NOT_NEEDED)
 
 
-def _store_to_hold(who: RankInfo) -> Store:
-    """Without the proof that ranks give each other: all that is read is whether it is needed."""
-    store = _store_at_port(who, timedelta(seconds=_COMING_SECONDS))
+def _external_store(who: RankInfo) -> Store:
+    """Connect without authentication: the only value read is if the store is needed."""
+    store = _store_at_port(who, timedelta(seconds=_START_SECONDS))
     return PrefixStore(f"held in attempt-{who.attempt}", store)
 
 
 def hold_meeting_place(who: RankInfo) -> None:
-    """Until the ranks that meet there end, or none of them has said for long that it needs it."""
-    store = _store_to_hold(who)
-    said, until = b"", time.monotonic() + _COMING_SECONDS
+    """Host the store until its ranks end, or have not claimed it for a long time."""
+    store = _external_store(who)
+    last, until = b"", time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
-        now = store.get(_NEEDED) if store.check([_NEEDED]) else b""
-        if now == _NO_MORE.encode():
+        current = store.get(_STORE_KEY) if store.check([_STORE_KEY]) else b""
+        if current == _NOT_NEEDED.encode():
             return
-        if now != said:
-            said, until = now, time.monotonic() + _PATIENCE_SECONDS
-        time.sleep(_LOOK_SECONDS)
+        if current != last:
+            last, until = current, time.monotonic() + _PATIENCE_SECONDS
+        time.sleep(_POLL_SECONDS)
 
 
 def meeting_place(who: RankInfo, *, timeout_seconds: float = 300) -> Store:
-    """A prefix for each try: addresses of the last one are stale (torchrun restarted in vain).
+    """Return the rendezvous store, with a prefix per attempt: addresses of the last attempt are
+    stale (with them, torchrun restarted in vain).
 
-    Ranks that our launcher started meet in a file that only their user can open. All others meet at
-    a port, and prove to each other there that they know ``STEELYARD_TOKEN`` if they have one.
+    Ranks of our launcher use a file that only their user can open. All others use a port, and
+    prove to each other that they know ``STEELYARD_TOKEN`` if they have one.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    if who.place is not None:
-        store = FileStore(str(who.place.store))
+    if who.files is not None:
+        store = FileStore(str(who.files.store))
         store.set_timeout(timeout)
         return PrefixStore(f"attempt-{who.attempt}", store)
-    met = PrefixStore(f"attempt-{who.attempt}", _store_at_port(who, timeout))
+    prefixed = PrefixStore(f"attempt-{who.attempt}", _store_at_port(who, timeout))
     token = token_of(os.environ)
     if who.rank == 0 and not token and not is_within_host(who):
         sys.stderr.write(_NO_SECRET.format(who.address, who.port))
-    return authenticated(met, who, token, timeout_seconds=timeout_seconds)
+    return authenticated(prefixed, who, token, timeout_seconds=timeout_seconds)
 
 
 def _store_at_port(who: RankInfo, timeout: timedelta) -> Store:
-    """Rank 0 has the store in its own process, unless torchrun's agent has it."""
-    if who.rank == 0 and not (who.agent_holds_store or who.store_is_held):
+    """Host the store in rank 0, unless torchrun's agent or another process does; connect on the
+    others."""
+    if who.rank == 0 and not (who.agent_holds_store or who.store_is_external):
         return served_store(who, os.environ, timeout=timeout)
     try:
         return TCPStore(
@@ -165,8 +173,8 @@ def _store_at_port(who: RankInfo, timeout: timedelta) -> Store:
 
 
 def is_within_host(who: RankInfo) -> bool:
-    """Whether only processes of this host reach the port: of several hosts the first one's name may
-    stand for its own loopback, and the others come from elsewhere all the same."""
+    """True if only processes of this host reach the port. With several hosts the first host's
+    name may resolve to loopback there, and the others still connect from outside."""
     try:
         return ipaddress.ip_address(who.address).is_loopback
     except ValueError:

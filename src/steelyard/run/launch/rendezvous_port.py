@@ -1,7 +1,7 @@
-"""The port where ranks meet, open on the interface that leads to the others and on no other.
+"""The rendezvous port, open only on the interface that leads to the other ranks.
 
-A TCPStore left to itself listens on all interfaces; it is given a socket that is bound already.
-Not for the interface that gloo takes: see network_interface.py.
+A TCPStore by default listens on all interfaces; ours is given a bound socket. Not for gloo's
+interface: see network_interface.py.
 """
 
 import errno
@@ -19,12 +19,12 @@ from steelyard.run.launch.network_interface import VARIABLE
 from steelyard.safe_text import printable
 
 _BACKLOG = 4096
-# A process that meets twice at one place has its store still.
+# A process that rendezvouses twice at one address still has its store.
 _SERVED: dict[tuple[str, int], TCPStore] = {}
 
 
 def served_store(who: RankInfo, environ: Mapping[str, str], *, timeout: timedelta) -> TCPStore:
-    """The store of rank 0, in this process."""
+    """Return the store that rank 0 hosts in this process."""
     refused = []
     for address in addresses(who, environ):
         known = _SERVED.get((address, who.port))
@@ -34,7 +34,7 @@ def served_store(who: RankInfo, environ: Mapping[str, str], *, timeout: timedelt
             listening = _bound(address, who.port)
         except OSError as error:
             refused.append(f"{address}: {error.strerror}")
-            if error.errno == errno.EADDRNOTAVAIL:  # it is not this host's, as behind a translation
+            if error.errno == errno.EADDRNOTAVAIL:  # not an address of this host, as behind NAT
                 continue
             break
         store = TCPStore(
@@ -48,21 +48,21 @@ def served_store(who: RankInfo, environ: Mapping[str, str], *, timeout: timedelt
         )
         _SERVED[address, who.port] = store
         return store
-    said = "; ".join(refused) or f"{printable(who.address)} is no other interface than loopback"
+    problem = "; ".join(refused) or f"{printable(who.address)} is no other interface than loopback"
     raise BadInput(
-        f"rank 0 cannot listen for the others at port {who.port} ({said})",
+        f"rank 0 cannot listen for the others at port {who.port} ({problem})",
         expected="MASTER_ADDR an address of the first rank's host that the others reach",
         remedy=f"correct MASTER_ADDR or MASTER_PORT, or name the interface in {VARIABLE}",
     )
 
 
 def addresses(who: RankInfo, environ: Mapping[str, str]) -> Iterator[str]:
-    """Where to listen, the likeliest first: at MASTER_ADDR, unless it is a name that stands for
-    this host's loopback while others have to come from elsewhere."""
+    """Yield the addresses to listen on, the likeliest first: MASTER_ADDR, unless it resolves to
+    loopback and ranks come from other hosts."""
     is_number = _is_address(who.address)
-    for found in _resolved(who.address):
-        if is_number or who.hosts == 1 or not ipaddress.ip_address(found).is_loopback:
-            yield "127.0.0.1" if ipaddress.ip_address(found).is_unspecified else found
+    for address in _resolved(who.address):
+        if is_number or who.hosts == 1 or not ipaddress.ip_address(address).is_loopback:
+            yield "127.0.0.1" if ipaddress.ip_address(address).is_unspecified else address
     if not is_number or who.hosts > 1:
         names = [name for _, name in socket.if_nameindex()]
         others = [a for a in map(address_of, names) if a and not a.startswith("127.")]
@@ -81,7 +81,7 @@ def _bound(address: str, port: int) -> socket.socket:
 def _resolved(name: str) -> list[str]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:  # no such name; that nobody can meet there is said by whoever tried
+    except OSError:  # no such name; the ranks that use it report the error
         return []
     return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
 

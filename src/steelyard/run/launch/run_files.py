@@ -1,13 +1,13 @@
-"""Where ranks and their launcher leave word for each other: one folder for each try of a run.
+"""Files through which ranks and their launcher communicate: one folder per attempt of a run.
 
-    <run>/attempt-0/store               where ranks find each other's addresses
-    <run>/attempt-0/rank-1/stdout.log   and stderr.log; those of rank 0 go through instead
-    <run>/attempt-0/rank-1/error.json   what ended the rank, in its own words
-    <run>/attempt-0/rank-1/ask          a pipe: whoever writes into it gets
-    <run>/attempt-0/rank-1/answer.json  where the rank is
-    <run>/attempt-0/rank-1/unlike.json  while it asks whether all ranks have the same as it has
-A restart has a new folder, so that nothing of the last try is believed in the next.
-Not for what is in the files: see rank_status.py.
+    <run>/attempt-0/store               the rendezvous store
+    <run>/attempt-0/rank-1/stdout.log   and stderr.log; those of rank 0 are the launcher's streams
+    <run>/attempt-0/rank-1/error.json   the exception that ended the rank
+    <run>/attempt-0/rank-1/ask          a pipe: a write into it requests
+    <run>/attempt-0/rank-1/answer.json  the rank's position
+    <run>/attempt-0/rank-1/unlike.json  exists while the rank waits in an equality check
+A restart has a new folder, so that no file of the last attempt is used in the next.
+Not for the content of the files: see rank_status.py.
 """
 
 import json
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Tells a rank its folder, and by being there that Steelyard started it.
+# Passes the folder to a rank; if set, Steelyard started the rank.
 FOLDER_VARIABLE = "STEELYARD_RANK_FOLDER"
 _MOST_BYTES = 2**20
 
@@ -53,19 +53,19 @@ class RankFiles:
         return self.path / "answer.json"
 
     @property
-    def unlike(self) -> Path:
+    def pending_check(self) -> Path:
         return self.path / "unlike.json"
 
 
 def write_whole(path: Path, value: Any) -> None:
-    """A reader sees all of it or nothing."""
+    """Write a file atomically: a reader sees all of it or nothing."""
     new = path.with_name(f".{path.name}")
     new.write_text(json.dumps(value), encoding="utf-8")
     new.replace(path)
 
 
 def read_whole(path: Path) -> dict[str, Any] | None:
-    """What was written; nothing if it is not there or not what we write."""
+    """Return the content of a JSON file, or None if it is absent or malformed."""
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(_MOST_BYTES))

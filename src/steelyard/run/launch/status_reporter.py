@@ -1,10 +1,10 @@
-"""Inside a rank: writes down what ended it, and says where it is when its launcher asks.
+"""Inside a rank: record the exception that ends it, and report its position when asked.
 
-The launcher asks once others have waited for this rank in vain. A thread answers, so that a rank
-that sleeps or loops answers too; one that holds the interpreter in native code does not, and that
-is an answer as well. torch's flight recorder says which exchange was issued last: it records gloo
-in torch 2.13 too. (Its states stay "scheduled" there; ``retired`` is what tells.)
-Not for judging: see failure_diagnosis.py.
+The launcher asks after others have waited for this rank in vain. A thread answers, so that a rank
+that sleeps or loops answers too; native code that holds the interpreter prevents an answer, which
+is informative as well. torch's flight recorder has the last collective issued: it records gloo in
+torch 2.13 too. (Its states stay "scheduled" there; ``retired`` tells if one has completed.) Not
+for the diagnosis: see failure_diagnosis.py.
 """
 
 import contextlib
@@ -34,56 +34,59 @@ from steelyard.safe_text import printable
 if TYPE_CHECKING:
     from steelyard.comm.gloo.point_to_point import Note
 
-# Gloo raises a plain RuntimeError that begins with the place in its own source; but not the one of
-# whoever issues an exchange after another has timed out.
-_OF_GLOO = re.compile(
+# Gloo raises a plain RuntimeError that begins with the position in gloo's source, except for a
+# collective issued after another has timed out.
+_GLOO_ERROR = re.compile(
     r"gloo/|gloo::|Connection (closed|reset) by peer|Application timeout caused pair closure"
 )
-# Where in gloo's source, and what it guesses of the cause.
-_OF_GLOO_ITSELF = re.compile(r"^\[[^\]]*gloo[^\]]*\] |\.? This is typically caused by .*$")
-_OF_MEMORY = re.compile(r"can't allocate memory|std::bad_alloc|not enough memory|out of memory")
-# torchrun's own reader of error files (ProcessFailure) wants its fields in this variable's file.
+# The position in gloo's source, and gloo's guess at the cause.
+_GLOO_NOISE = re.compile(r"^\[[^\]]*gloo[^\]]*\] |\.? This is typically caused by .*$")
+_MEMORY_ERROR = re.compile(r"can't allocate memory|std::bad_alloc|not enough memory|out of memory")
+# torchrun's own reader of error files (ProcessFailure) expects its fields in the file of this
+# variable.
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-# More than are ever under way at once, from the first that ranks did not make alike to the last.
+# More than are ever in flight, from the first collective that ranks made differently to the last.
 _LATELY = 64
-# Longer than the launcher takes; it is there as long as this process is (see orphan_guard.py).
+# Longer than the launcher takes; the launcher lives as long as this process (see
+# orphan_guard.py).
 _VERDICT_SECONDS = 20
 
 
 @contextlib.contextmanager
 def recorded(who: RankInfo) -> Iterator[None]:
-    """Whatever ends this block is written down for the launcher, or for torchrun, and goes on.
+    """Record the exception that ends this block, for the launcher or for torchrun, and re-raise
+    it.
 
-    May be nested: what was written first stays. A rank that lost another waits for the launcher's
-    verdict, which ends it: its own complaint would bury the cause.
+    May be nested: the first record stays. A rank that lost another waits for the launcher's
+    verdict, which ends it: its own traceback would bury the cause.
     """
     try:
         yield
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (0, None)):
-            path = who.place.error if who.place else _path_of(os.environ.get(_ERROR_FILE_VARIABLE))
+            path = who.files.error if who.files else _path_of(os.environ.get(_ERROR_FILE_VARIABLE))
             if path is not None and not path.exists():
-                said = statement_of(error)
-                # The error counts, not that it could not be written down (a full disk, say).
+                status = statement_of(error)
+                # The original error matters, not a failure to record it (a full disk, say).
                 with contextlib.suppress(OSError):
-                    write_whole(path, _as_error_file(error, said))
-                if who.place is not None and said.of_exchange:
+                    write_whole(path, _as_error_file(error, status))
+                if who.files is not None and status.of_exchange:
                     time.sleep(_VERDICT_SECONDS)
         raise
 
 
 @contextlib.contextmanager
 def told_by_itself(who: RankInfo) -> Iterator[None]:
-    """A rank that nobody watches, as on one of several hosts, says itself that it lost another; our
-    launcher knows more of it, and says that."""
+    """Raise a readable RankFailed for a lost connection if no launcher of ours diagnoses it, as
+    with several hosts."""
     try:
         yield
     except RuntimeError as error:
-        if who.place is not None or isinstance(error, RankFailed) or not _is_of_exchange(error):
+        if who.files is not None or isinstance(error, RankFailed) or not _is_of_exchange(error):
             raise
-        where = _OF_GLOO_ITSELF.sub("", str(error).splitlines()[0])
+        message = _GLOO_NOISE.sub("", str(error).splitlines()[0])
         raise RankFailed(
-            f"rank {who.rank} lost another in the middle of an exchange: {printable(where)}",
+            f"rank {who.rank} lost another in the middle of an exchange: {printable(message)}",
             expected="all ranks, and what joins them, there to the last step",
             remedy="look at what the other ranks wrote: one that ended by itself says why; start "
             "all again with --resume, where there is a --checkpoint",
@@ -94,29 +97,29 @@ def _path_of(name: str | None) -> Path | None:
     return Path(name) if name else None
 
 
-def _as_error_file(error: BaseException, said: RankStatus) -> dict[str, Any]:
+def _as_error_file(error: BaseException, status: RankStatus) -> dict[str, Any]:
     text = "".join(traceback.format_exception(error))
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     return {
         "message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra},
-        "steelyard": said.to_json(),
+        "steelyard": status.to_json(),
     }
 
 
 def statement_of(error: BaseException) -> RankStatus:
     of_exchange = any(map(_is_of_exchange, _chain(error)))
-    ours = error if isinstance(error, SteelyardError) else None
+    own_error = error if isinstance(error, SteelyardError) else None
     failed = error if isinstance(error, RankFailed) else None
     return RankStatus(
         kind=type(error).__name__,
-        text=ours.happened if ours else str(error),
+        text=own_error.happened if own_error else str(error),
         line=_line_of_error(error),
         at_seconds=time.monotonic(),
         of_input=isinstance(error, BadInput),
         of_exchange=of_exchange,
         of_memory=any(map(_is_of_memory, _chain(error))),
-        expected=ours.expected if ours else "",
-        remedy=ours.remedy if ours else "",
+        expected=own_error.expected if own_error else "",
+        remedy=own_error.remedy if own_error else "",
         differs=(error.rank, error.item) if isinstance(error, RanksDiffer) else None,
         absent=failed.rank if failed and failed.cause == "absent" else None,
         missed=failed.rank if failed and failed.cause == "exchange" and failed.rank >= 0 else None,
@@ -126,7 +129,7 @@ def statement_of(error: BaseException) -> RankStatus:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that it was raised from or while handling."""
+    """Yield the error and those it was raised from or while handling."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -137,7 +140,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _is_of_exchange(error: BaseException) -> bool:
     if isinstance(error, RankFailed | torch.distributed.DistError):
         return True
-    return isinstance(error, RuntimeError) and bool(_OF_GLOO.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_GLOO_ERROR.search(str(error)))
 
 
 def _is_of_memory(error: BaseException) -> bool:
@@ -145,14 +148,15 @@ def _is_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and bool(_OF_MEMORY.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_MEMORY_ERROR.search(str(error)))
 
 
 # --- where the rank is ----------------------------------------------------------------------------
 
 
 def progress(line: str = "") -> RankProgress:
-    # Only when something went wrong: it brings in much of torch, which a step has long loaded.
+    # Imported only after an error: this loads much of torch, which a running step has loaded
+    # already.
     from steelyard import _torch
     from steelyard.comm.gloo.point_to_point import LATELY
 
@@ -162,7 +166,7 @@ def progress(line: str = "") -> RankProgress:
     return RankProgress(
         issued=tuple(each for _, each in sorted(last.items())),
         lately=tuple(issued[-_LATELY:]),
-        # Where nothing was recorded nothing is known: the recorder can be switched off.
+        # Without records the state is unknown: the recorder can be switched off.
         is_waiting=not entries
         or any(not entry["retired"] for entry in entries)
         or any(not note.is_over for note in notes),
@@ -171,17 +175,22 @@ def progress(line: str = "") -> RankProgress:
 
 
 def _numbered(entries: list[dict[str, Any]], notes: "list[Note]") -> list[Issued]:
-    """In the order of their issue, torch's and ours counted as one: each has numbers for its own.
-    Sends and receives have some, too, which ranks do not share."""
-    made = [(note.at_ns, note.group, "ours", note.number, note.words) for note in notes]
+    """Number the collectives in order of issue, torch's and ours together; each counts only its
+    own.
+
+    Sends and receives are skipped: ranks do not share their numbers.
+    """
+    entries_by_time = [(note.at_ns, note.group, "ours", note.number, note.words) for note in notes]
     for entry in entries:
         if not entry["is_p2p"]:
             group, number = str(entry["process_group"][0]), entry["collective_seq_id"]
-            made.append((entry["time_created_ns"], group, "torch's", number, _words_for(entry)))
-    issued, reached = list[Issued](), defaultdict[str, dict[str, int]](dict)
-    for _, group, whose, number, words in sorted(made):
-        reached[group][whose] = number
-        issued.append(Issued(group=group, number=sum(reached[group].values()), words=words))
+            entries_by_time.append(
+                (entry["time_created_ns"], group, "torch's", number, _words_for(entry))
+            )
+    issued, counts = list[Issued](), defaultdict[str, dict[str, int]](dict)
+    for _, group, source, number, words in sorted(entries_by_time):
+        counts[group][source] = number
+        issued.append(Issued(group=group, number=sum(counts[group].values()), words=words))
     return issued
 
 
@@ -191,14 +200,14 @@ def _words_for(entry: dict[str, Any]) -> str:
     return f"{kind} {', '.join(f'{dtype} {sizes}' for dtype, sizes in shapes)}".rstrip()
 
 
-def answer_when_asked(place: RankFiles) -> None:
-    os.mkfifo(place.ask, mode=0o600)
-    # For writing too: a pipe without a writer would be at its end at once.
-    pipe = os.open(place.ask, os.O_RDWR | os.O_CLOEXEC)
+def answer_when_asked(files: RankFiles) -> None:
+    os.mkfifo(files.ask, mode=0o600)
+    # Opened for writing too: a pipe without a writer would be at its end at once.
+    pipe = os.open(files.ask, os.O_RDWR | os.O_CLOEXEC)
 
     def answer() -> None:
         while os.read(pipe, 1):
-            write_whole(place.answer, progress(_line_of_main_thread()).to_json())
+            write_whole(files.answer, progress(_line_of_main_thread()).to_json())
 
     threading.Thread(target=answer, name="steelyard-witness", daemon=True).start()
 
@@ -213,7 +222,7 @@ def _line_of_error(error: BaseException) -> str:
 
 
 def _line_of(frames: list[tuple[FrameType, int]]) -> str:
-    """The innermost line that is neither torch's, nor Python's, nor ours; else the innermost."""
+    """Return the innermost line outside torch, Python and Steelyard, else an empty text."""
     users = [(f, number) for f, number in frames if not _is_library(f.f_code.co_filename)]
     if not users:
         return ""

@@ -1,6 +1,6 @@
-"""A training step in stages on the ranks of a pipeline, in the order of one of torch's schedules.
+"""Runs a pipelined training step on the ranks, in the order of one of torch's schedules.
 
-Not for what a stage computes (stage.py), nor for choosing stages and schedule: that is a plan's.
+Not for what a stage computes (stage.py), nor for choosing stages and schedule: the plan does.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from steelyard.run.pipeline.stage import LiveStage, Values, keep_only
 
 
 class PipelineDriver:
-    """What carries out the stages that this rank holds; every rank is given the whole batch.
+    """Runs the pipeline stages of this rank; every rank is given the whole batch.
 
-    Micro-batches weigh, and draw random numbers, as they do on one device. What ranks hold together
-    they sum up, also with the ``replicas`` that hold the same stages and work on other samples, and
-    which may hold some weights in shares.
-    Those of a stage that share its tensors exchange within it, over ``channels``; that of the
-    pipeline is told how long this rank had nothing to do.
+    Micro-batches are weighted, and draw random numbers, as on a single device. Gradients of
+    parameters that several ranks hold are summed, also over the ``replicas``, which hold the same
+    stages and train on other samples; ``in_shares`` names the weights that are sharded over them.
+    Collectives within a stage go over ``channels``; the pipeline's channel records this rank's
+    idle time.
     """
 
     def __init__(
@@ -63,13 +63,17 @@ class PipelineDriver:
         own = [stage for stage in stages if self._rank_of[stage.index] == rank]
         self._draws = Draws(pipeline.stages, own={stage.index for stage in own}, device=device)
         self._own = [
-            _Driven(
+            _ScheduledStage(
                 LiveStage(
                     stage,
                     live=live,
                     channels=channels,
-                    ahead=self._messages.rooms(stage.index + 1, stage.sends, is_back=False),
-                    back=self._messages.rooms(stage.index - 1, stage.sends_back, is_back=True),
+                    forward_buffers=self._messages.output_buffers(
+                        stage.index + 1, stage.sends, is_back=False
+                    ),
+                    backward_buffers=self._messages.output_buffers(
+                        stage.index - 1, stage.sends_back, is_back=True
+                    ),
                 ),
                 self._graph,
                 len(stages),
@@ -81,35 +85,35 @@ class PipelineDriver:
             for stage in own
         ]
         self._rank_of_loss = self._rank_of[last]
-        self._sums = self._made_sums(pipeline.stages.shared, live)
+        self._tied = self._tied_parameters(pipeline.stages.shared, live)
         trained = pipeline.trained(rank)
         self._trained = [live[name] for name in trained]
-        held = (name for own in self._own for name in own.live.stage.held)
-        shared = [live[name] for name in dict.fromkeys(held) if name in in_shares]
-        self._alike = [live[name] for name in trained if name not in in_shares]
-        self._shares = Shares(shared, group=replicas) if replicas is not None else None
+        names = (name for own in self._own for name in own.live.stage.held)
+        sharded = [live[name] for name in dict.fromkeys(names) if name in in_shares]
+        self._replicated = [live[name] for name in trained if name not in in_shares]
+        self._shares = Shares(sharded, group=replicas) if replicas is not None else None
         self._schedule = made_schedule(
             pipeline.schedule, self._own, micro_batches=pipeline.order.num_micro_batches
         )
 
     @property
     def held_bytes(self) -> int:
-        """For messages, between steps too."""
+        """Memory reserved for messages, also between steps."""
         return self._messages.held_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """To other ranks, in memory that they share."""
+        """Bytes sent to other ranks through shared memory so far."""
         return self._messages.moved_bytes
 
     def _rank_at(self, stage: int) -> int:
-        """Among all ranks, of the one that holds this stage."""
+        """Return the global rank that runs this stage."""
         return dist.get_global_rank(self._group, self._rank_of[stage])
 
-    def _made_sums(
+    def _tied_parameters(
         self, shared: Sequence[tuple[str, tuple[int, ...]]], live: Mapping[str, Any]
     ) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
-        """What this rank holds of parameters that others hold too, and with whom."""
+        """Return this rank's parameters that other ranks hold too, with those ranks' group."""
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         sums = []
         for name, stages in shared:
@@ -118,38 +122,42 @@ class PipelineDriver:
                 continue
             if ranks not in groups:
                 world = [dist.get_global_rank(self._group, r) for r in ranks]
-                # Another pipeline's ranks make groups of their own.
+                # Only these ranks create the group: the ranks of another pipeline create their
+                # own.
                 groups[ranks] = dist.new_group(world, use_local_synchronization=True)
             sums.append((live[name], groups[ranks]))
         take_turns()
         return sums
 
-    def run(self, given: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> torch.Tensor:
-        """Forward and backward of all micro-batches; the loss, from the rank that has it."""
-        with self._waiting.running():  # but for what is computed: see _Driven
-            with self._added_to_earlier():
-                losses = self._carried_out(given)
-            return self._told(losses, shares)
+    def run(
+        self, micro_batches: Sequence[Mapping[str, Any]], shares: Sequence[float]
+    ) -> torch.Tensor:
+        """Run all micro-batches forward and backward; return the loss, broadcast by the rank that
+        has it."""
+        with self._waiting.running():  # paused while a stage computes: see _ScheduledStage
+            with self._reduced_gradients_detached():
+                losses = self._run_schedule(micro_batches)
+            return self._broadcast_loss(losses, shares)
 
-    def _carried_out(self, given: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-        """The loss of each micro-batch, on the rank that has it."""
-        count = len(given)
+    def _run_schedule(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+        """Run the schedule; return the loss of each micro-batch, on the rank that has it."""
+        count = len(micro_batches)
         self._draws.begin(count)
         self._messages.begin()
         for own in self._own:
-            own.begin([dict(values) for values in given], self._draws, self.finite)
+            own.begin([dict(values) for values in micro_batches], self._draws, self.finite)
         losses: list[torch.Tensor] = []
         is_last = any(own.is_last for own in self._own)
-        whom = torch.arange(count, device=CPU) if is_last else None
+        targets = torch.arange(count, device=CPU) if is_last else None
         with self._shares.gathered() if self._shares else contextlib.nullcontext():
-            # Stages need no autograd; torch's schedules refuse to begin where it is off.
+            # Stages need no autograd, but torch's schedules refuse to start if it is disabled.
             with torch.enable_grad():
                 self._schedule.step(
-                    target=whom, losses=losses if is_last else None, return_outputs=False
+                    target=targets, losses=losses if is_last else None, return_outputs=False
                 )
             self._messages.end()
-            self._look_at_gradients()
-            for parameter, group in self._sums:
+            self._check_gradients()
+            for parameter, group in self._tied:
                 dist.all_reduce(_gradient(parameter), group=group)
             for parameter in self._trained if self._shares else ():
                 _gradient(parameter)
@@ -157,11 +165,11 @@ class PipelineDriver:
             self._draws.end()
             if self.finite is not None:
                 self.finite.saw(LOSS, losses)
-        self._sum_up()
+        self._reduce_gradients()
         return losses
 
-    def _look_at_gradients(self) -> None:
-        """Of what this rank's stages have trained, before it is summed up with other ranks'."""
+    def _check_gradients(self) -> None:
+        """Check the gradients of this rank's stages before they are summed over ranks."""
         if self.finite is None:
             return
         last = max(own.stage_index for own in self._own)
@@ -170,42 +178,46 @@ class PipelineDriver:
             self.finite.saw(GRADIENTS - last, gradients)
 
     @contextlib.contextmanager
-    def _added_to_earlier(self) -> Iterator[None]:
-        """What earlier calls found, and summed up then, is put by, and what this one finds is added
-        to it; a call that fails leaves it as it was."""
-        summed = {id(p): p for p, _ in self._sums}
+    def _reduced_gradients_detached(self) -> Iterator[None]:
+        """Exclude already reduced gradients of earlier calls, and add them afterwards.
+
+        If the call fails, they are restored unchanged.
+        """
+        summed = {id(p): p for p, _ in self._tied}
         if self._replicas is not None:
             summed |= {id(p): p for p in self._trained}
         before = [(p, p.grad) for p in summed.values() if p.grad is not None]
-        _forget(summed.values())
+        _clear_gradients(summed.values())
         try:
             yield
         except BaseException:
-            _forget(summed.values())  # what one rank alone has found since
+            _clear_gradients(summed.values())  # drops what this rank alone has accumulated
             for parameter, gradient in before:
                 parameter.grad = gradient
             raise
         for parameter, gradient in before:
             parameter.grad = gradient.add_(_gradient(parameter))
 
-    def _sum_up(self) -> None:
-        """With those that hold the same stages, of what lies in no shares."""
+    def _reduce_gradients(self) -> None:
+        """All-reduce the unsharded gradients over the replicas."""
         if self._replicas is not None:
-            sent = [
+            works = [
                 dist.all_reduce(_gradient(p), group=self._replicas, async_op=True)
-                for p in self._alike
+                for p in self._replicated
             ]
-            for work in sent:
+            for work in works:
                 work.wait()
 
-    def _told(self, losses: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+    def _broadcast_loss(
+        self, losses: Sequence[torch.Tensor], shares: Sequence[float]
+    ) -> torch.Tensor:
         name = next(o.node for o in self._graph.outputs if o.kind is OutputKind.LOSS)
         (planned,) = self._graph.by_name[name].outputs
         dtype = getattr(torch, planned.dtype)
         total = torch.zeros(planned.shape, dtype=dtype, device=self._device)
         for loss, share in zip(losses, shares):
             total += loss * share
-        total = total.to(CPU)  # as messages go
+        total = total.to(CPU)  # messages are sent from the host
         if self._replicas is not None and dist.get_rank(self._group) == self._rank_of_loss:
             dist.all_reduce(total, group=self._replicas)
         source = dist.get_global_rank(self._group, self._rank_of_loss)
@@ -213,22 +225,24 @@ class PipelineDriver:
         return total.to(self._device)
 
 
-def _forget(parameters: Iterable[torch.Tensor]) -> None:
+def _clear_gradients(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Zeros where this rank found none."""
+    """Return the gradient, zeros if this rank has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
-class _Driven(PipelineStage):
-    """A live stage, as torch's schedules drive one. Its own forward and backward pass stand in
-    place of autograd's; what torch is told of inputs and outputs is a token, because it would keep
-    buffers for every micro-batch at once."""
+class _ScheduledStage(PipelineStage):
+    """A live stage as torch's schedules drive it.
+
+    Its own forward and backward passes replace autograd's. Torch is given a token as input and
+    output, because it would otherwise keep buffers for all micro-batches at once.
+    """
 
     def __init__(
         self,
@@ -256,28 +270,28 @@ class _Driven(PipelineStage):
         self._waiting = waiting
         self._values: list[Values] = []
         self._draws: Draws | None = None
-        self._given: tuple[str, ...] = ()
+        self._input_names: tuple[str, ...] = ()
         self._finite: FiniteWatch | None = None
 
     def begin(self, values: list[Values], draws: Draws, finite: FiniteWatch | None) -> None:
         self._values, self._draws, self._finite = values, draws, finite
         self.live.begin()
-        self._given = tuple(values[0])
+        self._input_names = tuple(values[0])
 
     def clear_runtime_states(self) -> None:
         self.output_chunks.clear()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:  # noqa: ARG002
-        return []  # what comes is asked for ahead of that
+        return []  # receives are posted ahead, by Messages
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:  # noqa: ARG002
         return []  # the same
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sending(self._handed_on(fwd_chunk_id), fwd_chunk_id, +1)
+        return self._p2p_ops(self._pop_outputs(fwd_chunk_id), fwd_chunk_id, +1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sending(self.get_local_bwd_output(bwd_chunk_id), bwd_chunk_id, -1)
+        return self._p2p_ops(self.get_local_bwd_output(bwd_chunk_id), bwd_chunk_id, -1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         self._values[mb_index].update(prev_stage_outputs)
@@ -286,8 +300,10 @@ class _Driven(PipelineStage):
         self._values[mb_index].update(next_stage_bwd_outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        taken = self._taken(mb_index, self.live.stage.sends_back, self.live.stage.kept_between)
-        return self._looked_at(taken, GRADIENTS - self.stage_index)
+        popped = self._pop_values(
+            mb_index, self.live.stage.sends_back, self.live.stage.kept_between
+        )
+        return self._check_finite(popped, GRADIENTS - self.stage_index)
 
     def forward_one_chunk(
         self,
@@ -297,16 +313,16 @@ class _Driven(PipelineStage):
         save_forward_output: bool = True,  # noqa: ARG002 - the same
     ) -> Any:
         values = self._values[fwd_chunk_id]
-        self._take_in(ActionKind.FORWARD, fwd_chunk_id)
+        self._receive(ActionKind.FORWARD, fwd_chunk_id)
         stage = self.live.stage
         assert self._draws is not None
         with self._waiting.stopped(), self._draws.at(fwd_chunk_id, stage.index):
             loss = self.live.forward(values)
-        keep_only(values, dict.fromkeys((*self._given, *stage.kept, *stage.sends)))
+        keep_only(values, dict.fromkeys((*self._input_names, *stage.kept, *stage.sends)))
         if self.is_last:
             return loss
-        is_near = self._rank_at(self.stage_index + 1) == dist.get_rank()
-        return self._handed_on(fwd_chunk_id) if is_near else None
+        is_local = self._rank_at(self.stage_index + 1) == dist.get_rank()
+        return self._pop_outputs(fwd_chunk_id) if is_local else None
 
     def backward_one_chunk(
         self,
@@ -316,12 +332,12 @@ class _Driven(PipelineStage):
         last_backward: bool = False,  # noqa: ARG002 - the same
     ) -> None:
         values, stage = self._values[bwd_chunk_id], self.live.stage
-        self._take_in(
+        self._receive(
             ActionKind.BACKWARD if full_backward else ActionKind.BACK_TO_INPUTS, bwd_chunk_id
         )
         with self._waiting.stopped():
             (self.live.backward if full_backward else self.live.back_to_inputs)(values)
-        kept = () if full_backward else (*self._given, *stage.kept_between)
+        kept = () if full_backward else (*self._input_names, *stage.kept_between)
         keep_only(values, dict.fromkeys((*kept, *stage.sends_back)))
 
     def backward_weight_one_chunk(
@@ -329,43 +345,43 @@ class _Driven(PipelineStage):
         bwd_chunk_id: int,
         last_backward: bool = False,  # noqa: ARG002 - torch's signature
     ) -> None:
-        self._take_in(ActionKind.BACK_TO_WEIGHTS, bwd_chunk_id)
+        self._receive(ActionKind.BACK_TO_WEIGHTS, bwd_chunk_id)
         with self._waiting.stopped():
             self.live.back_to_weights(self._values[bwd_chunk_id])
         self._values[bwd_chunk_id].clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Gradients that ranks share are summed behind the step, all at once."""
+        """Do nothing: gradients that ranks share are summed at the end of the step, all at once."""
 
-    def _handed_on(self, index: int) -> Values:
-        taken = self._taken(index, self.live.stage.sends, self.live.stage.kept)
-        return self._looked_at(taken, ACTIVATIONS + self.stage_index)
+    def _pop_outputs(self, index: int) -> Values:
+        popped = self._pop_values(index, self.live.stage.sends, self.live.stage.kept)
+        return self._check_finite(popped, ACTIVATIONS + self.stage_index)
 
-    def _looked_at(self, values: Values, place: int) -> Values:
+    def _check_finite(self, values: Values, place: int) -> Values:
         if self._finite is not None:
             with self._waiting.stopped(), torch.no_grad():
                 self._finite.saw(place, list(values.values()))
         return values
 
-    def _taken(self, index: int, names: Sequence[str], kept: Sequence[str]) -> Values:
-        """These values of a micro-batch, of which it keeps only what it needs itself."""
+    def _pop_values(self, index: int, names: Sequence[str], kept: Sequence[str]) -> Values:
+        """Return these values of a micro-batch, and drop those that this stage no longer needs."""
         values = self._values[index]
-        taken = {name: values[name] for name in names}
+        popped = {name: values[name] for name in names}
         for name in set(names).difference(kept):
             del values[name]
-        return taken
+        return popped
 
-    def _sending(self, values: Values, index: int, step: int) -> list[dist.P2POp]:
+    def _p2p_ops(self, values: Values, index: int, step: int) -> list[dist.P2POp]:
         to = self.stage_index + step
-        return self._messages.sending(to, index, values, is_back=step < 0)
+        return self._messages.send(to, index, values, is_back=step < 0)
 
-    def _take_in(self, work: ActionKind, index: int) -> None:
-        """What has come lies as it was captured, before anything reads it."""
+    def _receive(self, work: ActionKind, index: int) -> None:
+        """Receive the inputs of an action, in the layout they were captured with."""
         action = Action(stage=self.stage_index, work=work, micro_batch=index)
-        for name, come in self._messages.of(action).items():
+        for name, received in self._messages.receive(action).items():
             (planned,) = self._graph.by_name[name].outputs
             self._values[index][name] = (
-                come
-                if come.stride() == planned.stride
-                else copy_laid_out(come, list(planned.shape), list(planned.stride))
+                received
+                if received.stride() == planned.stride
+                else copy_laid_out(received, list(planned.shape), list(planned.stride))
             )

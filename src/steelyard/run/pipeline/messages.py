@@ -1,6 +1,6 @@
-"""What the ranks of a pipeline send each other: through gloo, or through memory that they share.
+"""Messages between the ranks of a pipeline: through gloo, or through shared memory.
 
-Not for what is sent, nor for who works when: see driver.py.
+Not for what is sent, nor for the schedule: see driver.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +20,14 @@ from steelyard.ir.message_slots import edges_of
 from steelyard.ir.pipeline_schedule import AHEAD, Action, ActionKind, source_of
 from steelyard.ir.pipeline_stages import PipelineStage
 from steelyard.ir.program import Pipeline
-from steelyard.run.fast_bindings import Room
+from steelyard.run.fast_bindings import OutputBuffer
 
 Values = Mapping[str, torch.Tensor]
 
 
 class Messages(Protocol):
-    """Of one rank. ``held_bytes`` is what is there for them between steps too, ``moved_bytes``
-    what has gone in all, and over no connection."""
+    """The sends and receives of one rank. ``held_bytes`` is the memory reserved for them between
+    steps; ``moved_bytes`` counts the bytes sent so far without a network connection."""
 
     @property
     def held_bytes(self) -> int: ...
@@ -36,52 +36,53 @@ class Messages(Protocol):
     def moved_bytes(self) -> int: ...
 
     def begin(self) -> None:
-        """A step."""
+        """Start a step."""
         ...
 
-    def of(self, action: Action) -> dict[str, torch.Tensor]:
-        """What this action, the next, is sent, when it has come."""
+    def receive(self, action: Action) -> dict[str, torch.Tensor]:
+        """Wait for the inputs of this action, which has to be the next one, and return them."""
         ...
 
-    def sending(
-        self, to: int, micro_batch: int, values: Values, *, is_back: bool
-    ) -> list[dist.P2POp]:
-        """To stage ``to``; what torch is to send itself."""
+    def send(self, to: int, micro_batch: int, values: Values, *, is_back: bool) -> list[dist.P2POp]:
+        """Send values to stage ``to``; return the operations that torch has to issue itself."""
         ...
 
-    def rooms(self, to: int, names: Sequence[str], *, is_back: bool) -> Mapping[str, Room]:
-        """Where what is sent to stage ``to`` may be made, by name."""
+    def output_buffers(
+        self, to: int, names: Sequence[str], *, is_back: bool
+    ) -> Mapping[str, OutputBuffer]:
+        """Return, by name, buffers in which values for stage ``to`` can be computed in place."""
         ...
 
     def end(self) -> None:
-        """All that was sent is on its way, and the step is over."""
+        """End the step; everything has been sent."""
         ...
 
 
 class MessageTags:
-    """Each message of a step has its own, the same on all ranks: they may be asked for and sent in
-    any order."""
+    """One tag per message of a step, equal on all ranks, so that messages may be received and
+    sent in any order."""
 
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
         self._num_stages = len(stages)
         self._width = max(max(len(s.receives), len(s.receives_back)) for s in stages)
 
-    def of(self, stage: int, micro_batch: int, value: int, *, is_back: bool) -> int:
-        """Of what this stage reads; ``value`` is its place among them."""
+    def tag(self, stage: int, micro_batch: int, value: int, *, is_back: bool) -> int:
+        """Return the tag of an input of ``stage``; ``value`` is its index among the stage's
+        inputs."""
         message = (micro_batch * self._num_stages + stage) * 2 + is_back
         return message * self._width + value
 
 
-class _OfRank:
-    """What both ways ask of a pipeline."""
+class _Endpoint:
+    """The pipeline data that both transports need."""
 
     def __init__(self, pipeline: Pipeline, group: dist.ProcessGroup, device: torch.device) -> None:
         self._stages, self._graph = pipeline.stages.stages, pipeline.stages.graph
         self._group, self._rank_of, self._device = group, pipeline.order.rank_of, device
         self._actions = pipeline.order.ranks[dist.get_rank(group)]
 
-    def _read_by(self, action: Action) -> tuple[bool, tuple[str, ...]]:
-        """Whether it is read on the way back, and what of another rank it is; nothing of none."""
+    def _inputs_of(self, action: Action) -> tuple[bool, tuple[str, ...]]:
+        """Return if the action is a backward one, and the names of its inputs from other ranks."""
         is_back = action.work is not ActionKind.FORWARD
         if source_of(action, self._rank_of) is None:
             return is_back, ()
@@ -89,10 +90,12 @@ class _OfRank:
         return is_back, stage.receives_back if is_back else stage.receives
 
 
-class ByGloo(_OfRank):
-    """Room is made ahead, and messages are told apart by number; ``rank_at`` says the number of a
-    stage's rank among all. What lies on a GPU goes by way of its host: gloo sends nothing else, and
-    NCCL would have all ranks send and read in one order."""
+class ByGloo(_Endpoint):
+    """Point-to-point messages over gloo; receives are posted ahead and matched by tag.
+
+    ``rank_at`` maps a stage to the global number of its rank. GPU tensors go through the host:
+    gloo sends nothing else, and NCCL would require all ranks to send and receive in one order.
+    """
 
     held_bytes = moved_bytes = 0
 
@@ -106,70 +109,75 @@ class ByGloo(_OfRank):
     ) -> None:
         super().__init__(pipeline, group, device)
         self._rank_at = rank_at
-        self._numbers = MessageTags(self._stages)
-        self._receipts: QuickAcks | None = None
-        self._done = self._asked = 0
-        self._coming: dict[Action, list[tuple[str, torch.Tensor, dist.Work]]] = {}
+        self._tags = MessageTags(self._stages)
+        self._quick_acks: QuickAcks | None = None
+        self._done = self._posted = 0
+        self._pending: dict[Action, list[tuple[str, torch.Tensor, dist.Work]]] = {}
 
     def begin(self) -> None:
-        self._done = self._asked = 0
-        self._coming.clear()
+        self._done = self._posted = 0
+        self._pending.clear()
 
-    def of(self, action: Action) -> dict[str, torch.Tensor]:
+    def receive(self, action: Action) -> dict[str, torch.Tensor]:
         assert action == self._actions[self._done], f"{action} is not what was to be done next"
-        self._at_once()
-        while self._asked < min(len(self._actions), self._done + 1 + AHEAD):
-            self._ask_for(self._actions[self._asked])
-            self._asked += 1
+        self._ack_quickly()
+        while self._posted < min(len(self._actions), self._done + 1 + AHEAD):
+            self._post_receives(self._actions[self._posted])
+            self._posted += 1
         self._done += 1
-        self._at_once()  # of what comes while this rank works
+        self._ack_quickly()  # also for data that arrives while this rank computes
         arrived = {}
-        for name, value, work in self._coming.pop(action, ()):
+        for name, value, work in self._pending.pop(action, ()):
             work.wait()
             arrived[name] = value.to(self._device)
         return arrived
 
-    def sending(
-        self, to: int, micro_batch: int, values: Values, *, is_back: bool
-    ) -> list[dist.P2POp]:
+    def send(self, to: int, micro_batch: int, values: Values, *, is_back: bool) -> list[dist.P2POp]:
         give_way()
         return [
             dist.P2POp(
                 dist.isend, value.contiguous().cpu(), self._rank_at(to), self._group,
-                tag=self._numbers.of(to, micro_batch, place, is_back=is_back),
+                tag=self._tags.tag(to, micro_batch, place, is_back=is_back),
             )
             for place, value in enumerate(values.values())
         ]  # fmt: skip
 
-    def rooms(self, to: int, names: Sequence[str], *, is_back: bool) -> Mapping[str, Room]:  # noqa: ARG002
-        return {}  # gloo sends from wherever it is
+    def output_buffers(
+        self,
+        to: int,  # noqa: ARG002
+        names: Sequence[str],  # noqa: ARG002
+        *,
+        is_back: bool,  # noqa: ARG002
+    ) -> Mapping[str, OutputBuffer]:
+        return {}  # gloo sends from any memory
 
     def end(self) -> None:
-        if self._receipts is None:  # connections come about when they are first used
-            self._receipts = QuickAcks()
+        if self._quick_acks is None:  # connections are opened on first use
+            self._quick_acks = QuickAcks()
 
-    def _at_once(self) -> None:
-        if self._receipts is not None:
-            self._receipts.at_once()
+    def _ack_quickly(self) -> None:
+        if self._quick_acks is not None:
+            self._quick_acks.at_once()
 
-    def _ask_for(self, action: Action) -> None:
-        is_back, names = self._read_by(action)
+    def _post_receives(self, action: Action) -> None:
+        is_back, names = self._inputs_of(action)
         if not names:
             return
         source = source_of(action, self._rank_of)
         assert source is not None
-        coming = self._coming[action] = []
+        pending = self._pending[action] = []
         for place, name in enumerate(names):
             shape, dtype = _like(self._graph, name)
             value = torch.empty(shape, dtype=dtype, device=CPU)
-            number = self._numbers.of(action.stage, action.micro_batch, place, is_back=is_back)
-            work = dist.irecv(value, self._rank_at(source), self._group, tag=number)
+            tag = self._tags.tag(action.stage, action.micro_batch, place, is_back=is_back)
+            work = dist.irecv(value, self._rank_at(source), self._group, tag=tag)
             assert work is not None, "this rank is one of the group"
-            coming.append((name, value, work))
+            pending.append((name, value, work))
 
 
-class ThroughSlots(_OfRank):
-    """In memory that its ranks share, at places that are made for them before the first step."""
+class ThroughSlots(_Endpoint):
+    """Messages through memory that the ranks share, in slots that are allocated before the first
+    step."""
 
     def __init__(
         self, pipeline: Pipeline, *, group: dist.ProcessGroup, device: torch.device
@@ -178,7 +186,7 @@ class ThroughSlots(_OfRank):
         edges = edges_of(pipeline.order, self._stages, self._graph)
         self._edges = {(edge.stage, edge.is_back): index for index, edge in enumerate(edges)}
         self._pinned = pinned_among(edges, group=group, device=device)
-        self._at_work = 0
+        self._micro_batch = 0
         self.held_bytes = self._pinned.held_bytes
 
     @property
@@ -188,33 +196,33 @@ class ThroughSlots(_OfRank):
     def begin(self) -> None:
         self._pinned.begin()
 
-    def of(self, action: Action) -> dict[str, torch.Tensor]:
-        self._at_work = action.micro_batch
-        is_back, names = self._read_by(action)
+    def receive(self, action: Action) -> dict[str, torch.Tensor]:
+        self._micro_batch = action.micro_batch
+        is_back, names = self._inputs_of(action)
         if not names:
             return {}
-        edge, likes = self._edges[action.stage, is_back], [_like(self._graph, n) for n in names]
-        return dict(zip(names, self._pinned.receive(edge, action.micro_batch, likes), strict=True))
+        edge, forms = self._edges[action.stage, is_back], [_like(self._graph, n) for n in names]
+        return dict(zip(names, self._pinned.receive(edge, action.micro_batch, forms), strict=True))
 
-    def sending(
-        self, to: int, micro_batch: int, values: Values, *, is_back: bool
-    ) -> list[dist.P2POp]:
+    def send(self, to: int, micro_batch: int, values: Values, *, is_back: bool) -> list[dist.P2POp]:
         if values:
             self._pinned.send(self._edges[to, is_back], micro_batch, [*values.values()])
         return []
 
-    def rooms(self, to: int, names: Sequence[str], *, is_back: bool) -> Mapping[str, Room]:
+    def output_buffers(
+        self, to: int, names: Sequence[str], *, is_back: bool
+    ) -> Mapping[str, OutputBuffer]:
         edge = self._edges.get((to, is_back))
-        if edge is None:  # on the same rank
+        if edge is None:  # the other stage is on this rank
             return {}
         return {
-            name: partial(self._place, edge, position, _like(self._graph, name))
+            name: partial(self._slot, edge, position, _like(self._graph, name))
             for position, name in enumerate(names)
         }
 
-    def _place(self, edge: int, position: int, like: Like) -> torch.Tensor | None:
-        """For what the action at work makes."""
-        return self._pinned.place(edge, self._at_work, position, like)
+    def _slot(self, edge: int, position: int, like: Like) -> torch.Tensor | None:
+        """Return the slot for an output of the current micro-batch."""
+        return self._pinned.place(edge, self._micro_batch, position, like)
 
     def end(self) -> None:
         self._pinned.settle()

@@ -1,7 +1,7 @@
-"""The random numbers of a step in stages: each draws what one device would have drawn there.
+"""The random numbers of a pipelined step: every stage draws what a single device would draw.
 
-A rank lets pass by what the others draw, when it comes to its own. Not for ranks that share a
-batch: those draw apart, see run/rng_state.py.
+Before its own draws, a rank skips those of the other ranks. Not for ranks that share a batch:
+those draw different numbers, see run/rng_state.py.
 """
 
 import contextlib
@@ -23,9 +23,12 @@ _Place = tuple[int, int]
 
 
 class Draws:
-    """Within ``at(m, s)`` the generator stands where one device begins with stage s of micro-batch
-    m. The stages that draw themselves are one's ``own``; each comes once a step, one stage's
-    micro-batches in their order."""
+    """Positions the random generator for every stage and micro-batch.
+
+    Within ``at(m, s)`` the generator has the state that a single device has when it begins stage
+    s of micro-batch m. ``own`` are the stages of this rank; each runs once per micro-batch and
+    step, with the micro-batches of a stage in order.
+    """
 
     def __init__(
         self, stages: PipelineStages, own: Collection[int], device: torch.device = CPU
@@ -37,57 +40,57 @@ class Draws:
             random = [node for node in stage.forward.nodes if node.is_random]
             for node in random:
                 if node.signature not in known:
-                    known[node.signature] = _passing(stages.graph, node, device)
+                    known[node.signature] = _skip_call(stages.graph, node, device)
             self._stages.append([known[node.signature] for node in random])
         self._own = own
-        self._coming: Iterator[_Place] = iter(())
-        self._passed: dict[_Place, torch.Tensor] = {}
+        self._remaining: Iterator[_Place] = iter(())
+        self._saved_states: dict[_Place, torch.Tensor] = {}
 
     def begin(self, micro_batches: int) -> None:
-        """The places of a step, in the order of one device."""
+        """Start a step, with its stages in the order of a single device."""
         count = micro_batches if any(self._stages) else 0
-        self._coming = product(range(count), range(len(self._stages)))
-        self._passed.clear()
+        self._remaining = product(range(count), range(len(self._stages)))
+        self._saved_states.clear()
 
     @contextlib.contextmanager
     def at(self, micro_batch: int, stage: int) -> Iterator[None]:
         place = micro_batch, stage
         if not self._stages[stage]:
             yield
-        elif place in self._passed:
-            further = self._generator.get_state()
-            self._generator.set_state(self._passed.pop(place))
+        elif place in self._saved_states:
+            advanced = self._generator.get_state()
+            self._generator.set_state(self._saved_states.pop(place))
             yield
-            self._generator.set_state(further)
+            self._generator.set_state(advanced)
         else:
-            self._pass_by(until=place)
+            self._skip_to(until=place)
             yield
 
     def end(self) -> None:
-        """To where one device would leave it."""
-        self._pass_by(until=None)
+        """Leave the generator in the state of a single device after the step."""
+        self._skip_to(until=None)
 
-    def _pass_by(self, *, until: _Place | None) -> None:
-        for place in self._coming:
+    def _skip_to(self, *, until: _Place | None) -> None:
+        for place in self._remaining:
             if place == until:
                 break
             draws = self._stages[place[1]]
             if draws and place[1] in self._own:
-                self._passed[place] = self._generator.get_state()
+                self._saved_states[place] = self._generator.get_state()
             for draw in draws:
                 draw()
 
 
-def _drawing(graph: Graph, node: Node, device: torch.device = CPU) -> Draw:
-    given = [replace(graph.by_name[i], op="input", args=(), inputs=()) for i in node.inputs]
-    alone = replace(
+def _draw_call(graph: Graph, node: Node, device: torch.device = CPU) -> Draw:
+    inputs = [replace(graph.by_name[i], op="input", args=(), inputs=()) for i in node.inputs]
+    single = replace(
         graph,
-        nodes=(*given, node),
+        nodes=(*inputs, node),
         outputs=(Output(kind=OutputKind.LOSS, node=node.name),),
         counts=(),
     )
-    run = emit(Program.plain(alone)).run
-    shapes = [(t.shape, t.stride, getattr(torch, t.dtype)) for n in given for t in n.outputs]
+    run = emit(Program.plain(single)).run
+    shapes = [(t.shape, t.stride, getattr(torch, t.dtype)) for n in inputs for t in n.outputs]
 
     def draw() -> None:
         with torch.no_grad():
@@ -102,42 +105,44 @@ def _zeros(
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
 
-def _passing(graph: Graph, node: Node, device: torch.device = CPU) -> Draw:
-    """What leaves the generator where the node's own draw does. Where whole numbers take as much of
-    it, they are drawn: in half the time, or, where a processor's library asks for one seed a call,
-    in no time."""
-    own = _drawing(graph, node, device)
+def _skip_call(graph: Graph, node: Node, device: torch.device = CPU) -> Draw:
+    """Return a call that advances the generator exactly as the node's own draw does.
+
+    Drawing integers is preferred if it advances the generator equally: it takes half the time, or
+    almost none if a CPU library takes only one seed per call.
+    """
+    own = _draw_call(graph, node, device)
     numel = max(tensor.numel for tensor in node.outputs)
-    left = _left_by(own, device)
+    target = _final_states(own, device)
     for dtype, count in product((torch.int64, torch.int32), (1, numel)):
-        others = partial(_whole_numbers, count, dtype, device)
-        if _left_by(others, device) == left:
-            return others
+        integers = partial(_draw_integers, count, dtype, device)
+        if _final_states(integers, device) == target:
+            return integers
     return own
 
 
-def _whole_numbers(count: int, dtype: torch.dtype, device: torch.device) -> None:
-    """A few at a time: nobody has counted on room for them."""
-    room = torch.empty(min(count, _AT_ONCE), dtype=dtype, device=device)
-    for start in range(0, count, _AT_ONCE):
-        room[: count - start].random_()
+def _draw_integers(count: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Draw integers in small batches: the plan reserves no memory for them."""
+    buffer = torch.empty(min(count, _CHUNK), dtype=dtype, device=device)
+    for start in range(0, count, _CHUNK):
+        buffer[: count - start].random_()
 
 
-def _left_by(draw: Draw, device: torch.device = CPU) -> list[bytes]:
-    """The states in which it leaves the generator: from a fresh one, and from one that has a normal
-    number left over, of which it makes two."""
+def _final_states(draw: Draw, device: torch.device = CPU) -> list[bytes]:
+    """Return the generator's states after the draw: from a fresh state, and from one with a
+    cached normal number (they are made in pairs)."""
     found, generator = [], generator_of(device)
     before = generator.get_state()
-    for drawn in (0, 1):
+    for count in (0, 1):
         generator.manual_seed(_SEED)
-        torch.empty(drawn, device=device).normal_()
+        torch.empty(count, device=device).normal_()
         draw()
         found.append(generator.get_state().numpy().tobytes())
     generator.set_state(before)
     return found
 
 
-_AT_ONCE, _SEED = 1 << 16, 1
+_CHUNK, _SEED = 1 << 16, 1
 
 
 __all__ = ["Draws"]

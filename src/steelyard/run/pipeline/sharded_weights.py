@@ -1,6 +1,7 @@
-"""Weights that ranks with the same stages hold in shares: whole while the stages work, once a step.
+"""Weights sharded over data-parallel replicas of a stage: gathered once per step, for its whole
+length.
 
-Not for weights that are gathered line by line: those exchanges are nodes of a program.
+Not for weights that are gathered per layer: those collectives are nodes of a program.
 """
 
 import contextlib
@@ -13,15 +14,17 @@ from steelyard.comm.gloo.direct_collectives import own_rows_of_sum, put_together
 
 
 class Shares:
-    """Of ``parameters`` each rank of the group has its rows."""
+    """Row-sharded ``parameters``; each rank of the group owns its rows."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, group: dist.ProcessGroup) -> None:
         self._parameters, self._group = parameters, group
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it they are whole, and so are the gradients that they get; behind it a gradient is
-        the rows of the sum over the ranks. They begin without any."""
+        """Within this context the parameters, and the gradients they get, are whole.
+
+        On exit each gradient is reduce-scattered to this rank's rows. Gradients start as None.
+        """
         rows = [parameter.data for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.data = self._whole(parameter.data)

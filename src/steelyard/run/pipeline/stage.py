@@ -1,6 +1,7 @@
-"""One stage of a pipeline on its live tensors: forward, and backward whole or in two parts.
+"""One pipeline stage on live tensors: forward, and backward whole or split into inputs and
+weights.
 
-Not for who works when, nor for what goes between ranks: see driver.py.
+Not for the schedule, nor for sends between ranks: see driver.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,18 +19,20 @@ from steelyard.ir.pipeline_stages import PipelineStage
 from steelyard.ir.program import Program
 from steelyard.passes.pipeline.in_place_sends import written_in_place
 from steelyard.run.codegen import emit
-from steelyard.run.fast_bindings import Room
+from steelyard.run.fast_bindings import OutputBuffer
 
 Values = dict[str, Any]
 
 
 class LiveStage:
-    """``live`` are the tensors that it holds, by name; each call is for one micro-batch. What its
-    lines exchange goes over ``channels``; what it makes to be sent to the stage ``ahead`` of it, or
-    ``back``, may lie in these rooms.
+    """Runs one stage; each call is for one micro-batch.
 
-    ``values`` are what that micro-batch has come to: its part of the batch, what other stages have
-    sent, and what this one has made for them and for its own backward pass.
+    ``live`` are the model's tensors of this stage, by name. Collectives within the stage go over
+    ``channels``. Values for the next stage may be written into ``forward_buffers``, values for
+    the previous one into ``backward_buffers``.
+
+    ``values`` is the state of a micro-batch on this stage: its batch inputs, received values,
+    values to send, and activations saved for backward.
     """
 
     def __init__(
@@ -38,38 +41,40 @@ class LiveStage:
         *,
         live: Mapping[str, Any],
         channels: Mapping[str, Channel] = MappingProxyType({}),
-        ahead: Mapping[str, Room] = MappingProxyType({}),
-        back: Mapping[str, Room] = MappingProxyType({}),
+        forward_buffers: Mapping[str, OutputBuffer] = MappingProxyType({}),
+        backward_buffers: Mapping[str, OutputBuffer] = MappingProxyType({}),
     ) -> None:
         self.stage = stage
         self.live = {name: live[name] for name in stage.held} | {
-            name: value for name, value in live.items() if not name.startswith(_HELD)
+            name: value for name, value in live.items() if not name.startswith(_MODEL_PREFIXES)
         }
-        self._forward = self._part(stage.forward, channels, ahead, kept=stage.kept)
-        self._backward = self._part(stage.backward, channels, back)
-        self._to_inputs = self._part(stage.back_to_inputs, channels, back, kept=stage.kept_between)
-        self._to_weights = self._part(stage.back_to_weights, channels)
+        self._forward = self._compile(stage.forward, channels, forward_buffers, kept=stage.kept)
+        self._backward = self._compile(stage.backward, channels, backward_buffers)
+        self._to_inputs = self._compile(
+            stage.back_to_inputs, channels, backward_buffers, kept=stage.kept_between
+        )
+        self._to_weights = self._compile(stage.back_to_weights, channels)
 
-    def _part(
+    def _compile(
         self,
         graph: Graph,
         channels: Mapping[str, Channel],
-        rooms: Mapping[str, Room] = MappingProxyType({}),
+        output_buffers: Mapping[str, OutputBuffer] = MappingProxyType({}),
         *,
         kept: Collection[str] = (),
     ) -> "_StagePart":
-        makers = written_in_place(graph, [*rooms], kept=kept)
-        made = {maker: rooms[value] for value, maker in makers.items()}
-        return _StagePart(graph, self.live, channels, made)
+        makers = written_in_place(graph, [*output_buffers], kept=kept)
+        by_node = {maker: output_buffers[value] for value, maker in makers.items()}
+        return _StagePart(graph, self.live, channels, by_node)
 
     def begin(self) -> None:
-        """A step."""
+        """Start a step."""
         for part in (self._forward, self._backward, self._to_inputs, self._to_weights):
             for carrier in part.carriers:
                 carrier.begin()
 
     def forward(self, values: Values) -> torch.Tensor | None:
-        """The loss, if it is this stage that gives it."""
+        """Run the forward pass; return the loss if this stage computes it."""
         loss: torch.Tensor | None = self._forward(values)
         return loss
 
@@ -83,7 +88,7 @@ class LiveStage:
         self._to_weights(values)
 
 
-_HELD = ("parameter:", "buffer:")
+_MODEL_PREFIXES = ("parameter:", "buffer:")
 
 
 class _StagePart:
@@ -92,20 +97,23 @@ class _StagePart:
         graph: Graph,
         live: Mapping[str, Any],
         channels: Mapping[str, Channel],
-        rooms: Mapping[str, Room],
+        output_buffers: Mapping[str, OutputBuffer],
     ) -> None:
         program = Program.plain(graph)
-        emitted = emit(program, channels=channels, rooms=rooms)
+        emitted = emit(program, channels=channels, output_buffers=output_buffers)
         self._run, self._inputs, self._live = emitted.run, emitted.inputs, live
         self.carriers = emitted.carriers
-        lent = _lent(graph)
+        shared = _shared_storages(graph)
         sinks = [i.sink for i in program.instructions if i.sink is not None]
-        # What goes into the model always goes the same way; the rest goes to the micro-batch.
+        # Sinks of model tensors are fixed; values that are carried on go into the micro-batch's
+        # state.
         self._sinks = [
             sink.target
             if sink.kind is OutputKind.CARRIED
-            else _into(
-                sink, live[sink.target], is_lent=not lent.isdisjoint(graph.storages_of(sink.node))
+            else _sink(
+                sink,
+                live[sink.target],
+                is_shared=not shared.isdisjoint(graph.storages_of(sink.node)),
             )
             for sink in sinks
         ]
@@ -118,24 +126,25 @@ class _StagePart:
             return self._run(inputs, sinks)
 
 
-def _into(sink: Output, target: Any, *, is_lent: bool) -> Callable[[torch.Tensor], Any]:
+def _sink(sink: Output, target: Any, *, is_shared: bool) -> Callable[[torch.Tensor], Any]:
     if sink.kind is OutputKind.UPDATE:
-        copied: Callable[[torch.Tensor], Any] = target.copy_
-        return copied
-    if is_lent:
+        copy_into: Callable[[torch.Tensor], Any] = target.copy_
+        return copy_into
+    if is_shared:
         return lambda value: _add_gradient(target, value.clone())
     return partial(_add_gradient, target)
 
 
-def _lent(graph: Graph) -> frozenset[int]:
-    """What others still read: no gradient may take it as its own and add to it."""
+def _shared_storages(graph: Graph) -> frozenset[int]:
+    """Return the storages that are still read later; a gradient must not reuse them and add in
+    place."""
     read = {o.node for o in graph.outputs if o.kind is OutputKind.CARRIED}
     read |= {node.name for node in graph.inputs()}
     return frozenset(s for name in read for s in graph.storages_of(name))
 
 
 def _add_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """As autograd does at a leaf: the first is taken, later ones are added in place."""
+    """Accumulate like autograd at a leaf: assign the first gradient, add later ones in place."""
     if parameter.grad is None:
         parameter.grad = value
     else:
@@ -143,7 +152,7 @@ def _add_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def keep_only(values: Values, names: Iterable[str]) -> None:
-    """All else that the micro-batch has come to here is let go of."""
+    """Drop all values of the micro-batch but these."""
     kept = {name: values[name] for name in names}
     values.clear()
     values.update(kept)

@@ -1,7 +1,7 @@
-"""A live model of which this rank holds parts: cut, and put together again from all ranks.
+"""A live model whose tensors are sharded over ranks: sharded, and gathered from all ranks.
 
-Between steps a parameter is its part, ``parameter.data`` a smaller tensor: the optimizer, its state
-and gradients follow. Not for what a step computes with parts: that is its program.
+Between steps ``parameter.data`` is this rank's shard: gradients and optimizer state have its
+shape. Not for what a step computes with shards: that is its program.
 """
 
 import contextlib
@@ -20,83 +20,89 @@ _STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """How a tensor lies on the ranks of a group, and which of them this is."""
+    """The sharding of a tensor over a group, and this rank's place in it."""
 
     shard: Shard
     num_ranks: int
     rank: int
     group: dist.ProcessGroup
 
-    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """A copy of this rank's part, in memory in the order in which the whole is."""
+    def local_shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a copy of this rank's shard, with the dimension order of the whole in memory."""
         shape = local_shape(tuple(whole.shape), self.shard, self.num_ranks)
         stride = local_stride(tuple(whole.shape), whole.stride(), shape)
         part = torch.empty_strided(shape, stride, dtype=whole.dtype, device=whole.device)
-        return part.copy_(self._apart(whole).select(self.shard.dim + 1, self.rank).reshape(shape))
+        return part.copy_(
+            self._split_dim(whole).select(self.shard.dim + 1, self.rank).reshape(shape)
+        )
 
-    def whole_of(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Fill ``whole`` from all ranks' parts; all of them call this."""
+    def gather(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """Fill ``whole`` from the shards of all ranks; a collective call."""
         flat = part.contiguous()
         parts = [torch.empty_like(flat) for _ in range(self.num_ranks)]
         dist.all_gather(parts, flat, group=self.group)
-        places = self._apart(whole)
-        for rank, held in enumerate(parts):
+        places = self._split_dim(whole)
+        for rank, shard in enumerate(parts):
             place = places.select(self.shard.dim + 1, rank)
-            place.copy_(held.reshape(place.shape))
+            place.copy_(shard.reshape(place.shape))
         return whole
 
-    def _apart(self, whole: torch.Tensor) -> torch.Tensor:
-        """With the cut dim as three: groups, ranks, what is one rank's of one group."""
+    def _split_dim(self, whole: torch.Tensor) -> torch.Tensor:
+        """Split the sharded dim into three: groups, ranks, and the elements of one rank in one
+        group."""
         sizes = self.shard.groups, self.num_ranks, -1
-        apart: torch.Tensor = whole.unflatten(self.shard.dim, sizes)
-        return apart
+        split: torch.Tensor = whole.unflatten(self.shard.dim, sizes)
+        return split
 
 
 class ShardedTensors:
-    """``ways`` says of which of the model's tensors this rank keeps a part, by their names in a
-    graph, and of which a part of a part; cutting happens here."""
+    """Shards tensors of the model. ``specs`` gives the sharding of each, by its name in the
+    graph; several specs shard a shard further, outermost first."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], ways: Mapping[str, Sequence[ShardSpec]]
+        self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, Sequence[ShardSpec]]
     ) -> None:
-        self._held = [tensors[name] for name in ways]
-        self._ways = {id(tensors[name]): tuple(way) for name, way in ways.items()}
-        self._forms = {id(t): (t.shape, t.stride()) for t in self._held}
-        for tensor in self._held:
+        self._sharded = [tensors[name] for name in specs]
+        self._specs = {id(tensors[name]): tuple(spec) for name, spec in specs.items()}
+        self._forms = {id(t): (t.shape, t.stride()) for t in self._sharded}
+        for tensor in self._sharded:
             tensor.grad = None
-            tensor.data = self._cut(tensor, tensor.data)
+            tensor.data = self._shard(tensor, tensor.data)
 
     @contextlib.contextmanager
     def whole(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Within it all ranks hold all of the model, and of what the optimizer keeps; what is then
-        written into them is kept. Gradients are not there. All ranks enter together."""
-        with self._set_aside() as parts:
-            for tensor in self._held:
-                tensor.data = self._gathered(tensor, parts[id(tensor)])
-            self._change_state(optimizer, parts, self._gathered)
+        """Within this context all ranks have the whole model and optimizer state; a collective
+        call.
+
+        Changes persist. Gradients are not available.
+        """
+        with self._shards_set_aside() as parts:
+            for tensor in self._sharded:
+                tensor.data = self._unshard(tensor, parts[id(tensor)])
+            self._change_state(optimizer, parts, self._unshard)
             try:
                 yield
             finally:
-                wholes = {id(t): t.data for t in self._held}
-                for tensor in self._held:
-                    parts[id(tensor)].copy_(self._cut(tensor, tensor.data))
-                self._change_state(optimizer, wholes, self._cut)
+                wholes = {id(t): t.data for t in self._sharded}
+                for tensor in self._sharded:
+                    parts[id(tensor)].copy_(self._shard(tensor, tensor.data))
+                self._change_state(optimizer, wholes, self._shard)
 
     @contextlib.contextmanager
     def imagined(self) -> Iterator[None]:
-        """Within it tensors have the forms of whole ones and no values, for tracing."""
-        with self._set_aside():
-            for tensor in self._held:
+        """Within this context tensors have their full shapes and no values, for tracing."""
+        with self._shards_set_aside():
+            for tensor in self._sharded:
                 shape, stride = self._forms[id(tensor)]
                 tensor.data = tensor.new_empty_strided(shape, stride)
             yield
 
     @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Parts and their gradients, while something else is in their place."""
-        parts = {id(t): t.data for t in self._held}
-        gradients = [(t, t.grad) for t in self._held]
-        for tensor in self._held:
+    def _shards_set_aside(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Save shards and gradients while other data replaces them, and restore them on exit."""
+        parts = {id(t): t.data for t in self._sharded}
+        gradients = [(t, t.grad) for t in self._sharded]
+        for tensor in self._sharded:
             tensor.grad = None
         try:
             yield parts
@@ -111,48 +117,49 @@ class ShardedTensors:
         weights: Mapping[int, torch.Tensor],
         change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Of what the optimizer keeps, all that has the form of the weight that it is kept for."""
+        """Apply ``change`` to the optimizer state that has the shape of its weight."""
         if optimizer is None:
             return
-        # In the order of the model, which is that of all ranks.
-        for parameter in self._held:
-            kept = optimizer.state.get(parameter, {})
-            for key in sorted(kept):
-                value, weight = kept[key], weights[id(parameter)]
+        # In the order of the model, which is the same on all ranks.
+        for parameter in self._sharded:
+            state = optimizer.state.get(parameter, {})
+            for key in sorted(state):
+                value, weight = state[key], weights[id(parameter)]
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape == weight.shape:
-                    kept[key] = change(parameter, value)
+                    state[key] = change(parameter, value)
 
-    def _gathered(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """From the innermost part outwards; each whole is as its part is cut from it."""
+    def _unshard(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Gather from the innermost shard outwards; each intermediate has the layout it was
+        sharded from."""
         forms = [self._forms[id(tensor)]]
-        for way in self._ways[id(tensor)][:-1]:
+        for spec in self._specs[id(tensor)][:-1]:
             shape, stride = forms[-1]
-            local = local_shape(tuple(shape), way.shard, way.num_ranks)
+            local = local_shape(tuple(shape), spec.shard, spec.num_ranks)
             forms.append((torch.Size(local), local_stride(tuple(shape), stride, local)))
-        for way, (shape, stride) in zip(reversed(self._ways[id(tensor)]), reversed(forms)):
-            part = way.whole_of(part, part.new_empty_strided(shape, stride))
+        for spec, (shape, stride) in zip(reversed(self._specs[id(tensor)]), reversed(forms)):
+            part = spec.gather(part, part.new_empty_strided(shape, stride))
         return part
 
-    def _cut(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        for way in self._ways[id(tensor)]:
-            whole = way.part_of(whole)
+    def _shard(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        for spec in self._specs[id(tensor)]:
+            whole = spec.local_shard(whole)
         return whole
 
 
 def why_unparted(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:
-    """Why the optimizer's step is another on parts of parameters; empty where it is the same.
+    """Return why the optimizer's step differs on shards of parameters; empty if it does not.
 
-    Tried on small ones: what it does to an element may hang on the others.
+    Tried on small parameters: an element's update may depend on the others.
     """
     with torch.random.fork_rng(devices=[]):
         try:
-            same = all(_is_same_on_parts(make, dim) for dim in (0, 1))
+            same = all(_is_same_on_shards(make, dim) for dim in (0, 1))
         except Exception as error:  # noqa: BLE001 - an optimizer may fail in its own way
             return f"the optimizer fails on a small parameter ({type(error).__name__})"
     return "" if same else "the optimizer's step is another on a part of a parameter"
 
 
-def _is_same_on_parts(
+def _is_same_on_shards(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], dim: int
 ) -> bool:
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
-"""Every layout of a deep model on so many ranks that is looked into.
+"""The enumeration of the parallel layouts of a deep model on a number of ranks.
 
-Not for what any of them takes: see search.py.
+Not for the cost of a layout: see search.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,41 +9,53 @@ from dataclasses import replace
 from steelyard.hardware.topology import TopologyLevel
 from steelyard.ir.cluster_layout import ClusterLayout
 
-# More runs of blocks on a rank, or samples in a micro-batch, are not looked into; nor tensors in
-# more parts.
-_MOST_VIRTUAL, _MOST_SAMPLES, _MOST_PARTS = 8, 64, 16
+# Largest number of virtual stages per rank, samples per micro-batch, and tensor parallel degree.
+_MAX_VIRTUAL, _MAX_SAMPLES, _MAX_TENSOR_DEGREE = 8, 64, 16
 
 
 def tensor_degrees(tree: TopologyLevel) -> list[int]:
-    """Neighbours: those of one innermost scope, which are joined best."""
-    sizes = _innermost(tree)
-    return [n for n in range(1, _MOST_PARTS + 1) if all(size % n == 0 for size in sizes)]
+    """Return the tensor parallel degrees to try: those that divide every innermost topology level.
+
+    Tensor parallel ranks are neighbors within one innermost level, which has the fastest links.
+    """
+    sizes = _innermost_sizes(tree)
+    return [n for n in range(1, _MAX_TENSOR_DEGREE + 1) if all(size % n == 0 for size in sizes)]
 
 
 def layouts_of(
-    num_ranks: int, *, tensor: Sequence[int], samples: int, blocks: int, is_whole: bool
+    num_ranks: int, *, tensor: Sequence[int], samples: int, blocks: int, is_indivisible: bool
 ) -> Iterator[tuple[ClusterLayout, int]]:
-    """Each, and the samples of its micro-batches; ``is_whole`` where the batch cannot be cut."""
-    for parts in tensor:
-        for pipeline in _divisors(num_ranks // parts) if num_ranks % parts == 0 else ():
-            data = num_ranks // parts // pipeline
-            if pipeline > max(1, blocks) or samples % data or (is_whole and data > 1):
+    """Yield each layout with its samples per micro-batch.
+
+    ``is_indivisible`` is true if the batch cannot be split.
+    """
+    for degree in tensor:
+        for pipeline in _divisors(num_ranks // degree) if num_ranks % degree == 0 else ():
+            data = num_ranks // degree // pipeline
+            if pipeline > max(1, blocks) or samples % data or (is_indivisible and data > 1):
                 continue
-            each = samples // data
-            for micro_batch in [each] if is_whole else _micro_batches(each):
-                first = ClusterLayout(
-                    tensor=parts, pipeline=pipeline, data=data, micro_batches=each // micro_batch
+            samples_per_rank = samples // data
+            for micro_batch in (
+                [samples_per_rank] if is_indivisible else _micro_batches(samples_per_rank)
+            ):
+                base = ClusterLayout(
+                    tensor=degree,
+                    pipeline=pipeline,
+                    data=data,
+                    micro_batches=samples_per_rank // micro_batch,
                 )
-                for layout in _variants(first, blocks):
+                for layout in _variants(base, blocks):
                     yield layout, micro_batch
 
 
 def _variants(layout: ClusterLayout, blocks: int) -> Iterator[ClusterLayout]:
-    """With states held whole or in shares, in one run of blocks on each rank or in several."""
-    # Gradients in shares are exchanged for each micro-batch; where there are several, that is
-    # reckoned with weights in shares alone.
-    stages = (0,) if layout.data == 1 else (0, 1, 2, 3) if layout.micro_batches == 1 else (0, 1, 3)
-    for state_stage in stages:
+    """Yield the layout with each ZeRO stage and number of virtual stages."""
+    # Sharded gradients are reduced in every micro-batch. With several micro-batches, this is priced
+    # only together with sharded weights, so ZeRO stage 2 is left out.
+    state_stages = (
+        (0,) if layout.data == 1 else (0, 1, 2, 3) if layout.micro_batches == 1 else (0, 1, 3)
+    )
+    for state_stage in state_stages:
         for virtual in _virtual(layout, blocks):
             yield replace(
                 layout,
@@ -57,7 +69,7 @@ def _virtual(layout: ClusterLayout, blocks: int) -> Iterator[int]:
     yield 1
     runs, rest = divmod(blocks, layout.pipeline)
     if layout.pipeline > 1 and not rest and layout.micro_batches % layout.pipeline == 0:
-        yield from (v for v in range(2, _MOST_VIRTUAL + 1) if runs % v == 0)
+        yield from (v for v in range(2, _MAX_VIRTUAL + 1) if runs % v == 0)
 
 
 def _divisors(number: int) -> list[int]:
@@ -65,12 +77,14 @@ def _divisors(number: int) -> list[int]:
 
 
 def _micro_batches(samples: int) -> list[int]:
-    return [n for n in _divisors(samples) if n <= _MOST_SAMPLES] or [samples]
+    return [n for n in _divisors(samples) if n <= _MAX_SAMPLES] or [samples]
 
 
-def _innermost(scope: TopologyLevel) -> set[int]:
-    """How many devices the smallest scopes have."""
+def _innermost_sizes(level: TopologyLevel) -> set[int]:
+    """Return the sizes of the innermost topology levels, in devices."""
     found: set[int] = set()
-    for member in scope.members:
-        found |= _innermost(member.of) if isinstance(member.of, TopologyLevel) else {member.count}
+    for member in level.members:
+        found |= (
+            _innermost_sizes(member.of) if isinstance(member.of, TopologyLevel) else {member.count}
+        )
     return found

@@ -1,6 +1,6 @@
-"""Rules of a plan file read back as a layout of a deep model; what they cannot mean is refused.
+"""The conversion of plan file rules to a layout of a deep model. Rejects rules without a meaning.
 
-Not for the other way: see to_rules.py.
+Not for the inverse conversion: see to_rules.py.
 """
 
 from collections import Counter, defaultdict
@@ -15,14 +15,14 @@ from steelyard.ir.rule import CallSite, Rule
 from steelyard.ir.sharding_choice import Region
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.search.cluster.stage_assignment import ActivationPolicy
-from steelyard.search.cluster.to_rules import HELD, calls_moved, to_rules
+from steelyard.search.cluster.to_rules import SHARDED_STATE, offloaded_calls, to_rules
 
-_FATES = ("recompute", "offload")
+_POLICY_TRADES = ("recompute", "offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleContext:
-    """What rules are told by: three blocks of the model, and what may be cut of them."""
+    """The captured step that rules refer to: a graph of three blocks and its shardable regions."""
 
     graph: Graph
     blocks: Blocks
@@ -33,44 +33,47 @@ class RuleContext:
 def from_rules(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ClusterPlan:
     layout = _layout(rules, search, step)
     stages = _stages(rules, layout, step)
-    laid = search.priced_as(layout, stages)
-    # Written out again they are the same: then nothing of them was left out.
+    plan = search.price_layout(layout, stages)
+    # Converting the plan back must give the same rules, otherwise some rule was ignored.
     regions = step.regions(layout.tensor) if layout.tensor > 1 else ()
-    again = to_rules(laid, step.graph, regions, step.blocks)
-    ours, theirs = _said(again), _said(rules)
-    for rule in [*(theirs - ours), *(ours - theirs)]:
+    rules_again = to_rules(plan, step.graph, regions, step.blocks)
+    converted, given = _layout_rules(rules_again), _layout_rules(rules)
+    for rule in [*(given - converted), *(converted - given)]:
         _refuse(rule, "which a plan for devices that are not here would not say so")
-    return laid
+    return plan
 
 
-def _said(rules: Iterable[Rule]) -> Counter[Rule]:
-    """Where calls are named block by block, the order of equal blocks in a stage says nothing."""
-    return Counter(rule for rule in rules if rule.trade not in _FATES)
+def _layout_rules(rules: Iterable[Rule]) -> Counter[Rule]:
+    """Count the rules without recompute and offload rules.
+
+    Those name calls block by block, and the order of blocks within a stage is arbitrary.
+    """
+    return Counter(rule for rule in rules if rule.trade not in _POLICY_TRADES)
 
 
 def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ClusterLayout:
-    of: dict[str, list[Rule]] = defaultdict(list)
+    by_trade: dict[str, list[Rule]] = defaultdict(list)
     for rule in rules:
-        of[rule.trade].append(rule)
+        by_trade[rule.trade].append(rule)
 
     def degree(trade: str) -> int:
-        found = {rule.degree for rule in of[trade]}
+        found = {rule.degree for rule in by_trade[trade]}
         if len(found) > 1:
-            _refuse(of[trade][1], f"beside others of {min(found)}")
+            _refuse(by_trade[trade][1], f"beside others of {min(found)}")
         return found.pop() if found else 1
 
     data, micro_batches = degree("shard_batch"), degree("accumulate")
-    pipeline, stages = degree("shard_pipeline"), len(of["shard_pipeline"])
+    pipeline, stages = degree("shard_pipeline"), len(by_trade["shard_pipeline"])
     virtual, rest = divmod(stages + 1, pipeline)
     if stages and rest:
-        _refuse(of["shard_pipeline"][0], f"of {stages + 1} stages, which is no multiple")
+        _refuse(by_trade["shard_pipeline"][0], f"of {stages + 1} stages, which is no multiple")
     if step.num_samples % (data * micro_batches):
         _refuse(
-            (of["accumulate"] or of["shard_batch"])[0],
+            (by_trade["accumulate"] or by_trade["shard_batch"])[0],
             f"of a batch of {step.num_samples} samples, which has no such parts",
         )
-    held = {rule.op for rule in of["shard_states"]}
-    stage = next((n for n, what in HELD.items() if held == {what}), 0)
+    sharded = {rule.op for rule in by_trade["shard_states"]}
+    stage = next((n for n, state in SHARDED_STATE.items() if sharded == {state}), 0)
     layout = ClusterLayout(
         tensor=degree("shard_tensor"),
         pipeline=pipeline,
@@ -78,8 +81,8 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
         micro_batches=micro_batches,
         virtual=virtual if stages else 1,
         state_stage=stage,
-        overlaps=bool(of["overlap"]),
-        far_states=bool(of["offload_state"]),
+        overlaps=bool(by_trade["overlap"]),
+        far_states=bool(by_trade["offload_state"]),
     )
     if layout.num_ranks > search.num_devices:
         raise Mismatch(
@@ -87,26 +90,26 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
             expected="no more ranks than devices",
             remedy="lower a degree, or declare a larger cluster",
         )
-    moves = of["offload_state"] or of["offload"]
-    if moves and not search.leads_to_hosts(layout):
-        _refuse(moves[0], "and the cluster says of no memory of hosts, or of no link there")
+    offload_rules = by_trade["offload_state"] or by_trade["offload"]
+    if offload_rules and not search.has_host_memory(layout):
+        _refuse(offload_rules[0], "and the cluster says of no memory of hosts, or of no link there")
     return layout
 
 
 def _stages(
     rules: Sequence[Rule], layout: ClusterLayout, step: RuleContext
 ) -> tuple[tuple[tuple[ActivationPolicy, int], ...], ...]:
-    fates = _fates(rules, step)
+    policies = _policies(rules, step)
     found: list[Counter[ActivationPolicy]] = [Counter() for _ in range(layout.pipeline)]
-    begin = 0
-    for run, end in enumerate([*_ends(rules, step.blocks), step.blocks.count]):
-        found[run % layout.pipeline].update(fates[begin:end])
-        begin = end
-    return tuple(tuple(own.items()) for own in found)
+    start = 0
+    for run, end in enumerate([*_stage_ends(rules, step.blocks), step.blocks.count]):
+        found[run % layout.pipeline].update(policies[start:end])
+        start = end
+    return tuple(tuple(policies_of_stage.items()) for policies_of_stage in found)
 
 
-def _ends(rules: Iterable[Rule], blocks: Blocks) -> list[int]:
-    """After how many blocks each stage but the last ends."""
+def _stage_ends(rules: Iterable[Rule], blocks: Blocks) -> list[int]:
+    """Return the number of blocks before the end of each stage but the last."""
     ends = []
     for rule in rules:
         if rule.trade == "shard_pipeline":
@@ -117,42 +120,42 @@ def _ends(rules: Iterable[Rule], blocks: Blocks) -> list[int]:
     return sorted(ends)
 
 
-def _fates(rules: Iterable[Rule], step: RuleContext) -> list[ActivationPolicy]:
-    """Of each block."""
-    again: list[list[CallSite]] = [[] for _ in range(step.blocks.count)]
-    moved: list[list[CallSite]] = [[] for _ in range(step.blocks.count)]
+def _policies(rules: Iterable[Rule], step: RuleContext) -> list[ActivationPolicy]:
+    """Return the activation policy of each block."""
+    recomputed_of: list[list[CallSite]] = [[] for _ in range(step.blocks.count)]
+    offloaded_of: list[list[CallSite]] = [[] for _ in range(step.blocks.count)]
     for rule in rules:
-        if rule.trade in _FATES:
-            for number, inside in _named(rule, step.blocks):
-                spots = again if rule.trade == "recompute" else moved
-                spots[number].append(CallSite(inside, rule.op, rule.nth))
-    found, known = [], _OffloadedOfBlock(step)
-    for number, (made, sent) in enumerate(zip(again, moved, strict=True)):
-        fate = ActivationPolicy(again=tuple(sorted(made, key=str)), moved=bool(sent))
-        if sent and Counter(sent) != known[fate]:
+        if rule.trade in _POLICY_TRADES:
+            for number, inside in _blocks_named(rule, step.blocks):
+                target = recomputed_of if rule.trade == "recompute" else offloaded_of
+                target[number].append(CallSite(inside, rule.op, rule.nth))
+    found, offloadable = [], _OffloadedCalls(step)
+    for number, (recomputed, sites) in enumerate(zip(recomputed_of, offloaded_of, strict=True)):
+        policy = ActivationPolicy(again=tuple(sorted(recomputed, key=str)), moved=bool(sites))
+        if sites and Counter(sites) != offloadable[policy]:
             raise Mismatch(
-                f"the plan moves {len(sent)} values of block {number + step.blocks.first}, and "
-                f"{known[fate].total()} of it are kept",
+                f"the plan moves {len(sites)} values of block {number + step.blocks.first}, and "
+                f"{offloadable[policy].total()} of it are kept",
                 expected="all of them or none, as is reckoned with for devices that are not here",
                 remedy="complete the [[offload]] rules of that block, or leave them out",
             )
-        found.append(fate)
+        found.append(policy)
     return found
 
 
-class _OffloadedOfBlock(dict[ActivationPolicy, Counter[CallSite]]):
-    """What is moved of a block of each fate."""
+class _OffloadedCalls(dict[ActivationPolicy, Counter[CallSite]]):
+    """A cache of the offloaded calls of a block under each activation policy."""
 
     def __init__(self, step: RuleContext) -> None:
         self._step = step
 
-    def __missing__(self, fate: ActivationPolicy) -> Counter[CallSite]:
-        self[fate] = Counter(calls_moved(self._step.graph, self._step.blocks, fate.again))
-        return self[fate]
+    def __missing__(self, policy: ActivationPolicy) -> Counter[CallSite]:
+        self[policy] = Counter(offloaded_calls(self._step.graph, self._step.blocks, policy.again))
+        return self[policy]
 
 
-def _named(rule: Rule, blocks: Blocks) -> Iterator[tuple[int, str]]:
-    """The blocks that a rule is of, by their number, and the module inside them."""
+def _blocks_named(rule: Rule, blocks: Blocks) -> Iterator[tuple[int, str]]:
+    """Yield the index of each block that a rule applies to, and the module path inside it."""
     rest = rule.module.removeprefix(f"{blocks.path}.")
     number, _, inside = rest.partition(".")
     if rest == rule.module or not (number == "*" or number.isdigit()):
@@ -168,10 +171,10 @@ def _named(rule: Rule, blocks: Blocks) -> Iterator[tuple[int, str]]:
 
 
 def _refuse(rule: Rule, why: str) -> NoReturn:
-    what = " ".join(part for part in (rule.op, rule.module) if part)
-    said = f"{rule.trade} of {what or rule.degree}"
+    subject = " ".join(part for part in (rule.op, rule.module) if part)
+    rule_text = f"{rule.trade} of {subject or rule.degree}"
     raise Mismatch(
-        f"the plan says {said}, {why}",
+        f"the plan says {rule_text}, {why}",
         expected="rules as steelyard plan --cluster writes them",
         remedy="take the edit back, or plan again for this cluster",
     )

@@ -1,7 +1,7 @@
-"""How many blocks each stage of a pipeline holds, and how much of each is computed again.
+"""The optimal number of blocks in each pipeline stage, and of each activation policy in a stage.
 
-Blocks are alike, so that only numbers are chosen: of each kind (one for each set of calls that run
-again) in each stage, and of blocks in each stage. Not for which kinds there are: see
+Blocks are equal, so only counts are chosen: blocks per stage, and blocks of each kind within a
+stage. There is one kind for each activation policy. Not for finding the recompute sets: see
 recompute_sets.py.
 """
 
@@ -15,104 +15,136 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NEVER = float("inf")
-# Seconds that differ by less than this share are equal, and the simpler of two plans is taken.
+# Times that differ by less than this share count as equal, and the simpler of two plans is chosen.
 ALIKE = 5e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKind:
-    """What one block of it takes for one micro-batch, and keeps of each that is under way;
-    ``again_bytes`` are there once, while it is computed again; ``far_bytes`` are kept elsewhere.
-    ``num_again`` is how many of its calls are computed again."""
+    """The costs of one block under one activation policy.
+
+    ``seconds`` are those of one micro-batch. ``saved_bytes`` are its saved activations of all
+    micro-batches in flight, ``offloaded_bytes`` those in offload memory. ``recompute_bytes`` are
+    needed only once per stage, while a block is recomputed.
+    """
 
     seconds: float
-    kept_bytes: float
-    again_bytes: int = 0
-    far_bytes: float = 0.0
-    num_again: int = 0
+    saved_bytes: float
+    recompute_bytes: int = 0
+    offloaded_bytes: float = 0.0
+    num_recomputed_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """So many blocks of each kind, in the order that the kinds were given in. ``num_moved`` and
-    ``num_again`` are blocks of which something is kept elsewhere or computed again, and
-    ``calls_again`` the calls that are computed again."""
+    """The number of blocks of each kind in one stage, in the order of the kinds.
+
+    ``num_offloaded`` and ``num_recomputed`` count the blocks with offloaded activations and those
+    with recompute, ``num_recomputed_calls`` the recomputed calls of all blocks.
+    """
 
     counts: tuple[int, ...]
     seconds: float
-    num_moved: int = 0
-    num_again: int = 0
-    calls_again: int = 0
+    num_offloaded: int = 0
+    num_recomputed: int = 0
+    num_recomputed_calls: int = 0
 
     @property
     def burden(self) -> tuple[int, int, int, int, float]:
-        """The simpler of two mixes comes first: of fewer trades, with less moved or recomputed."""
-        num_trades = (self.num_moved > 0) + (self.num_again > 0)
-        return num_trades, self.num_moved, self.num_again, self.calls_again, self.seconds
+        """A sort key that puts simpler mixes first: fewer trades, less offload and recompute."""
+        num_trades = (self.num_offloaded > 0) + (self.num_recomputed > 0)
+        return (
+            num_trades,
+            self.num_offloaded,
+            self.num_recomputed,
+            self.num_recomputed_calls,
+            self.seconds,
+        )
 
 
-def mixed(
-    kinds: Sequence[BlockKind], num_blocks: int, room_bytes: float, far_room_bytes: float = _NEVER
+def fastest_mix(
+    kinds: Sequence[BlockKind],
+    num_blocks: int,
+    room_bytes: float,
+    offload_room_bytes: float = _NEVER,
 ) -> Mix | None:
-    """The fastest of one kind or of two, and of those that are about as fast the simplest; None
-    where none leaves the blocks room. Where not all that could be kept elsewhere has room there,
-    also as many blocks as have, and others of one kind or two.
+    """Return the fastest mix of one or two kinds that fits, or None if none does.
+
+    Of mixes that are about equally fast, the simplest is returned. If offload memory cannot hold
+    all that could be offloaded, mixes that fill it with one kind and add one or two resident kinds
+    are considered too.
     """
     if not num_blocks:
-        return _mix(kinds, {}) if min(room_bytes, far_room_bytes) >= 0 else None
-    if far_room_bytes < 0:
+        return _mix(kinds, {}) if min(room_bytes, offload_room_bytes) >= 0 else None
+    if offload_room_bytes < 0:
         return None
-    near = [index for index, kind in enumerate(kinds) if not kind.far_bytes]
-    found = _of_two(kinds, range(len(kinds)), num_blocks, room_bytes, far_room_bytes)
-    if num_blocks * max(kind.far_bytes for kind in kinds) > far_room_bytes:
+    resident = [index for index, kind in enumerate(kinds) if not kind.offloaded_bytes]
+    found = _mixes_of_two(kinds, range(len(kinds)), num_blocks, room_bytes, offload_room_bytes)
+    if num_blocks * max(kind.offloaded_bytes for kind in kinds) > offload_room_bytes:
         for index, kind in enumerate(kinds):
-            count = int(far_room_bytes // kind.far_bytes) if kind.far_bytes else 0
+            count = int(offload_room_bytes // kind.offloaded_bytes) if kind.offloaded_bytes else 0
             if count > 0:
-                found += _beside(kinds, near, index, min(count, num_blocks), num_blocks, room_bytes)
+                found += _with_offloaded_kind(
+                    kinds, resident, index, min(count, num_blocks), num_blocks, room_bytes
+                )
     least = min((mix.seconds for mix in found), default=_NEVER)
-    alike = [mix for mix in found if mix.seconds <= least * (1 + ALIKE)]
-    return min(alike, key=lambda mix: mix.burden, default=None)
+    equal = [mix for mix in found if mix.seconds <= least * (1 + ALIKE)]
+    return min(equal, key=lambda mix: mix.burden, default=None)
 
 
-def _beside(
+def _with_offloaded_kind(
     kinds: Sequence[BlockKind],
-    near: Sequence[int],
-    far: int,
+    resident: Sequence[int],
+    offloaded: int,
     count: int,
     num_blocks: int,
     room_bytes: float,
 ) -> list[Mix]:
-    """So many of one kind that is kept elsewhere, and all others of those that are not."""
-    kind = kinds[far]
+    """Return mixes of ``count`` blocks of one offloaded kind with one or two resident kinds."""
+    kind = kinds[offloaded]
     if count == num_blocks:
-        return _of_two(kinds, [far], num_blocks, room_bytes)
-    least = [replace(k, again_bytes=max(k.again_bytes, kind.again_bytes)) for k in kinds]
-    rest = _of_two(least, near, num_blocks - count, room_bytes - count * kind.kept_bytes)
+        return _mixes_of_two(kinds, [offloaded], num_blocks, room_bytes)
+    adjusted = [
+        replace(k, recompute_bytes=max(k.recompute_bytes, kind.recompute_bytes)) for k in kinds
+    ]
+    rest = _mixes_of_two(
+        adjusted, resident, num_blocks - count, room_bytes - count * kind.saved_bytes
+    )
     counted = ({i: n for i, n in enumerate(mix.counts) if n} for mix in rest)
-    return [_mix(kinds, {**counts, far: count + counts.get(far, 0)}) for counts in counted]
+    return [
+        _mix(kinds, {**counts, offloaded: count + counts.get(offloaded, 0)}) for counts in counted
+    ]
 
 
-def _of_two(
+def _mixes_of_two(
     kinds: Sequence[BlockKind],
     chosen: Sequence[int],
     num_blocks: int,
     room_bytes: float,
-    far_room_bytes: float = _NEVER,
+    offload_room_bytes: float = _NEVER,
 ) -> list[Mix]:
-    """Of two kinds the numbers of either that have room are an interval, along which what they take
-    together grows or shrinks: its ends are the fastest and, of equals, the simplest."""
+    """Return the feasible mixes of one kind, and the two extreme feasible mixes of each pair.
+
+    The feasible counts of a pair are an interval along which the total time is monotonic, so its
+    ends are the fastest and, of equals, the simplest mixes.
+    """
     found: list[Mix] = []
     for index in chosen:
         kind = kinds[index]
-        is_far = num_blocks * kind.far_bytes <= far_room_bytes
-        if is_far and num_blocks * kind.kept_bytes + kind.again_bytes <= room_bytes:
+        fits_offload_memory = num_blocks * kind.offloaded_bytes <= offload_room_bytes
+        if (
+            fits_offload_memory
+            and num_blocks * kind.saved_bytes + kind.recompute_bytes <= room_bytes
+        ):
             found.append(_mix(kinds, {index: num_blocks}))
     for one, other in combinations(chosen, 2):
         a, b = kinds[one], kinds[other]
-        room = room_bytes - max(a.again_bytes, b.again_bytes)
-        near = _fitting(num_blocks, a.kept_bytes, b.kept_bytes, room)
-        far = _fitting(num_blocks, a.far_bytes, b.far_bytes, far_room_bytes)
-        fewest, most = max(near[0], far[0]), min(near[1], far[1])
+        room = room_bytes - max(a.recompute_bytes, b.recompute_bytes)
+        resident = _feasible_counts(num_blocks, a.saved_bytes, b.saved_bytes, room)
+        offloaded = _feasible_counts(
+            num_blocks, a.offloaded_bytes, b.offloaded_bytes, offload_room_bytes
+        )
+        fewest, most = max(resident[0], offloaded[0]), min(resident[1], offloaded[1])
         found += [
             _mix(kinds, {one: count, other: num_blocks - count})
             for count in dict.fromkeys((fewest, most))
@@ -121,33 +153,38 @@ def _of_two(
     return found
 
 
-def _fitting(num_blocks: int, mine: float, others: float, room: float) -> tuple[int, int]:
-    """The fewest and the most blocks of ``mine`` bytes, but neither none nor all, that have room
-    with the rest of ``others`` bytes each."""
+def _feasible_counts(
+    num_blocks: int, bytes_each: float, other_bytes_each: float, room: float
+) -> tuple[int, int]:
+    """Return the least and the largest number of blocks of ``bytes_each`` that fit into ``room``.
+
+    The remaining blocks take ``other_bytes_each``. There is at least one block of either kind.
+    """
     fewest, most = 1, num_blocks - 1
-    left, between = room - num_blocks * others, mine - others
-    if left == _NEVER or (not between and left >= 0):
+    left, difference = room - num_blocks * other_bytes_each, bytes_each - other_bytes_each
+    if left == _NEVER or (not difference and left >= 0):
         return fewest, most
-    if not between:
+    if not difference:
         return num_blocks, 0
-    if between > 0:
-        return fewest, min(most, floor(left / between))
-    return max(fewest, ceil(left / between)), most
+    if difference > 0:
+        return fewest, min(most, floor(left / difference))
+    return max(fewest, ceil(left / difference)), most
 
 
 def least_seconds(kinds: Sequence[BlockKind], num_blocks: int, room_bytes: float) -> float:
-    """No whole numbers of blocks take less, in so much room; infinite where they have too little.
+    """Return a lower bound on the seconds of all mixes that fit, or infinity if none can.
 
-    As if blocks could be of two kinds each, and anything had room elsewhere. Whatever they are of,
-    one of their kinds needs most room to be computed again, and has it.
+    The relaxation allows fractional blocks of two kinds, and unlimited offload memory. In every mix
+    some kind has the largest ``recompute_bytes``, so the bound is the minimum over that kind, with
+    its ``recompute_bytes`` subtracted from the room.
     """
     if not num_blocks:
         return 0.0 if room_bytes >= 0 else _NEVER
     return num_blocks * min(
         (
-            _on_the_hull(
-                [kind for kind in kinds if kind.again_bytes <= most.again_bytes],
-                (room_bytes - most.again_bytes) / num_blocks,
+            _hull_seconds(
+                [kind for kind in kinds if kind.recompute_bytes <= most.recompute_bytes],
+                (room_bytes - most.recompute_bytes) / num_blocks,
             )
             for most in kinds
         ),
@@ -155,12 +192,12 @@ def least_seconds(kinds: Sequence[BlockKind], num_blocks: int, room_bytes: float
     )
 
 
-def _on_the_hull(kinds: Sequence[BlockKind], each_bytes: float) -> float:
-    best = min((k.seconds for k in kinds if k.kept_bytes <= each_bytes), default=_NEVER)
+def _hull_seconds(kinds: Sequence[BlockKind], bytes_per_block: float) -> float:
+    best = min((k.seconds for k in kinds if k.saved_bytes <= bytes_per_block), default=_NEVER)
     for one, other in combinations(kinds, 2):
-        lean, wide = sorted((one, other), key=lambda k: k.kept_bytes)
-        if lean.kept_bytes <= each_bytes < wide.kept_bytes:
-            share = (each_bytes - lean.kept_bytes) / (wide.kept_bytes - lean.kept_bytes)
+        lean, wide = sorted((one, other), key=lambda k: k.saved_bytes)
+        if lean.saved_bytes <= bytes_per_block < wide.saved_bytes:
+            share = (bytes_per_block - lean.saved_bytes) / (wide.saved_bytes - lean.saved_bytes)
             best = min(best, lean.seconds + share * (wide.seconds - lean.seconds))
     return best
 
@@ -168,14 +205,14 @@ def _on_the_hull(kinds: Sequence[BlockKind], each_bytes: float) -> float:
 SecondsOf = Callable[[int, int], float]
 
 
-def fastest_slowest(
+def minimize_slowest_stage(
     num_blocks: int, num_stages: int, seconds_of: SecondsOf
 ) -> tuple[int, ...] | None:
-    """How many blocks each stage holds, one at least, so that the slowest is as fast as can be.
+    """Return the blocks of each stage, at least one, that minimize the time of the slowest stage.
 
-    ``seconds_of`` a stage and a number of blocks grows with that number, and is infinite where
-    these do not fit. Given one block after another to where it takes least, no other division has
-    a faster slowest stage.
+    ``seconds_of(stage, count)`` increases with the number of blocks, and is infinite if they do not
+    fit. Assigning one block after another to the stage where the result is fastest is optimal.
+    Returns None if the blocks do not fit.
     """
     counts = [1] * num_stages
     if num_blocks < num_stages or _NEVER in (seconds_of(s, 1) for s in range(num_stages)):
@@ -191,69 +228,82 @@ def fastest_slowest(
     return tuple(counts)
 
 
-def least_in_all(num_blocks: int, num_stages: int, seconds_of: SecondsOf) -> tuple[int, ...] | None:
-    """So that all stages together take as little as can be: stage after stage, the best of every
-    number of blocks that they may hold so far."""
+def minimize_total(
+    num_blocks: int, num_stages: int, seconds_of: SecondsOf
+) -> tuple[int, ...] | None:
+    """Return the blocks of each stage that minimize the total time, or None if they do not fit.
+
+    Dynamic programming: stage after stage, the best time for each number of blocks so far.
+    """
     most = num_blocks - num_stages + 1
     if most < 1:
         return None
     so_far = np.full(num_blocks + 1, np.inf)
     so_far[0] = 0.0
-    given: list[NDArray[np.int64]] = []
+    best_counts: list[NDArray[np.int64]] = []
     for stage in range(num_stages):
         after, count_of = np.full(num_blocks + 1, np.inf), np.zeros(num_blocks + 1, dtype=np.int64)
         for count in range(1, most + 1):
             seconds = seconds_of(stage, count)
             if seconds == _NEVER:
-                break  # nor do more fit
-            with_it = so_far[:-count] + seconds
-            is_better = with_it < after[count:]
-            after[count:][is_better] = with_it[is_better]
+                break  # more blocks do not fit either
+            candidate = so_far[:-count] + seconds
+            is_better = candidate < after[count:]
+            after[count:][is_better] = candidate[is_better]
             count_of[count:][is_better] = count
         so_far = after
-        given.append(count_of)
+        best_counts.append(count_of)
     if not np.isfinite(so_far[num_blocks]):
         return None
     counts, left = [], num_blocks
-    for count_of in reversed(given):
+    for count_of in reversed(best_counts):
         counts.append(int(count_of[left]))
         left -= counts[-1]
     return tuple(reversed(counts))
 
 
-def bettered(
-    counts: tuple[int, ...], seconds_of: SecondsOf, of_all: Callable[[Sequence[float]], float]
+def improve_counts(
+    counts: tuple[int, ...], seconds_of: SecondsOf, total_of: Callable[[Sequence[float]], float]
 ) -> tuple[int, ...]:
-    """One block from one stage to another, as long as that makes ``of_all`` stages less."""
-    held, seconds = list(counts), [seconds_of(s, n) for s, n in enumerate(counts)]
-    best = of_all(seconds)
+    """Move single blocks between stages as long as that lowers ``total_of`` all stage times."""
+    counts_now, seconds = list(counts), [seconds_of(s, n) for s, n in enumerate(counts)]
+    best = total_of(seconds)
     while True:
         found: tuple[float, int, int] | None = None
-        for giver in range(len(held)):
-            if held[giver] == 1:
+        for source in range(len(counts_now)):
+            if counts_now[source] == 1:
                 continue
-            less = seconds_of(giver, held[giver] - 1)
-            for taker in range(len(held)):
-                if taker == giver:
+            source_seconds = seconds_of(source, counts_now[source] - 1)
+            for target in range(len(counts_now)):
+                if target == source:
                     continue
-                moved = [*seconds]
-                moved[giver], moved[taker] = less, seconds_of(taker, held[taker] + 1)
-                total = of_all(moved)
+                moved_seconds = [*seconds]
+                moved_seconds[source], moved_seconds[target] = (
+                    source_seconds,
+                    seconds_of(target, counts_now[target] + 1),
+                )
+                total = total_of(moved_seconds)
                 if total < best * (1 - 1e-9):
-                    best, found = total, (total, giver, taker)
+                    best, found = total, (total, source, target)
         if found is None:
-            return tuple(held)
-        _, giver, taker = found
-        held[giver] -= 1
-        held[taker] += 1
-        seconds = [seconds_of(s, n) for s, n in enumerate(held)]
+            return tuple(counts_now)
+        _, source, target = found
+        counts_now[source] -= 1
+        counts_now[target] += 1
+        seconds = [seconds_of(s, n) for s, n in enumerate(counts_now)]
 
 
-def _mix(kinds: Sequence[BlockKind], of: dict[int, int]) -> Mix:
+def _mix(kinds: Sequence[BlockKind], count_of_kind: dict[int, int]) -> Mix:
     return Mix(
-        counts=tuple(of.get(index, 0) for index in range(len(kinds))),
-        seconds=sum(kinds[index].seconds * count for index, count in of.items()),
-        num_moved=sum(count for index, count in of.items() if kinds[index].far_bytes),
-        num_again=sum(count for index, count in of.items() if kinds[index].num_again),
-        calls_again=sum(kinds[index].num_again * count for index, count in of.items()),
+        counts=tuple(count_of_kind.get(index, 0) for index in range(len(kinds))),
+        seconds=sum(kinds[index].seconds * count for index, count in count_of_kind.items()),
+        num_offloaded=sum(
+            count for index, count in count_of_kind.items() if kinds[index].offloaded_bytes
+        ),
+        num_recomputed=sum(
+            count for index, count in count_of_kind.items() if kinds[index].num_recomputed_calls
+        ),
+        num_recomputed_calls=sum(
+            kinds[index].num_recomputed_calls * count for index, count in count_of_kind.items()
+        ),
     )

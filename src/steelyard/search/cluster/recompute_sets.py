@@ -1,7 +1,7 @@
-"""What of a block is worth computing again: sets of its calls, from the least kept to the fastest.
+"""The sets of calls of a block that are worth recomputing, between least memory and fastest step.
 
-A minimum cut at each of many prices of a byte, through three blocks that all choose alike; read off
-the middle one. Not for how many blocks choose which: see policy_mixture.py.
+For each of many prices per byte, a minimum cut through three blocks that make the same choice. The
+set is read off the middle block. Not for how many blocks use which set: see policy_mixture.py.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,43 +18,51 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.min_cut import MinCut
 
-# Of a second for each byte, from where nothing is worth it to where everything is.
+# Seconds per byte, from recomputing nothing to recomputing everything.
 _PRICES = np.geomspace(1e-14, 1e-8, 25)
 
 
 def recompute_sets(
     graph: Graph, costs: CostTable, blocks: Blocks, *, values: Iterable[str]
 ) -> tuple[tuple[CallSite, ...], ...]:
-    """By modules inside a block, as `again` of a layout takes them; none first. ``values`` are
-    what can be computed again of the graph."""
+    """Return the recompute sets, the empty one first, as module paths inside a block.
+
+    They have the form of ``ClusterLayout.again``. ``values`` are the recomputable values of the
+    graph.
+    """
     if not blocks.count:
         return ((),)
     program = Program.plain(graph)
-    tally = FastEstimator(program, costs, values)
+    estimator = FastEstimator(program, costs, values)
     found: dict[tuple[CallSite, ...], None] = {(): None}
-    if tally.unit_of:
-        cut = MinCut(tally)
-        nbytes = np.array([tally.nbytes[s] for s in cut.kept], dtype=np.float64)
+    if estimator.unit_of:
+        cut = MinCut(estimator)
+        nbytes = np.array([estimator.nbytes[s] for s in cut.kept], dtype=np.float64)
         for price in _PRICES:
-            again = cut.solve(nbytes * price).again
-            found[tuple(sorted(_inside(graph, tally, blocks, again), key=str))] = None
+            recomputed = cut.solve(nbytes * price).again
+            found[tuple(sorted(_inside(graph, estimator, blocks, recomputed), key=str))] = None
     return tuple(found)
 
 
 def _inside(
-    graph: Graph, tally: FastEstimator, blocks: Blocks, again: frozenset[int]
+    graph: Graph, estimator: FastEstimator, blocks: Blocks, recomputed: frozenset[int]
 ) -> Iterator[CallSite]:
-    """But for what the block hands on: made again, it would need the block before it made again,
-    and so on to the first."""
-    head = f"{blocks.path}.{blocks.first + MIDDLE}"
-    handed_on = {
+    """Yield the recomputed calls of the middle block, except those of its output.
+
+    Recomputing a block's output would require recomputing the previous block, and so on to the
+    first one.
+    """
+    block_path = f"{blocks.path}.{blocks.first + MIDDLE}"
+    outputs = {
         storage
         for node in graph.nodes
-        if node.path != head and not node.path.startswith(f"{head}.")
+        if node.path != block_path and not node.path.startswith(f"{block_path}.")
         for name in node.inputs
         for storage in graph.storages_of(name)
     }
-    for storage in again - handed_on:
-        spot = spot_of(graph, graph.by_name[tally.value_on[storage]])
-        if spot is not None and (spot.module == head or spot.module.startswith(f"{head}.")):
-            yield replace(spot, module=spot.module[len(head) + 1 :])
+    for storage in recomputed - outputs:
+        site = spot_of(graph, graph.by_name[estimator.value_on[storage]])
+        if site is not None and (
+            site.module == block_path or site.module.startswith(f"{block_path}.")
+        ):
+            yield replace(site, module=site.module[len(block_path) + 1 :])

@@ -1,9 +1,9 @@
-"""How a deep model's step lies on a declared cluster: tensor, pipeline and data degrees, states,
-micro-batches and what is computed again, chosen together.
+"""The search for the parallel layout of a deep model on a declared cluster.
 
-Every layout there is has a time that it cannot go below; they are looked into from the least of
-these on, until what was found is no slower than what is left. Not for pricing one: see
-predict/analytic/step.py. Not for clusters that are here: see search/ranks/layout_search.py.
+Tensor, pipeline and data degrees, ZeRO stage, micro-batches, recompute and offload are chosen
+together. Each layout has a lower bound on its step time. Layouts are searched in the order of their
+bounds until the best plan is no slower than the next bound. Not for pricing a layout: see
+predict/analytic/step.py. Not for clusters that run the step: see search/ranks/layout_search.py.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.search.cluster.enumerate_layouts import layouts_of, tensor_degrees
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.stage_assignment import (
-    KEPT,
+    SAVE_ALL,
     ActivationPolicy,
     RecomputeSet,
     StageAssignment,
@@ -49,7 +49,7 @@ _ROUNDING = 1e-9
 
 
 class TemplateSource(Protocol):
-    """A step at any micro-batch, and that of one of the ranks that share its tensors."""
+    """The captured step at any micro-batch size and tensor parallel degree."""
 
     @property
     def num_samples(self) -> int: ...
@@ -64,8 +64,8 @@ class TemplateSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _WithSamples:
-    """A source with a batch of another size."""
+class _ResizedSource:
+    """A source with another global batch size."""
 
     source: TemplateSource
     num_samples: int
@@ -91,8 +91,11 @@ class _WithSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """One layout with its stages: of each, what becomes of what blocks make, and in how many of
-    them. ``least_seconds`` is what no plan in this layout goes below."""
+    """A layout with the activation policies of its blocks, and the predicted step.
+
+    ``stages`` lists for each stage the policies and the number of blocks with each.
+    ``least_seconds`` is a lower bound on the step time of all plans of this layout.
+    """
 
     layout: ClusterLayout
     micro_batch: int
@@ -111,12 +114,15 @@ class _LayoutCandidate:
 Fits = Callable[[ClusterLayout], bool]
 
 
-def _any(layout: ClusterLayout) -> bool:  # noqa: ARG001 - all are welcome
+def _any(layout: ClusterLayout) -> bool:  # noqa: ARG001 - every layout fits
     return True
 
 
 class ClusterSearch:
-    """``again_of`` gives the sets of calls that are worth computing again, of a rank's graph."""
+    """The search over the layouts of one step on one cluster.
+
+    ``again_of`` returns the recompute sets worth trying for a rank's graph.
+    """
 
     def __init__(
         self,
@@ -126,33 +132,35 @@ class ClusterSearch:
         again_of: Callable[[BatchTemplate, CostTable], Sequence[RecomputeSet]],
     ) -> None:
         self._source, self._cluster, self._again_of = source, cluster, again_of
-        self._places = StageDevices(cluster)
-        self._stacks = {device: stack_on(device) for device in self._places.classes}
+        self._stage_devices = StageDevices(cluster)
+        self._stacks = {device: stack_on(device) for device in self._stage_devices.classes}
         self._sections: dict[tuple[int, int, RecomputeSet, Device], Sections] = {}
         self._blocks: dict[tuple[int, int, ActivationPolicy, Device], Section] = {}
-        self._belonging: dict[tuple[int, RecomputeSet], NodeAssignment] = {}
+        self._node_assignments: dict[tuple[int, RecomputeSet], NodeAssignment] = {}
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._costs: dict[tuple[int, Device], CostTable] = {}
-        self._sets: dict[int, tuple[RecomputeSet, ...]] = {}
-        self._ways: dict[int, list[_LayoutCandidate]] = {}
-        self._laid: dict[tuple[ClusterLayout, int, int], ClusterPlan | None] = {}
+        self._recompute_sets: dict[int, tuple[RecomputeSet, ...]] = {}
+        self._candidates: dict[int, list[_LayoutCandidate]] = {}
+        self._plans: dict[tuple[ClusterLayout, int, int], ClusterPlan | None] = {}
 
     def with_samples(self, samples: int) -> "ClusterSearch":
-        """The same step on another global batch; what is known of parts of it is shared."""
+        """Return a search for another global batch that shares the caches of this one."""
         other = ClusterSearch(
-            _WithSamples(source=self._source, num_samples=samples),
+            _ResizedSource(source=self._source, num_samples=samples),
             self._cluster,
             again_of=self._again_of,
         )
         other._sections, other._graphs = self._sections, self._graphs
-        other._costs, other._sets = self._costs, self._sets
-        other._belonging, other._blocks = self._belonging, self._blocks
+        other._costs, other._recompute_sets = self._costs, self._recompute_sets
+        other._node_assignments, other._blocks = self._node_assignments, self._blocks
         return other
 
     def limit_bytes(self, budget: Budget) -> int:
-        """No rank may hold more than its device has, whatever the budget says."""
-        has = self._most_bytes
-        return has if budget.memory_bytes is None else min(has, budget.memory_bytes)
+        """Return the memory limit per rank: the budget, at most the largest device memory."""
+        device_bytes = self._largest_device_bytes
+        return (
+            device_bytes if budget.memory_bytes is None else min(device_bytes, budget.memory_bytes)
+        )
 
     def fastest(
         self,
@@ -162,114 +170,122 @@ class ClusterSearch:
         fits: Fits = _any,
         most_seconds: float = _NEVER,
     ) -> ClusterPlan | None:
-        """Of the layouts that are about as fast as the fastest the simplest, without trades that it
-        can do without; None where no layout of so many ranks fits. It takes ``most_seconds`` at
-        most where any does.
+        """Return the simplest of the plans that are about as fast as the fastest.
+
+        Trades that gain nothing are removed. The plan takes at most ``most_seconds`` if any does.
+        Returns None if no layout on this many ranks fits.
         """
         found: list[ClusterPlan] = []
         least = _NEVER
-        for way in self.ways(num_ranks):
-            if way.least_seconds > least * (1 + ALIKE):
+        for candidate in self.ways(num_ranks):
+            if candidate.least_seconds > least * (1 + ALIKE):
                 break
-            laid = self.laid(way, limit_bytes) if fits(way.layout) else None
-            if laid is not None:
-                found.append(laid)
-                least = min(least, laid.step.step_seconds)
-        alike = max(least, min(least * (1 + ALIKE), most_seconds))
+            plan = self.plan_layout(candidate, limit_bytes) if fits(candidate.layout) else None
+            if plan is not None:
+                found.append(plan)
+                least = min(least, plan.step.step_seconds)
+        max_seconds = max(least, min(least * (1 + ALIKE), most_seconds))
         best = min(
-            (laid for laid in found if laid.step.step_seconds <= alike),
-            key=lambda laid: (burden(laid.layout, laid.stages), laid.step.step_seconds),
+            (plan for plan in found if plan.step.step_seconds <= max_seconds),
+            key=lambda plan: (burden(plan.layout, plan.stages), plan.step.step_seconds),
             default=None,
         )
         if best is None:
             return None
-        return self._without_needless(best, limit_bytes, fits=fits, most_seconds=alike)
+        return self._without_useless_trades(best, limit_bytes, fits=fits, most_seconds=max_seconds)
 
-    def _without_needless(
-        self, laid: ClusterPlan, limit_bytes: int, *, fits: Fits, most_seconds: float
+    def _without_useless_trades(
+        self, plan: ClusterPlan, limit_bytes: int, *, fits: Fits, most_seconds: float
     ) -> ClusterPlan:
-        """Without each trade without which it fits as well and takes no more than so long."""
-        for layout, stages in without_a_trade(laid.layout, laid.stages):
+        """Remove trades without which the plan fits and takes at most ``most_seconds``."""
+        for layout, stages in without_a_trade(plan.layout, plan.stages):
             if not fits(layout):
                 continue
-            simpler = replace(self.priced_as(layout, stages), least_seconds=laid.least_seconds)
-            if simpler.step.step_seconds <= most_seconds and self.holds(simpler, limit_bytes):
-                return self._without_needless(
+            simpler = replace(self.price_layout(layout, stages), least_seconds=plan.least_seconds)
+            if simpler.step.step_seconds <= most_seconds and self.fits_memory(simpler, limit_bytes):
+                return self._without_useless_trades(
                     simpler, limit_bytes, fits=fits, most_seconds=most_seconds
                 )
-        return self._without_overlap_in_vain(laid, fits)
+        return self._without_useless_overlap(plan, fits)
 
-    def _without_overlap_in_vain(self, laid: ClusterPlan, fits: Fits) -> ClusterPlan:
-        """Overlap holds nothing and is what stock data parallelism does: it is left out only where
-        it saves no time at all."""
-        plain = replace(laid.layout, overlaps=False)
-        if not laid.layout.overlaps or not fits(plain):
-            return laid
-        without = replace(self.priced_as(plain, laid.stages), least_seconds=laid.least_seconds)
-        is_as_fast = without.step.step_seconds <= laid.step.step_seconds * (1 + _ROUNDING)
-        return without if is_as_fast else laid
+    def _without_useless_overlap(self, plan: ClusterPlan, fits: Fits) -> ClusterPlan:
+        """Remove overlap if it saves no time at all.
 
-    def holds(self, laid: ClusterPlan, limit_bytes: int) -> bool:
-        """Whether each stage has room where it lies, on its devices and in their hosts' memory."""
-        places, on = self._places.of(laid.layout), self.on_places(laid)
-        limits = self._limits_bytes(places, limit_bytes)
-        near = all(s.nbytes <= most for s, most in zip(laid.step.stages, limits, strict=True))
-        far = (on[n].far_bytes(n, stage) for n, stage in enumerate(self.held(laid)))
-        hosts = (place.device.host_memory_bytes or 0 for place in places)
-        return near and all(held <= has for held, has in zip(far, hosts, strict=True))
+        Overlap needs no memory and is the default of stock data parallelism, so a small gain is
+        enough to keep it.
+        """
+        plain = replace(plan.layout, overlaps=False)
+        if not plan.layout.overlaps or not fits(plain):
+            return plan
+        without = replace(self.price_layout(plain, plan.stages), least_seconds=plan.least_seconds)
+        is_as_fast = without.step.step_seconds <= plan.step.step_seconds * (1 + _ROUNDING)
+        return without if is_as_fast else plan
+
+    def fits_memory(self, plan: ClusterPlan, limit_bytes: int) -> bool:
+        """True if each stage fits the memory of its devices and of their hosts."""
+        stage_devices, costs = self._stage_devices.of(plan.layout), self.on_places(plan)
+        limits = self._limits_bytes(stage_devices, limit_bytes)
+        resident = all(s.nbytes <= most for s, most in zip(plan.step.stages, limits, strict=True))
+        offloaded = (costs[n].far_bytes(n, stage) for n, stage in enumerate(self.held(plan)))
+        hosts = (stage_device.device.host_memory_bytes or 0 for stage_device in stage_devices)
+        return resident and all(
+            nbytes <= limit for nbytes, limit in zip(offloaded, hosts, strict=True)
+        )
 
     def least_seconds(self, num_ranks: int, limit_bytes: int, best: ClusterPlan) -> float:
-        """No plan on so many ranks is faster, of all that could be offered here."""
+        """Return a lower bound on the step time of all plans on this many ranks."""
         least = best.least_seconds
-        for way in self.ways(num_ranks):
-            if way.least_seconds >= least:
+        for candidate in self.ways(num_ranks):
+            if candidate.least_seconds >= least:
                 break
-            laid = self.laid(way, limit_bytes)
-            if laid is not None:
-                least = min(least, laid.least_seconds)
+            plan = self.plan_layout(candidate, limit_bytes)
+            if plan is not None:
+                least = min(least, plan.least_seconds)
         return least
 
     def leanest_bytes(self, num_ranks: int, *, fits: Fits = _any) -> int | None:
-        """The least that any layout of so many ranks holds on its fullest rank."""
-        ways = [way for way in self.ways(num_ranks) if fits(way.layout)]
-        held = (self._least_bytes(way) for way in ways)
-        return min(held, default=None)
+        """Return the least peak of any layout on this many ranks, on its fullest rank."""
+        candidates = [candidate for candidate in self.ways(num_ranks) if fits(candidate.layout)]
+        peaks = (self._least_bytes(candidate) for candidate in candidates)
+        return min(peaks, default=None)
 
     def ways(self, num_ranks: int) -> list[_LayoutCandidate]:
-        """All layouts of so many ranks, what is fastest with all kept first."""
-        if num_ranks not in self._ways:
+        """Return all layouts on this many ranks, by their lower bound without recompute."""
+        if num_ranks not in self._candidates:
             found = [
                 _LayoutCandidate(
                     layout=layout,
                     micro_batch=samples,
-                    least_seconds=self._least_with_all_kept(layout, samples),
+                    least_seconds=self._least_seconds_saving_all(layout, samples),
                 )
-                for each, samples in layouts_of(
+                for base, samples in layouts_of(
                     num_ranks,
                     tensor=self.tensor_degrees(),
                     samples=self._source.num_samples,
                     blocks=self.num_blocks,
-                    is_whole=bool(self.why_indivisible),
+                    is_indivisible=bool(self.why_indivisible),
                 )
-                for layout in [self._as_in_parts(each)]
+                for layout in [self._with_sequence_parallel(base)]
             ]
-            self._ways[num_ranks] = sorted(found, key=lambda way: way.least_seconds)
-        return self._ways[num_ranks]
+            self._candidates[num_ranks] = sorted(
+                found, key=lambda candidate: candidate.least_seconds
+            )
+        return self._candidates[num_ranks]
 
-    def laid(self, way: _LayoutCandidate, limit_bytes: int) -> ClusterPlan | None:
-        """The fastest that fits of this layout, with as little computed again as can be."""
-        key = way.layout, way.micro_batch, limit_bytes
-        if key not in self._laid:
-            self._laid[key] = self._fitted(way, limit_bytes)
-        return self._laid[key]
+    def plan_layout(self, candidate: _LayoutCandidate, limit_bytes: int) -> ClusterPlan | None:
+        """Return the fastest plan of this layout that fits, or None."""
+        key = candidate.layout, candidate.micro_batch, limit_bytes
+        if key not in self._plans:
+            self._plans[key] = self._best_plan(candidate, limit_bytes)
+        return self._plans[key]
 
-    def prediction(self, laid: ClusterPlan) -> Prediction:
-        """All that is said of a layout with its stages."""
-        doubt = self.doubt_of(laid.layout)
-        return priced(self.on_places(laid), self.held(laid), doubt=doubt)
+    def prediction(self, plan: ClusterPlan) -> Prediction:
+        """Return the full prediction for a plan."""
+        doubt = self.doubt_of(plan.layout)
+        return priced(self.on_places(plan), self.held(plan), doubt=doubt)
 
     def doubt_of(self, layout: ClusterLayout) -> float:
-        """The share by which a step of this layout may take more or less than is predicted."""
+        """Return the relative error of predicted step times for this layout."""
         case = self.case_of(layout)
         known = [c.doubt_of(case) if c else DECLARED_DOUBT for c in self.calibrations.values()]
         return max(known)
@@ -284,48 +300,48 @@ class ClusterSearch:
 
     @property
     def calibrations(self) -> Mapping[Device, Calibration | None]:
-        """Of each class of device, what is known of predictions for it."""
+        """The calibration of predictions for each class of device, or None."""
         return {
             device: None if device.reached is None else device.reached.calibration
-            for device in self._places.classes
+            for device in self._stage_devices.classes
         }
 
     @cached_property
     def _num_parameters(self) -> int:
-        held = self._alone().model_memory(0, self.num_blocks).weight_bytes
-        return held // max(1, self._source.formats.weight_bytes)
+        nbytes = self._one_device_cost().model_memory(0, self.num_blocks).weight_bytes
+        return nbytes // max(1, self._source.formats.weight_bytes)
 
     @cached_property
     def _precision(self) -> str:
-        """The format in which most FLOPs are computed."""
+        """The data type of most FLOPs."""
         flops = Counter[str]()
         for node in self._source.in_parts(1).graph.nodes:
             if node.flops:
                 flops[node.outputs[0].dtype] += node.flops
         return max(flops, key=lambda dtype: flops[dtype], default="float32")
 
-    def on_places(self, laid: ClusterPlan) -> list[LayoutCost]:
-        """Of each of its stages, what says what it takes where it lies."""
-        return self._on_places(laid.layout, laid.micro_batch)
+    def on_places(self, plan: ClusterPlan) -> list[LayoutCost]:
+        """Return the cost model of each stage on the device it is assigned to."""
+        return self._stage_costs(plan.layout, plan.micro_batch)
 
-    def held(self, laid: ClusterPlan) -> list[StageBlocks]:
-        """The stages of a layout, with what their blocks take."""
-        layout, samples = laid.layout, laid.micro_batch
+    def held(self, plan: ClusterPlan) -> list[StageBlocks]:
+        """Return the priced blocks of each stage of a plan."""
+        layout, samples = plan.layout, plan.micro_batch
         return [
             StageBlocks(
                 blocks=tuple(
-                    (self._block(layout.tensor, samples, fate, place.device), count)
-                    for fate, count in stage
+                    (self._block(layout.tensor, samples, policy, stage_device.device), count)
+                    for policy, count in stage
                 )
             )
-            for place, stage in zip(self._places.of(layout), laid.stages, strict=True)
+            for stage_device, stage in zip(self._stage_devices.of(layout), plan.stages, strict=True)
         ]
 
-    def priced_as(
+    def price_layout(
         self, layout: ClusterLayout, stages: tuple[tuple[tuple[ActivationPolicy, int], ...], ...]
     ) -> ClusterPlan:
-        """A layout that is given and not looked for; nothing is known of what could be faster."""
-        layout = self._as_in_parts(layout)
+        """Return the plan with the given layout and stages, without a lower bound."""
+        layout = self._with_sequence_parallel(layout)
         samples = self.num_samples // (layout.data * layout.micro_batches)
         unpriced = ClusterPlan(
             layout=layout,
@@ -334,31 +350,35 @@ class ClusterSearch:
             step=AnalyticStep(pipeline_seconds=0, exposed_seconds=0, update_seconds=0, stages=()),
             least_seconds=0.0,
         )
-        step = deep_step_of(self._on_places(layout, samples), self.held(unpriced))
+        step = deep_step_of(self._stage_costs(layout, samples), self.held(unpriced))
         return replace(unpriced, step=step)
 
     def on_one(self) -> Prediction:
-        """The whole batch on one device, whether it has the memory or not."""
-        laid = self._alone()
-        stages = [StageBlocks(blocks=((laid.block, self.num_blocks),))]
-        return priced([laid], stages, doubt=self.doubt_of(ClusterLayout()))
+        """Return the prediction for the whole batch on one device, regardless of its memory."""
+        cost = self._one_device_cost()
+        stages = [StageBlocks(blocks=((cost.block, self.num_blocks),))]
+        return priced([cost], stages, doubt=self.doubt_of(ClusterLayout()))
 
     def fewest_ranks(self, limit_bytes: int) -> int:
-        """No fewer hold the model with its gradients and states, however it lies."""
-        far = self.leads_to_hosts(ClusterLayout())
-        held = self._alone(far_states=far).model_memory(0, self.num_blocks).nbytes
-        return max(1, -(-held // limit_bytes))
+        """Return a lower bound on the ranks needed for weights, gradients and optimizer state."""
+        can_offload = self.has_host_memory(ClusterLayout())
+        nbytes = (
+            self._one_device_cost(far_states=can_offload).model_memory(0, self.num_blocks).nbytes
+        )
+        return max(1, -(-nbytes // limit_bytes))
 
-    def with_all_kept(self, laid: ClusterPlan) -> Prediction:
-        """The same with nothing computed again, on stages of about equally many blocks."""
-        stages = laid.layout.pipeline
+    def predict_saving_all(self, plan: ClusterPlan) -> Prediction:
+        """Return the prediction for the layout with all activations saved and balanced stages."""
+        stages = plan.layout.pipeline
         less, more = divmod(self.num_blocks, stages)
         counts = [less + (stage < more) for stage in range(stages)]
-        return self.prediction(replace(laid, stages=tuple(((KEPT, count),) for count in counts)))
+        return self.prediction(
+            replace(plan, stages=tuple(((SAVE_ALL, count),) for count in counts))
+        )
 
     @property
-    def _most_bytes(self) -> int:
-        return max(device.memory_bytes for device in self._places.classes)
+    def _largest_device_bytes(self) -> int:
+        return max(device.memory_bytes for device in self._stage_devices.classes)
 
     @property
     def num_samples(self) -> int:
@@ -379,203 +399,258 @@ class ClusterSearch:
     def tensor_degrees(self) -> list[int]:
         return tensor_degrees(self._cluster.tree)
 
-    # --- what one layout takes
+    # --- the costs of one layout
 
-    def _least_with_all_kept(self, layout: ClusterLayout, samples: int) -> float:
-        """The slowest stage takes its share of all at least, by how fast each is, and its share of
-        blocks on the fastest."""
-        laid = self._on_places(layout, samples)
+    def _least_seconds_saving_all(self, layout: ClusterLayout, samples: int) -> float:
+        """Return a lower bound on the step time of the layout without recompute.
+
+        The slowest stage takes at least its share of the total work at the combined speed of all
+        stages, and at least its share of blocks on the fastest stage.
+        """
+        stage_costs = self._stage_costs(layout, samples)
         blocks, stages = self.num_blocks, layout.pipeline
-        each = {on: on.in_turn(on.block) if blocks else 0.0 for on in dict.fromkeys(laid)}
-        ends = {s: laid[s].ends_seconds(s) for s in _told_apart(stages)}
-        inner = Counter(laid[1:-1])
+        block_seconds = {
+            cost: cost.in_turn(cost.block) if blocks else 0.0 for cost in dict.fromkeys(stage_costs)
+        }
+        ends = {s: stage_costs[s].ends_seconds(s) for s in _end_stages(stages)}
+        inner = Counter(stage_costs[1:-1])
         around = [
-            *((laid[s], seconds) for s, seconds in ends.items()),
-            *((on, count * on.ends_seconds(_inner(stages))) for on, count in inner.items()),
+            *((stage_costs[s], seconds) for s, seconds in ends.items()),
+            *(
+                (cost, count * cost.ends_seconds(_inner_stage(stages)))
+                for cost, count in inner.items()
+            ),
         ]
-        quickest, most = min(each.values()), -(-blocks // stages)
-        slowest = most * quickest + min(ends.values())
-        if quickest:
-            speed = sum(1 / each[on] for on in laid)
-            slowest = max(slowest, (blocks + sum(t / each[on] for on, t in around)) / speed)
-        total = blocks * quickest + sum(seconds for _, seconds in around)
-        belt = layout.micro_batches * slowest + (total - slowest) / layout.virtual
-        return belt + self._least_after(laid)
+        fastest_block, most = min(block_seconds.values()), -(-blocks // stages)
+        slowest = most * fastest_block + min(ends.values())
+        if fastest_block:
+            speed = sum(1 / block_seconds[cost] for cost in stage_costs)
+            slowest = max(
+                slowest, (blocks + sum(t / block_seconds[cost] for cost, t in around)) / speed
+            )
+        total = blocks * fastest_block + sum(seconds for _, seconds in around)
+        pipeline = layout.micro_batches * slowest + (total - slowest) / layout.virtual
+        return pipeline + self._least_after(stage_costs)
 
-    def _least_after(self, laid: Sequence[LayoutCost]) -> float:
-        """Some stage holds an equal share of the blocks, and exchanges and updates that."""
-        blocks, layout = self.num_blocks, laid[0].layout
-        inner, share = _inner(layout.pipeline), -(-blocks // layout.pipeline)
+    def _least_after(self, stage_costs: Sequence[LayoutCost]) -> float:
+        """Return a lower bound on the seconds after the pipeline: gradient exchange and update.
+
+        Some stage has at least an equal share of the blocks to exchange and update.
+        """
+        blocks, layout = self.num_blocks, stage_costs[0].layout
+        inner, share = _inner_stage(layout.pipeline), -(-blocks // layout.pipeline)
         most = blocks - layout.pipeline + 1
-        several = dict.fromkeys(laid)
+        distinct_costs = dict.fromkeys(stage_costs)
         exposed = min(
-            on.exposed_seconds(inner, StageBlocks(blocks=((on.block, n),)))
-            for on in several
+            cost.exposed_seconds(inner, StageBlocks(blocks=((cost.block, n),)))
+            for cost in distinct_costs
             for n in (share, most)
         )
-        return exposed + min(on.update_seconds(inner, share) for on in several)
+        return exposed + min(cost.update_seconds(inner, share) for cost in distinct_costs)
 
-    def _fitted(self, way: _LayoutCandidate, limit_bytes: int) -> ClusterPlan | None:
-        """What the optimizer keeps goes to the hosts only where something has to."""
-        near = self._divided(way, way.layout, limit_bytes)
-        if near is not None and not any(fate != KEPT for stage in near.stages for fate, _ in stage):
-            return near
-        far = self.with_far_states(way, limit_bytes)
-        if near is None or far is None:
-            return near or far
-        least = min(near.least_seconds, far.least_seconds)
-        is_alike = near.step.step_seconds <= far.step.step_seconds * (1 + ALIKE)
-        simple = [near, far] if is_alike else [far]
-        best = min(simple, key=lambda laid: burden(laid.layout, laid.stages))
+    def _best_plan(self, candidate: _LayoutCandidate, limit_bytes: int) -> ClusterPlan | None:
+        """Return the fastest plan, with offloaded optimizer state only if memory is short."""
+        resident = self._assigned_plan(candidate, candidate.layout, limit_bytes)
+        if resident is not None and not any(
+            policy != SAVE_ALL for stage in resident.stages for policy, _ in stage
+        ):
+            return resident
+        offloaded = self.with_offloaded_states(candidate, limit_bytes)
+        if resident is None or offloaded is None:
+            return resident or offloaded
+        least = min(resident.least_seconds, offloaded.least_seconds)
+        is_as_fast = resident.step.step_seconds <= offloaded.step.step_seconds * (1 + ALIKE)
+        simple = [resident, offloaded] if is_as_fast else [offloaded]
+        best = min(simple, key=lambda plan: burden(plan.layout, plan.stages))
         return replace(best, least_seconds=least)
 
-    def with_far_states(
-        self, way: _LayoutCandidate | ClusterPlan, limit_bytes: int
+    def with_offloaded_states(
+        self, candidate: _LayoutCandidate | ClusterPlan, limit_bytes: int
     ) -> ClusterPlan | None:
-        """None where that does not fit either, or where nothing leads to the hosts."""
-        if not self.leads_to_hosts(way.layout):
-            return None
-        return self._divided(way, replace(way.layout, far_states=True), limit_bytes)
+        """Return the plan with offloaded optimizer state, or None if it does not fit.
 
-    def _divided(
-        self, way: _LayoutCandidate | ClusterPlan, layout: ClusterLayout, limit_bytes: int
+        Returns None as well if a device has no host memory or no link to it.
+        """
+        if not self.has_host_memory(candidate.layout):
+            return None
+        return self._assigned_plan(
+            candidate, replace(candidate.layout, far_states=True), limit_bytes
+        )
+
+    def _assigned_plan(
+        self, candidate: _LayoutCandidate | ClusterPlan, layout: ClusterLayout, limit_bytes: int
     ) -> ClusterPlan | None:
-        """The blocks of a way to lie among its stages, with what becomes of what each makes."""
-        samples = way.micro_batch
+        """Return the plan with blocks and activation policies assigned to stages, or None."""
+        samples = candidate.micro_batch
         if self._least_bytes_of(layout, samples) > limit_bytes:
             return None
-        places, laid = self._places.of(layout), self._on_places(layout, samples)
-        limits = self._limits_bytes(places, limit_bytes)
-        hosts = [place.device.host_memory_bytes or 0 for place in places]
-        device_of = dict(zip(laid, (place.device for place in places), strict=True))
+        stage_devices, stage_costs = (
+            self._stage_devices.of(layout),
+            self._stage_costs(layout, samples),
+        )
+        limits = self._limits_bytes(stage_devices, limit_bytes)
+        hosts = [stage_device.device.host_memory_bytes or 0 for stage_device in stage_devices]
+        device_of = dict(
+            zip(stage_costs, (stage_device.device for stage_device in stage_devices), strict=True)
+        )
 
-        def work(limits: Sequence[float], fates: Sequence[ActivationPolicy]) -> StageAssignment:
-            def kinds_on(on: LayoutCost) -> list[tuple[ActivationPolicy, Section]]:
-                device = device_of[on]
-                return [(f, self._block(layout.tensor, samples, f, device)) for f in fates]
+        def assignment(
+            limits: Sequence[float], policies: Sequence[ActivationPolicy]
+        ) -> StageAssignment:
+            def kinds_on(cost: LayoutCost) -> list[tuple[ActivationPolicy, Section]]:
+                device = device_of[cost]
+                return [(f, self._block(layout.tensor, samples, f, device)) for f in policies]
 
-            return StageAssignment(laid, limits, self.num_blocks, kinds_on, hosts)
+            return StageAssignment(stage_costs, limits, self.num_blocks, kinds_on, hosts)
 
-        plain = work([_NEVER] * layout.pipeline, [KEPT])
+        plain = assignment([_NEVER] * layout.pipeline, [SAVE_ALL])
         if plain.fit(limits):
-            return self._laid_by(plain, laid, samples, limits)
-        fates = [
-            KEPT,
-            *(ActivationPolicy(again=again) for again in self._sets_of(layout.tensor)[1:]),
+            return self._plan_of(plain, stage_costs, samples, limits)
+        policies = [
+            SAVE_ALL,
+            *(
+                ActivationPolicy(again=recomputed)
+                for recomputed in self._recompute_sets_of(layout.tensor)[1:]
+            ),
         ]
-        if self.leads_to_hosts(layout):
-            fates += [replace(fate, moved=True) for fate in fates]
-        return self._laid_by(work(limits, fates), laid, samples, limits)
+        if self.has_host_memory(layout):
+            policies += [replace(policy, moved=True) for policy in policies]
+        return self._plan_of(assignment(limits, policies), stage_costs, samples, limits)
 
-    def _limits_bytes(self, places: Sequence[StageDevice], limit_bytes: int) -> list[int]:
-        """More than any device has is asked for as if each had that much more."""
-        more = max(0, limit_bytes - self._most_bytes)
-        return [min(limit_bytes, place.memory_bytes + more) for place in places]
+    def _limits_bytes(self, stage_devices: Sequence[StageDevice], limit_bytes: int) -> list[int]:
+        """Return the memory limit of each stage.
 
-    def _laid_by(
+        A limit above the largest device adds the excess to every device.
+        """
+        more = max(0, limit_bytes - self._largest_device_bytes)
+        return [
+            min(limit_bytes, stage_device.memory_bytes + more) for stage_device in stage_devices
+        ]
+
+    def _plan_of(
         self,
-        work: StageAssignment,
-        laid: Sequence[LayoutCost],
+        assignment: StageAssignment,
+        stage_costs: Sequence[LayoutCost],
         samples: int,
         limits: Sequence[float],
     ) -> ClusterPlan | None:
-        stages = work.stages()
+        stages = assignment.stages()
         if stages is None:
             return None
-        held = [StageBlocks(blocks=tuple((s, n) for (_, s), n in stage if n)) for stage in stages]
-        step = deep_step_of(laid, held)
+        stage_blocks = [
+            StageBlocks(blocks=tuple((s, n) for (_, s), n in stage if n)) for stage in stages
+        ]
+        step = deep_step_of(stage_costs, stage_blocks)
         if any(s.nbytes > most for s, most in zip(step.stages, limits, strict=True)):
             return None
-        after = self._least_after(laid)
+        after = self._least_after(stage_costs)
         return ClusterPlan(
-            layout=laid[0].layout,
+            layout=stage_costs[0].layout,
             micro_batch=samples,
-            stages=tuple(tuple((fate, n) for (fate, _), n in stage if n) for stage in stages),
+            stages=tuple(tuple((policy, n) for (policy, _), n in stage if n) for stage in stages),
             step=step,
-            least_seconds=min(work.least_seconds() + after, step.step_seconds),
+            least_seconds=min(assignment.least_seconds() + after, step.step_seconds),
         )
 
-    def _least_bytes(self, way: _LayoutCandidate) -> int:
-        near = self._least_bytes_of(way.layout, way.micro_batch)
-        if not self.leads_to_hosts(way.layout):
-            return near
-        return self._least_bytes_of(replace(way.layout, far_states=True), way.micro_batch)
+    def _least_bytes(self, candidate: _LayoutCandidate) -> int:
+        resident = self._least_bytes_of(candidate.layout, candidate.micro_batch)
+        if not self.has_host_memory(candidate.layout):
+            return resident
+        return self._least_bytes_of(
+            replace(candidate.layout, far_states=True), candidate.micro_batch
+        )
 
     def _least_bytes_of(self, layout: ClusterLayout, samples: int) -> int:
-        """Of either end, with as few blocks as it may hold and nothing kept of them; and of the
-        stage that holds most of these."""
-        laid = self._on_places(layout, samples)[0]
+        """Return a lower bound on the peak of the fullest rank, with no saved activations.
+
+        The first and last stages have the fewest possible blocks, some inner stage the most.
+        """
+        cost = self._stage_costs(layout, samples)[0]
         most = -(-self.num_blocks // layout.pipeline)
         fewest = most if layout.virtual > 1 else min(1, most) if layout.pipeline > 1 else most
-        inner = laid.model_memory(_inner(layout.pipeline), most).nbytes
+        inner = cost.model_memory(_inner_stage(layout.pipeline), most).nbytes
         ends = (
-            laid.model_memory(s, fewest).nbytes + laid.around_bytes(s) + laid.ending_bytes(s)
-            for s in _told_apart(layout.pipeline)
+            cost.model_memory(s, fewest).nbytes + cost.around_bytes(s) + cost.ending_bytes(s)
+            for s in _end_stages(layout.pipeline)
         )
         return max(*ends, inner if layout.pipeline > 2 else 0)
 
-    def _on_places(self, layout: ClusterLayout, samples: int) -> list[LayoutCost]:
-        """Of each stage, what says what it takes where it lies."""
-        places = self._places.of(layout)
-        made = {place: self._on(place, layout, samples) for place in dict.fromkeys(places)}
-        return [made[place] for place in places]
+    def _stage_costs(self, layout: ClusterLayout, samples: int) -> list[LayoutCost]:
+        """Return the cost model of each stage on the device it is assigned to."""
+        stage_devices = self._stage_devices.of(layout)
+        cost_of = {
+            stage_device: self._stage_cost(stage_device, layout, samples)
+            for stage_device in dict.fromkeys(stage_devices)
+        }
+        return [cost_of[stage_device] for stage_device in stage_devices]
 
-    def _on(self, place: StageDevice, layout: ClusterLayout, samples: int) -> LayoutCost:
+    def _stage_cost(self, target: StageDevice, layout: ClusterLayout, samples: int) -> LayoutCost:
         return LayoutCost(
-            self._parts(layout.tensor, samples, (), place.device), self._cluster, layout,
-            self._source.formats, self._stacks[place.device], device=place.device,
-            place=place.stage,
+            self._sections_of(layout.tensor, samples, (), target.device), self._cluster, layout,
+            self._source.formats, self._stacks[target.device], device=target.device,
+            place=target.stage,
         )  # fmt: skip
 
-    def _alone(self, *, far_states: bool = False) -> LayoutCost:
-        """On one device, the fastest."""
+    def _one_device_cost(self, *, far_states: bool = False) -> LayoutCost:
+        """Return the cost model of the whole step on the fastest device."""
         alone = StageDevice(device=self._cluster.fastest, memory_bytes=0, stage=0)
-        return self._on(alone, ClusterLayout(far_states=far_states), self._source.num_samples)
+        return self._stage_cost(
+            alone, ClusterLayout(far_states=far_states), self._source.num_samples
+        )
 
-    def leads_to_hosts(self, layout: ClusterLayout) -> bool:
-        """Whether each device that a layout lies on has memory behind it, and a way there."""
-        devices = {place.device for place in self._places.of(layout)}
+    def has_host_memory(self, layout: ClusterLayout) -> bool:
+        """True if each device of the layout has host memory and a link to it."""
+        devices = {stage_device.device for stage_device in self._stage_devices.of(layout)}
         return all(d.host_link is not None and d.host_memory_bytes for d in devices)
 
-    def _block(self, tensor: int, samples: int, fate: ActivationPolicy, device: Device) -> Section:
-        key = tensor, samples, fate, device
+    def _block(
+        self, tensor: int, samples: int, policy: ActivationPolicy, device: Device
+    ) -> Section:
+        key = tensor, samples, policy, device
         if key not in self._blocks:
-            block = self._parts(tensor, samples, fate.again, device).block
-            if fate.moved:
+            block = self._sections_of(tensor, samples, policy.again, device).block
+            if policy.moved:
                 assert device.host_link is not None, "what is moved has a way"
                 block = moved(block, device.host_link)
             self._blocks[key] = block
         return self._blocks[key]
 
-    def _parts(self, tensor: int, samples: int, again: RecomputeSet, device: Device) -> Sections:
-        key = tensor, samples, again, device
+    def _sections_of(
+        self, tensor: int, samples: int, recomputed: RecomputeSet, device: Device
+    ) -> Sections:
+        key = tensor, samples, recomputed, device
         if key not in self._sections:
             blocks = self._source.blocks
             self._sections[key] = sections(
                 self._graph(tensor, samples),
                 self.costs_of(tensor, device),
-                self._as_in_parts(ClusterLayout(tensor=tensor, again=again)),
+                self._with_sequence_parallel(ClusterLayout(tensor=tensor, again=recomputed)),
                 blocks=blocks.path,
                 first=blocks.first,
                 stack=self._stacks[device],
-                belongs=self._belonging_of(tensor, again),
+                belongs=self._node_assignment(tensor, recomputed),
             )
         return self._sections[key]
 
-    def _as_in_parts(self, layout: ClusterLayout) -> ClusterLayout:
-        """Sequence parallelism gathers anew for the backward pass what it gathered, and hands on
-        parts (Korthikanti et al., 2022, section 4.2.2)."""
-        along = self._source.is_sequence_parallel(layout.tensor)
-        return replace(layout, gathers_again=along)
+    def _with_sequence_parallel(self, layout: ClusterLayout) -> ClusterLayout:
+        """Return the layout with sequence parallelism if the model supports it.
 
-    def _belonging_of(self, tensor: int, again: RecomputeSet) -> NodeAssignment:
-        key = tensor, again
-        if key not in self._belonging:
+        Sequence parallelism gathers activations again for the backward pass, and sends shards to
+        the next stage (Korthikanti et al., 2022, section 4.2.2).
+        """
+        is_sequence_parallel = self._source.is_sequence_parallel(layout.tensor)
+        return replace(layout, gathers_again=is_sequence_parallel)
+
+    def _node_assignment(self, tensor: int, recomputed: RecomputeSet) -> NodeAssignment:
+        key = tensor, recomputed
+        if key not in self._node_assignments:
             blocks = self._source.blocks
-            layout = self._as_in_parts(ClusterLayout(tensor=tensor, again=again))
+            layout = self._with_sequence_parallel(ClusterLayout(tensor=tensor, again=recomputed))
             graph = self._source.in_parts(tensor).graph
-            self._belonging[key] = belonging(graph, layout, blocks=blocks.path, first=blocks.first)
-        return self._belonging[key]
+            self._node_assignments[key] = belonging(
+                graph, layout, blocks=blocks.path, first=blocks.first
+            )
+        return self._node_assignments[key]
 
     def _graph(self, tensor: int, samples: int) -> Graph:
         if (tensor, samples) not in self._graphs:
@@ -584,24 +659,24 @@ class ClusterSearch:
 
     def costs_of(self, tensor: int, device: Device) -> CostTable:
         if (tensor, device) not in self._costs:
-            first = self._places.first_of[device]
+            first = self._stage_devices.first_of[device]
             layout = ClusterLayout(tensor=tensor)
             self._costs[tensor, device] = tensor_costs(self._cluster, layout, first=first)
         return self._costs[tensor, device]
 
-    def _sets_of(self, tensor: int) -> tuple[RecomputeSet, ...]:
-        """What is worth computing again on the fastest device is offered on each."""
-        if tensor not in self._sets:
+    def _recompute_sets_of(self, tensor: int) -> tuple[RecomputeSet, ...]:
+        """Return the recompute sets found for the fastest device, which are used on all devices."""
+        if tensor not in self._recompute_sets:
             sampled = self._source.in_parts(tensor)
             costs = self.costs_of(tensor, self._cluster.fastest)
-            self._sets[tensor] = tuple(self._again_of(sampled, costs))
-        return self._sets[tensor]
+            self._recompute_sets[tensor] = tuple(self._again_of(sampled, costs))
+        return self._recompute_sets[tensor]
 
 
-def _told_apart(stages: int) -> tuple[int, ...]:
+def _end_stages(stages: int) -> tuple[int, ...]:
     return (0,) if stages == 1 else (0, stages - 1)
 
 
-def _inner(stages: int) -> int:
-    """A stage that holds neither end, where there is one."""
+def _inner_stage(stages: int) -> int:
+    """Return a stage that is neither first nor last, or 0 if there is none."""
     return 1 if stages > 2 else 0

@@ -1,6 +1,6 @@
-"""On which class of device each stage of a layout lies, on a cluster of one class or of several.
+"""The device of each pipeline stage, on homogeneous and heterogeneous clusters.
 
-Not for what it takes there: see predict/analytic/step.py.
+Not for the cost of a stage there: see predict/analytic/step.py.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from steelyard.ir.cluster_layout import ClusterLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDevice:
-    """``stage`` stands for those of its class, or for itself where the next lies on another.
+    """The device class that determines the speed and the memory of a stage.
 
-    Ranks of one stage wait for one another, so that of several classes the slowest counts, and
-    the smallest memory.
+    Ranks of one stage wait for one another. If they have several classes of device, the slowest
+    device and the smallest memory count. ``stage`` is the first stage of the same class, or the
+    stage itself if the next stage has another class.
     """
 
     device: Device
@@ -24,45 +25,47 @@ class StageDevice:
 
 
 class StageDevices:
-    """Stages take the devices of a cluster in their order."""
+    """The devices of stages, which are assigned in the order of the cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._devices = cluster.devices or (cluster.fastest,)
         # The first rank of each class.
         self.first_of = {device: self._devices.index(device) for device in self.classes}
-        self._known: dict[tuple[int, int], tuple[StageDevice, ...]] = {}
+        self._cache: dict[tuple[int, int], tuple[StageDevice, ...]] = {}
 
     @property
     def classes(self) -> tuple[Device, ...]:
         return tuple(dict.fromkeys(self._devices))
 
     def of(self, layout: ClusterLayout) -> tuple[StageDevice, ...]:
-        """Of each stage."""
+        """Return the device of each stage of ``layout``."""
         if len(self._devices) == 1:
-            return (_place(self._devices, 0),) * layout.pipeline
+            return (_stage_device(self._devices, 0),) * layout.pipeline
         width = layout.tensor * layout.data
         key = width, layout.pipeline
-        if key not in self._known:
-            self._known[key] = self._found(width, layout.pipeline)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self._assigned(width, layout.pipeline)
+        return self._cache[key]
 
-    def _found(self, width: int, stages: int) -> tuple[StageDevice, ...]:
-        own = [
-            _place(self._devices[stage * width : (stage + 1) * width], stage)
+    def _assigned(self, width: int, stages: int) -> tuple[StageDevice, ...]:
+        stages_devices = [
+            _stage_device(self._devices[stage * width : (stage + 1) * width], stage)
             for stage in range(stages)
         ]
-        first: dict[tuple[Device, int], StageDevice] = {}
-        found = []
-        for place, following in zip(own, [*own[1:], own[-1]], strict=True):
-            of_class = first.setdefault((place.device, place.memory_bytes), place)
-            found.append(of_class if following.device == place.device else place)
-        return tuple(found)
+        first_of_class: dict[tuple[Device, int], StageDevice] = {}
+        chosen = []
+        for device, following in zip(
+            stages_devices, [*stages_devices[1:], stages_devices[-1]], strict=True
+        ):
+            representative = first_of_class.setdefault((device.device, device.memory_bytes), device)
+            chosen.append(representative if following.device == device.device else device)
+        return tuple(chosen)
 
 
-def _place(devices: tuple[Device, ...], stage: int) -> StageDevice:
-    several = dict.fromkeys(devices)
+def _stage_device(devices: tuple[Device, ...], stage: int) -> StageDevice:
+    classes = dict.fromkeys(devices)
     return StageDevice(
-        device=min(several, key=lambda device: device.flops_per_second),
-        memory_bytes=min(device.memory_bytes for device in several),
+        device=min(classes, key=lambda device: device.flops_per_second),
+        memory_bytes=min(device.memory_bytes for device in classes),
         stage=stage,
     )

@@ -1,7 +1,7 @@
-"""A layout of a deep model as the rules of a plan file.
+"""The conversion of a layout of a deep model to the rules of a plan file.
 
-From a capture of three blocks: what is said of the middle one holds for all. Not for choosing the
-layout: see search.py.
+The capture has three blocks, and the rules of the middle one hold for all blocks. Not for choosing
+the layout: see search.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,26 +18,30 @@ from steelyard.predict.analytic.saved_activations import kept_calls
 from steelyard.search.cluster.search import ClusterPlan
 from steelyard.search.cluster.stage_assignment import ActivationPolicy, RecomputeSet
 
-# What goes at a time, of gradients: what stock data parallelism sends.
+# The gradient bucket size, as in stock DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
-# What is in shares, by ZeRO's stages; with the weights, all that is theirs is.
-HELD = {1: "optimizer", 2: "gradient", 3: ""}
+# The sharded state by ZeRO stage. Sharded weights imply sharded gradients and optimizer state.
+SHARDED_STATE = {1: "optimizer", 2: "gradient", 3: ""}
 
 
 def to_rules(
-    laid: ClusterPlan, graph: Graph, regions: Sequence[Region], blocks: Blocks
+    plan: ClusterPlan, graph: Graph, regions: Sequence[Region], blocks: Blocks
 ) -> tuple[Rule, ...]:
-    """``graph`` is that of three blocks on one device, ``regions`` are what is cut of it."""
-    layout = laid.layout
+    """Return the rules of a cluster plan.
+
+    ``graph`` is the capture of three blocks on one device, ``regions`` are its tensor parallel
+    regions.
+    """
+    layout = plan.layout
     rules: list[Rule] = []
     if layout.data > 1:
         rules.append(Rule(trade="shard_batch", degree=layout.data, bucket_bytes=_BUCKET_BYTES))
     if layout.overlaps:
         rules.append(Rule(trade="overlap", lag=1))
     if layout.tensor > 1:
-        rules += _cut(regions, blocks, layout.tensor)
+        rules += _tensor_rules(regions, blocks, layout.tensor)
     if layout.state_stage:
-        rules += _shared(graph, blocks, layout.data, HELD[layout.state_stage])
+        rules += _state_rules(graph, blocks, layout.data, SHARDED_STATE[layout.state_stage])
     if layout.micro_batches > 1:
         rules.append(Rule(trade="accumulate", degree=layout.micro_batches))
     if layout.pipeline > 1:
@@ -48,44 +52,44 @@ def to_rules(
                 op=layout.schedule,
                 module=f"{blocks.path}.{blocks.first + end - 1}",
             )
-            for end in _ends(laid)
+            for end in _stage_ends(plan)
         ]
     if layout.far_states:
-        rules += _far(graph, blocks)
-    rules += _fates(laid, blocks, partial(_of_block, graph, blocks))
+        rules += _offload_state_rules(graph, blocks)
+    rules += _policy_rules(plan, blocks, partial(_block_rules, graph, blocks))
     return tuple(sorted(rules))
 
 
-def _cut(regions: Sequence[Region], blocks: Blocks, ranks: int) -> Iterator[Rule]:
-    named = {
-        key.partition(":")[2]: lies
+def _tensor_rules(regions: Sequence[Region], blocks: Blocks, ranks: int) -> Iterator[Rule]:
+    placements = {
+        key.partition(":")[2]: placement
         for region in regions
-        for key, lies in region.inputs
-        if isinstance(lies, Shard)
+        for key, placement in region.inputs
+        if isinstance(placement, Shard)
     }
-    for pattern, count, name in _patterns(named, blocks):
+    for pattern, count, name in _patterns(placements, blocks):
         yield Rule(
             trade="shard_tensor", module=pattern, degree=ranks, count=count,
-            dim=named[name].dim, groups=named[name].groups,
+            dim=placements[name].dim, groups=placements[name].groups,
         )  # fmt: skip
 
 
-def _shared(graph: Graph, blocks: Blocks, ranks: int, held: str) -> Iterator[Rule]:
+def _state_rules(graph: Graph, blocks: Blocks, ranks: int, state: str) -> Iterator[Rule]:
     names = [o.target.partition(":")[2] for o in graph.outputs if o.kind is OutputKind.GRADIENT]
     for pattern, count, _ in _patterns(names, blocks):
-        yield Rule(trade="shard_states", module=pattern, degree=ranks, count=count, op=held)
+        yield Rule(trade="shard_states", module=pattern, degree=ranks, count=count, op=state)
 
 
-def _far(graph: Graph, blocks: Blocks) -> Iterator[Rule]:
+def _offload_state_rules(graph: Graph, blocks: Blocks) -> Iterator[Rule]:
     names = [o.target.partition(":")[2] for o in graph.outputs if o.kind is OutputKind.GRADIENT]
     for pattern, count, _ in _patterns(names, blocks):
-        yield Rule(trade="offload_state", module=pattern, op=HELD[1], count=count)
+        yield Rule(trade="offload_state", module=pattern, op=SHARDED_STATE[1], count=count)
 
 
 def _patterns(
     names: Sequence[str] | dict[str, Shard], blocks: Blocks
 ) -> Iterator[tuple[str, int, str]]:
-    """Each with how many tensors of the whole model it names, and one of these."""
+    """Yield each name pattern, its number of tensors in the whole model, and one of these."""
     middle = f"{blocks.path}.{blocks.first + MIDDLE}."
     for name in names:
         if blocks.count and name.startswith(middle):
@@ -102,10 +106,13 @@ def _inside(name: str, blocks: Blocks) -> str:
     return name.removeprefix(f"{blocks.path}.").partition(".")[2]
 
 
-def _ends(laid: ClusterPlan) -> list[int]:
-    """After how many blocks each stage but the last ends; runs go around the ranks in turn."""
-    layout = laid.layout
-    counts = [sum(count for _, count in stage) // layout.virtual for stage in laid.stages]
+def _stage_ends(plan: ClusterPlan) -> list[int]:
+    """Return the number of blocks before the end of each stage but the last.
+
+    Virtual stages are assigned to the ranks round-robin.
+    """
+    layout = plan.layout
+    counts = [sum(count for _, count in stage) // layout.virtual for stage in plan.stages]
     so_far, ends = 0, []
     for count in counts * layout.virtual:
         so_far += count
@@ -113,54 +120,59 @@ def _ends(laid: ClusterPlan) -> list[int]:
     return ends[:-1]
 
 
-def _fates(
-    laid: ClusterPlan, blocks: Blocks, to_rules: Callable[[ActivationPolicy], Sequence[Rule]]
+def _policy_rules(
+    plan: ClusterPlan, blocks: Blocks, to_rules: Callable[[ActivationPolicy], Sequence[Rule]]
 ) -> list[Rule]:
-    """``to_rules`` a fate name calls by modules inside a block."""
-    fates = {fate for stage in laid.stages for fate, _ in stage}
-    said = {fate: to_rules(fate) for fate in fates}
-    if len(fates) == 1 and blocks.first == 0:
-        (own,) = said.values()
+    """Return the recompute and offload rules of all blocks.
+
+    ``to_rules`` returns the rules of a policy, with module paths inside a block.
+    """
+    policies = {policy for stage in plan.stages for policy, _ in stage}
+    rules_of = {policy: to_rules(policy) for policy in policies}
+    if len(policies) == 1 and blocks.first == 0:
+        (policy_rules,) = rules_of.values()
         return [
             replace(rule, module=_within(f"{blocks.path}.*", rule.module), count=blocks.count)
-            for rule in own
+            for rule in policy_rules
         ]
     return [
         replace(rule, module=_within(f"{blocks.path}.{blocks.first + number}", rule.module))
-        for number, fate in by_block(laid)
-        for rule in said[fate]
+        for number, policy in policies_by_block(plan)
+        for rule in rules_of[policy]
     ]
 
 
-def _of_block(graph: Graph, blocks: Blocks, fate: ActivationPolicy) -> list[Rule]:
-    found = [("recompute", spot) for spot in fate.again]
-    if fate.moved:
-        found += [("offload", spot) for spot in calls_moved(graph, blocks, fate.again)]
+def _block_rules(graph: Graph, blocks: Blocks, policy: ActivationPolicy) -> list[Rule]:
+    found = [("recompute", site) for site in policy.again]
+    if policy.moved:
+        found += [("offload", site) for site in offloaded_calls(graph, blocks, policy.again)]
     return [
-        Rule(trade=trade, module=spot.module, op=spot.op, nth=spot.nth) for trade, spot in found
+        Rule(trade=trade, module=site.module, op=site.op, nth=site.nth) for trade, site in found
     ]
 
 
-def calls_moved(graph: Graph, blocks: Blocks, again: RecomputeSet) -> Iterator[CallSite]:
-    """All that a block keeps beside what is computed again, by modules inside it."""
-    head = f"{blocks.path}.{blocks.first + MIDDLE}"
-    layout = ClusterLayout(again=again)
-    for spot in kept_calls(graph, layout, blocks=blocks.path, first=blocks.first):
-        yield replace(spot, module=spot.module.removeprefix(head).removeprefix("."))
+def offloaded_calls(graph: Graph, blocks: Blocks, recomputed: RecomputeSet) -> Iterator[CallSite]:
+    """Yield the calls of a block whose outputs stay saved, with module paths inside the block."""
+    block_path = f"{blocks.path}.{blocks.first + MIDDLE}"
+    layout = ClusterLayout(again=recomputed)
+    for site in kept_calls(graph, layout, blocks=blocks.path, first=blocks.first):
+        yield replace(site, module=site.module.removeprefix(block_path).removeprefix("."))
 
 
 def _within(block: str, module: str) -> str:
     return f"{block}.{module}" if module else block
 
 
-def by_block(laid: ClusterPlan) -> Iterator[tuple[int, ActivationPolicy]]:
-    """The blocks of each stage, one run of them after another."""
-    layout = laid.layout
+def policies_by_block(plan: ClusterPlan) -> Iterator[tuple[int, ActivationPolicy]]:
+    """Yield the index and policy of each block, one virtual stage after the other."""
+    layout = plan.layout
     begin = 0
-    kinds = [[fate for fate, count in stage for _ in range(count)] for stage in laid.stages]
+    stage_policies = [
+        [policy for policy, count in stage for _ in range(count)] for stage in plan.stages
+    ]
     for run in range(layout.virtual):
-        for stage in kinds:
-            each = len(stage) // layout.virtual
-            for place in range(each):
-                yield begin + place, stage[run * each + place]
-            begin += each
+        for stage in stage_policies:
+            run_length = len(stage) // layout.virtual
+            for index in range(run_length):
+                yield begin + index, stage[run * run_length + index]
+            begin += run_length

@@ -1,4 +1,4 @@
-"""Plans for several ranks: how the step lies on them, and how they exchange gradients.
+"""Plans for several ranks: the parallel layout of the step, and the gradient communication.
 
 Not for what one rank's program trades: see single/.
 """

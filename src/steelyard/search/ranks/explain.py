@@ -1,7 +1,6 @@
-"""What is told of a step that lies on ranks: what each way of sharing pays and buys, and why not
-the others.
+"""The explanation of a parallel layout: costs and gains of each trade, and reasons against others.
 
-Not for what they are called: see labels.py; nor for deciding: see layout_search.py.
+Not for labels: see labels.py. Not for choosing a layout: see layout_search.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from steelyard.plans.plan import SelectedTrade
 from steelyard.plans.trade import Offer, Rejection, Remaining
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
-from steelyard.search.ranks.labels import called, slower, tensors
+from steelyard.search.ranks.labels import layout_label, tensor_count, why_slower
 from steelyard.search.ranks.layout_candidates import LayoutCandidate, LayoutCandidates
 from steelyard.search.ranks.rank_speeds import RankSpeeds
 from steelyard.search.result import SearchResult
@@ -25,97 +24,114 @@ from steelyard.units import format_bytes, format_seconds
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
 _ROWS, _SLOTS = "sparse_gradients", "shared_memory_transfer"
 _THROUGH_SLOTS = "exchanges through slots"
-_MOST_SPELLED = 8
+_MAX_LISTED_RANKS = 8
 
 
 class LayoutExplanation:
-    """Beside the same step without, at what ``ways`` count."""
+    """The selected trades and rejections of a layout, at the prices of its candidates.
 
-    def __init__(self, ways: LayoutCandidates, unlike: RankSpeeds) -> None:
-        self._ways, self._unlike = ways, unlike
+    Each trade is compared with the same step without it.
+    """
 
-    def of(
+    def __init__(self, candidates: LayoutCandidates, rank_speeds: RankSpeeds) -> None:
+        self._candidates, self._rank_speeds = candidates, rank_speeds
+
+    def explain(
         self,
-        way: LayoutCandidate,
+        candidate: LayoutCandidate,
         found: SearchResult,
         *,
         layouts: Sequence[ParallelLayout],
         refusals: Sequence[Rejection],
     ) -> SearchResult:
-        """With what was decided of the layout among what was taken and refused."""
-        others = [x for x in layouts if x not in (ALONE, way.layout)]
-        whole = [
-            o for o in self._ways.regions[way.layout.tensor] if not set(o.rules) <= set(way.rules)
+        """Return ``found`` with the layout's own trades and rejections added."""
+        other_layouts = [x for x in layouts if x not in (ALONE, candidate.layout)]
+        unapplied_offers = [
+            o
+            for o in self._candidates.regions[candidate.layout.tensor]
+            if not set(o.rules) <= set(candidate.rules)
         ]
-        refused = [*refusals, *(self.why_not(layout, found) for layout in others)]
-        refused += [self._why_whole(offer, found, way) for offer in whole]
-        rows, never = self._ways.rows_of(way)
-        refused += [*never, *self._why_not_rows(rows, found, way), *self._why_no_slots(way)]
-        offers = len(layouts) - (ALONE in layouts) + len(whole) + len(rows)
-        offers += way.layout != ALONE and SLOTS in self._ways.costs.links
-        offers += any(rule.trade == _STATES for rule in way.rules)
+        refused = [*refusals, *(self.why_not(layout, found) for layout in other_layouts)]
+        refused += [self._why_not_sharded(offer, found, candidate) for offer in unapplied_offers]
+        sparse_offers, impossible = self._candidates.sparse_offers(candidate)
+        refused += [
+            *impossible,
+            *self._why_not_sparse(sparse_offers, found, candidate),
+            *self._why_no_slots(candidate),
+        ]
+        offers = len(layouts) - (ALONE in layouts) + len(unapplied_offers) + len(sparse_offers)
+        offers += candidate.layout != ALONE and SLOTS in self._candidates.costs.links
+        offers += any(rule.trade == _STATES for rule in candidate.rules)
         return replace(
             found,
-            taken=(*self.taken(way), *found.taken),
+            taken=(*self.selected_trades(candidate), *found.taken),
             refused=(*refused, *found.refused),
             num_offers=found.num_offers + offers,
         )
 
-    def taken(self, way: LayoutCandidate) -> Iterator[SelectedTrade]:
-        """Each way of sharing beside the step without it, nothing else being done to either."""
-        of_batch = tuple(r for r in way.rules if r.trade == _BATCH)
-        of_tensors = tuple(r for r in way.rules if r.trade == _TENSOR)
-        of_states = tuple(r for r in way.rules if r.trade == _STATES)
-        lag = max((r.lag for r in way.rules if r.trade == _OVERLAP), default=1)
-        saved_for_backward = tuple(r for r in way.rules if r.trade == _OVERLAP)
-        if of_batch:
-            sent = f"{format_bytes(of_batch[0].bucket_bytes)} at a time"
-            among = self._labelled(way.layout)
-            if subset := self._ways.costs.subsets.get(way.layout.num_ranks):
-                more = ", ..." if len(subset.ranks) > _MOST_SPELLED else ""
-                among += f" ({', '.join(map(str, subset.ranks[:_MOST_SPELLED]))}{more})"
-            if way.layout.shares:
-                among += f" ({self._unlike.said(way.layout.batch)})"
-            label = f"{among}, gradients {sent}, {lag} under way"
-            if is_synchronised(self._ways.apply_rules(of_batch).graph):
+    def selected_trades(self, candidate: LayoutCandidate) -> Iterator[SelectedTrade]:
+        """Yield the layout's trades, each compared with the same layout without it."""
+        batch_rules = tuple(r for r in candidate.rules if r.trade == _BATCH)
+        tensor_rules = tuple(r for r in candidate.rules if r.trade == _TENSOR)
+        state_rules = tuple(r for r in candidate.rules if r.trade == _STATES)
+        lag = max((r.lag for r in candidate.rules if r.trade == _OVERLAP), default=1)
+        overlap_rules = tuple(r for r in candidate.rules if r.trade == _OVERLAP)
+        if batch_rules:
+            bucket = f"{format_bytes(batch_rules[0].bucket_bytes)} at a time"
+            split = self._label(candidate.layout)
+            if subset := self._candidates.costs.subsets.get(candidate.layout.num_ranks):
+                more = ", ..." if len(subset.ranks) > _MAX_LISTED_RANKS else ""
+                split += f" ({', '.join(map(str, subset.ranks[:_MAX_LISTED_RANKS]))}{more})"
+            if candidate.layout.shares:
+                split += f" ({self._rank_speeds.describe(candidate.layout.batch)})"
+            label = f"{split}, gradients {bucket}, {lag} under way"
+            if is_synchronised(self._candidates.apply_rules(batch_rules).graph):
                 label += ", BatchNorm's statistics of all samples"
-            costs = self._ways.costs_of_groups(way.layout.tensor)
-            yield self._gained(_BATCH, label, (), (*saved_for_backward, *of_batch), costs)
-        before = (*saved_for_backward, *of_batch) if of_batch else ()
-        if of_tensors:
-            label = f"{tensors(of_tensors)} in parts on {way.layout.tensor} ranks"
-            yield self._gained(_TENSOR, label, before, (*before, *of_tensors))
-            before = (*before, *of_tensors)
-        if of_states:
-            twice = ", gathered twice" if of_states[0].times > 1 else ""
-            if size := of_states[0].bucket_bytes:
-                twice += f", {format_bytes(size)} at a time"
-            label = f"{tensors(of_states)} in shares on {way.layout.batch} ranks{twice}"
-            yield self._gained(_STATES, label, before, (*before, *of_states))
-        if of_rows := tuple(r for r in way.rules if r.trade == _ROWS):
-            label = f"rows of {tensors(of_rows)}, {way.layout.batch} ranks'"
-            yield self.sent_otherwise(label, before, of_rows)
-        if of_slots := tuple(r for r in way.rules if r.trade == _SLOTS):
-            yield self._slots_taken(way, of_slots)
+            costs = self._candidates.group_costs(candidate.layout.tensor)
+            yield self._trade_between(_BATCH, label, (), (*overlap_rules, *batch_rules), costs)
+        before = (*overlap_rules, *batch_rules) if batch_rules else ()
+        if tensor_rules:
+            label = f"{tensor_count(tensor_rules)} in parts on {candidate.layout.tensor} ranks"
+            yield self._trade_between(_TENSOR, label, before, (*before, *tensor_rules))
+            before = (*before, *tensor_rules)
+        if state_rules:
+            note = ", gathered twice" if state_rules[0].times > 1 else ""
+            if size := state_rules[0].bucket_bytes:
+                note += f", {format_bytes(size)} at a time"
+            label = f"{tensor_count(state_rules)} in shares on {candidate.layout.batch} ranks{note}"
+            yield self._trade_between(_STATES, label, before, (*before, *state_rules))
+        if sparse_rules := tuple(r for r in candidate.rules if r.trade == _ROWS):
+            label = f"rows of {tensor_count(sparse_rules)}, {candidate.layout.batch} ranks'"
+            yield self.gradient_trade(label, before, sparse_rules)
+        if slot_rules := tuple(r for r in candidate.rules if r.trade == _SLOTS):
+            yield self._slots_taken(candidate, slot_rules)
 
-    def _slots_taken(self, way: LayoutCandidate, slots: tuple[Rule, ...]) -> SelectedTrade:
-        """Beside the same through the link: of a rank's own work, too, exchanges take less."""
-        without = self._ways.counted(tuple(rule for rule in way.rules if rule not in slots))
+    def _slots_taken(self, candidate: LayoutCandidate, slots: tuple[Rule, ...]) -> SelectedTrade:
+        """Return the trade that sends collectives through shared-memory slots instead of the link.
+
+        Slots also reduce the work that a rank itself does for a collective.
+        """
+        without = self._candidates.counted(
+            tuple(rule for rule in candidate.rules if rule not in slots)
+        )
         return SelectedTrade(
             trade=_SLOTS,
             label=_THROUGH_SLOTS,
             rules=slots,
-            buys_bytes=without.nbytes - way.nbytes,
-            buys_seconds=max(0.0, without.seconds - way.seconds),
-            pays_seconds=max(0.0, way.seconds - without.seconds),
+            buys_bytes=without.nbytes - candidate.nbytes,
+            buys_seconds=max(0.0, without.seconds - candidate.seconds),
+            pays_seconds=max(0.0, candidate.seconds - without.seconds),
         )
 
-    def sent_otherwise(
+    def gradient_trade(
         self, label: str, before: tuple[Rule, ...], rules: tuple[Rule, ...]
     ) -> SelectedTrade:
-        """What it buys of communication and pays in computing, added to what was applied before."""
-        applied = self._ways.apply_rules(before), self._ways.apply_rules((*before, *rules))
-        without, with_it = (predict(program, self._ways.costs).metrics for program in applied)
+        """Return a trade of computation for communication, applied after the rules ``before``."""
+        applied = (
+            self._candidates.apply_rules(before),
+            self._candidates.apply_rules((*before, *rules)),
+        )
+        without, with_it = (predict(program, self._candidates.costs).metrics for program in applied)
         return SelectedTrade(
             trade=rules[0].trade,
             label=label,
@@ -125,7 +141,7 @@ class LayoutExplanation:
             pays_seconds=with_it.computation_seconds.value - without.computation_seconds.value,
         )
 
-    def _gained(
+    def _trade_between(
         self,
         trade: str,
         label: str,
@@ -133,64 +149,78 @@ class LayoutExplanation:
         after: tuple[Rule, ...],
         costs: CostTable | None = None,
     ) -> SelectedTrade:
-        """``costs`` are of the batch among groups, where that is another price."""
-        programs = self._ways.apply_rules(before), self._ways.apply_rules(after)
+        """Return the trade that leads from the rules ``before`` to the rules ``after``.
+
+        ``costs`` are the prices of data parallelism among groups, if these differ.
+        """
+        programs = self._candidates.apply_rules(before), self._candidates.apply_rules(after)
         without, with_it = (
-            predict(program, costs or self._ways.costs).metrics for program in programs
+            predict(program, costs or self._candidates.costs).metrics for program in programs
         )
-        quicker = without.computation_seconds.value - with_it.computation_seconds.value
+        saved = without.computation_seconds.value - with_it.computation_seconds.value
         return SelectedTrade(
             trade=trade,
             label=label,
             rules=tuple(rule for rule in after if rule not in before),
             buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
-            buys_seconds=max(quicker, 0.0),
-            pays_seconds=_exposed(with_it) - _exposed(without) + max(-quicker, 0.0),
+            buys_seconds=max(saved, 0.0),
+            pays_seconds=_exposed(with_it) - _exposed(without) + max(-saved, 0.0),
         )
 
     def why_not(self, layout: ParallelLayout, found: SearchResult) -> Rejection:
-        seconds = min(way.seconds for way in self._ways.of(layout))
+        seconds = min(candidate.seconds for candidate in self._candidates.of(layout))
         return Rejection(
             trade=_TENSOR if layout.tensor > 1 else _BATCH,
-            label=self._labelled(layout),
-            reason=slower(seconds, found) or "with it no faster plan fits the budget",
+            label=self._label(layout),
+            reason=why_slower(seconds, found) or "with it no faster plan fits the budget",
         )
 
-    def _labelled(self, layout: ParallelLayout) -> str:
-        """Equal shares are said to be, where others are weighed too."""
-        if layout.batch == 1 or layout.shares or self._unlike.is_alike(layout.num_ranks):
-            return called(layout)
-        return f"{called(layout)}, in equal shares"
+    def _label(self, layout: ParallelLayout) -> str:
+        """Return the layout's label, with equal shares named if unequal ones were evaluated too."""
+        if layout.batch == 1 or layout.shares or self._rank_speeds.is_homogeneous(layout.num_ranks):
+            return layout_label(layout)
+        return f"{layout_label(layout)}, in equal shares"
 
-    def _why_whole(self, offer: Offer, found: SearchResult, way: LayoutCandidate) -> Rejection:
-        """Of tensors that could be cut too, or otherwise, where others are."""
-        if not self._ways.cut_by(way.rules).isdisjoint(self._ways.cut_by(offer.rules)):
+    def _why_not_sharded(
+        self, offer: Offer, found: SearchResult, candidate: LayoutCandidate
+    ) -> Rejection:
+        """Return why the tensors of this offer are left unsharded, or are sharded differently."""
+        if not self._candidates.sharded_tensors(candidate.rules).isdisjoint(
+            self._candidates.sharded_tensors(offer.rules)
+        ):
             reason = "the same weights are cut otherwise"
         else:
-            seconds = self._ways.counted((*way.rules, *offer.rules)).seconds
-            reason = slower(seconds, found, than=way.seconds) or "no faster plan was found with it"
+            seconds = self._candidates.counted((*candidate.rules, *offer.rules)).seconds
+            reason = (
+                why_slower(seconds, found, than=candidate.seconds)
+                or "no faster plan was found with it"
+            )
         return Rejection(trade=_TENSOR, label=offer.label, reason=reason)
 
-    def _why_not_rows(
-        self, offers: Sequence[Offer], found: SearchResult, way: LayoutCandidate
+    def _why_not_sparse(
+        self, offers: Sequence[Offer], found: SearchResult, candidate: LayoutCandidate
     ) -> Iterator[Rejection]:
         for offer in offers:
-            if not set(offer.rules) <= set(way.rules):
-                seconds = self._ways.counted((*way.rules, *offer.rules)).seconds
-                reason = slower(seconds, found, than=way.seconds) or "no faster plan has it"
+            if not set(offer.rules) <= set(candidate.rules):
+                seconds = self._candidates.counted((*candidate.rules, *offer.rules)).seconds
+                reason = (
+                    why_slower(seconds, found, than=candidate.seconds) or "no faster plan has it"
+                )
                 yield Rejection(trade=_ROWS, label=offer.label, reason=reason)
 
-    def _why_no_slots(self, way: LayoutCandidate) -> Iterator[Rejection]:
-        if way.layout == ALONE or any(rule.trade == _SLOTS for rule in way.rules):
+    def _why_no_slots(self, candidate: LayoutCandidate) -> Iterator[Rejection]:
+        if candidate.layout == ALONE or any(rule.trade == _SLOTS for rule in candidate.rules):
             return
-        if SLOTS not in self._ways.costs.links:
+        if SLOTS not in self._candidates.costs.links:
             reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
             yield Rejection(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason, left=Remaining.NEVER)
-        elif rules := self._ways.slots_of(way.rules):
-            tried = self._ways.counted((*way.rules, *rules))
-            said = f"{format_seconds(tried.seconds)} a step and {format_bytes(tried.nbytes)}"
-            beside = f"{format_seconds(way.seconds)} and {format_bytes(way.nbytes)}"
-            reason = f"would take ~{said}, without them ~{beside}"
+        elif rules := self._candidates.slot_rules(candidate.rules):
+            tried = self._candidates.counted((*candidate.rules, *rules))
+            with_slots = f"{format_seconds(tried.seconds)} a step and {format_bytes(tried.nbytes)}"
+            without_slots = (
+                f"{format_seconds(candidate.seconds)} and {format_bytes(candidate.nbytes)}"
+            )
+            reason = f"would take ~{with_slots}, without them ~{without_slots}"
             yield Rejection(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason)
 
 

@@ -1,6 +1,6 @@
-"""How weights that lie in shares may be gathered: so many bytes of them at once, and how far ahead.
+"""The candidates for gathering ZeRO-style sharded weights: bucket size and prefetch distance.
 
-Not for which lie in shares, nor for what it costs: see layout_search.py and predict/.
+Not for which weights are sharded or what a gather costs: see layout_search.py and predict/.
 """
 
 from collections.abc import Sequence
@@ -10,33 +10,41 @@ from steelyard.ir.graph import Graph, path_matches
 from steelyard.ir.optimizer_update import WEIGHT
 from steelyard.ir.rule import WITHIN_PEAK, Rule
 
-_BUCKETS = tuple(2**10 * kib for kib in (64, 256, 1024, 4096, 16384, 65536))
-# So many operators, where what is there anyway leaves room.
-_AHEAD = 16
+_BUCKET_BYTES = tuple(2**10 * kib for kib in (64, 256, 1024, 4096, 16384, 65536))
+# Operators by which a gather is issued early, if the memory below the peak has room for it.
+_MAX_LEAD = 16
 
 
-def together(graph: Graph, states: Sequence[Rule]) -> list[tuple[Rule, ...]]:
-    """Each weight by itself, and with more and more of them at once, up to all or as much as is
-    held for one exchange."""
+def with_gather_buckets(graph: Graph, states: Sequence[Rule]) -> list[tuple[Rule, ...]]:
+    """Return the rules of ``states`` for each bucket size worth trying.
+
+    The first gathers every weight on its own, the last all weights in one bucket or as many as fit
+    the largest bucket.
+    """
     sizes = sorted(
         node.outputs[0].nbytes
         for node in graph.inputs()
         if node.name.startswith(WEIGHT)
         and any(path_matches(node.name.removeprefix(WEIGHT), rule.module) for rule in states)
     )
-    whole, two = sum(sizes), sum(sizes[:2])
-    within = [nbytes for nbytes in _BUCKETS if two <= nbytes < whole]
-    enough = [nbytes for nbytes in _BUCKETS if nbytes >= whole][: len(sizes) > 1]
+    all_bytes, smallest_bucket = sum(sizes), sum(sizes[:2])
+    partial_buckets = [nbytes for nbytes in _BUCKET_BYTES if smallest_bucket <= nbytes < all_bytes]
+    full_buckets = [nbytes for nbytes in _BUCKET_BYTES if nbytes >= all_bytes][: len(sizes) > 1]
     return [
         tuple(replace(rule, bucket_bytes=nbytes) for rule in states)
-        for nbytes in (0, *within, *enough)
+        for nbytes in (0, *partial_buckets, *full_buckets)
     ]
 
 
-def ahead(rules: Sequence[Rule], *, is_alike: bool) -> tuple[Rule, ...]:
-    """Sent ahead. Ranks that hold unequally much would find room in different places, and have to
-    exchange in the same order."""
-    within = WITHIN_PEAK if is_alike else ""
+def with_prefetch(rules: Sequence[Rule], *, has_equal_shares: bool) -> tuple[Rule, ...]:
+    """Return the rules with collectives issued ahead of their readers.
+
+    With equal shares of the batch, the prefetch stays within the peak memory. Ranks with unequal
+    shares would find room at different operators, but all ranks must issue their collectives in
+    the same order.
+    """
+    bound = WITHIN_PEAK if has_equal_shares else ""
     return tuple(
-        replace(rule, lead=_AHEAD, op=within) if rule.trade == "overlap" else rule for rule in rules
+        replace(rule, lead=_MAX_LEAD, op=bound) if rule.trade == "overlap" else rule
+        for rule in rules
     )

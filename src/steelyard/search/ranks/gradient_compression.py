@@ -1,7 +1,7 @@
-"""Gradients in codes: for each code, how a step that shares the batch is fastest with it.
+"""The fastest data parallel step with each gradient compression codec.
 
-How much goes at once, how late it is waited for and which gradients are coded is weighed together,
-on the same timeline as without. Not for whether accuracy may be lost: see
+Bucket size, overlap lag and the set of compressed gradients are chosen together, on the same
+timeline as without compression. Not for whether accuracy may be lost: see
 planner/gradient_compression.py.
 """
 
@@ -16,19 +16,22 @@ from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import SelectedTrade
 from steelyard.plans.trade import Rejection
-from steelyard.search.ranks.labels import tensors
+from steelyard.search.ranks.labels import tensor_count
 from steelyard.search.ranks.layout_search import LayoutSearch
 from steelyard.search.result import SearchResult
 
-# What a code that loses less may take longer, of the step.
-_NEXT_TO_NOTHING = 0.002
+# Share of the step by which a less lossy codec may be slower.
+_MAX_SLOWDOWN = 0.002
 _STATES = "shard_states"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedCandidate:
-    """``rules`` lay the step, and say what is coded; ``without`` are the same but for that.
-    ``codec`` is the one that loses most of those in it."""
+    """A layout with compressed gradients, and its predicted seconds and peak bytes.
+
+    ``rules`` contain the layout and the compression, ``without`` the same layout without
+    compression. ``codec`` is the lossiest codec in use.
+    """
 
     codec: Codec
     trade: str
@@ -38,13 +41,16 @@ class CompressedCandidate:
     nbytes: int
 
     @property
-    def codes(self) -> tuple[Rule, ...]:
+    def compression_rules(self) -> tuple[Rule, ...]:
         return tuple(rule for rule in self.rules if rule.trade in CODE_TRADES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighing:
-    """``layouts`` say how the step lies without; ``codecs`` can be had here."""
+    """The search for compressed candidates on the data parallel layouts of ``layouts``.
+
+    ``codecs`` are the codecs available on these ranks.
+    """
 
     layouts: LayoutSearch
     codecs: Collection[Codec]
@@ -52,109 +58,138 @@ class Weighing:
     def fastest(
         self, *, thoroughly: bool
     ) -> tuple[list[CompressedCandidate], tuple[Rejection, ...]]:
-        """How the step is fastest with all gradients that can be in each of these codes, nothing
-        else being done; or why there is no such way. What is not to be had is only weighed beside
-        what is fastest without."""
+        """Return the fastest candidate of each codec, or the rejections if there is none.
+
+        A candidate compresses every gradient that its codec supports, and has no other trades.
+        ``thoroughly`` tries compression on every candidate of each data parallel layout, otherwise
+        only on the fastest one of each.
+        """
         found: dict[Codec, CompressedCandidate] = {}
         refused: dict[str, Rejection] = {}
         trades = [trade for trade in self.layouts.ways.trades if trade.name in CODE_TRADES]
-        for without in self._shared(thoroughly=thoroughly):
+        for without in self._data_parallel_rules(thoroughly=thoroughly):
             program = self.layouts.ways.apply_rules(without)
             for trade in trades:
                 offers, refusals = trade.offers(program, self.layouts.ways.source)
                 refused |= {refusal.label: refusal for refusal in refusals}
                 for offer in offers:
                     if (codec := codec_of(offer.rules[0])) in self.codecs:
-                        way = self._way(codec, trade.name, without, offer.rules)
-                        best = found.get(codec, way)
-                        found[codec] = min((best, way), key=lambda w: (w.seconds, w.nbytes))
+                        candidate = self._candidate(codec, trade.name, without, offer.rules)
+                        best = found.get(codec, candidate)
+                        found[codec] = min((best, candidate), key=lambda c: (c.seconds, c.nbytes))
         if not found:
             return [], tuple(refused.values())
         return list(found.values()), ()
 
-    def coding_seconds(self, way: CompressedCandidate) -> float:
-        """What codes add to computing, which gentler ones may save."""
-        coded = self.layouts.told.sent_otherwise(way.codec.label, way.without, way.codes)
-        return max(0.0, coded.pays_seconds)
+    def coding_seconds(self, candidate: CompressedCandidate) -> float:
+        """Return the computation that compression adds, which a less lossy codec may save."""
+        trade = self.layouts.explanation.gradient_trade(
+            candidate.codec.label, candidate.without, candidate.compression_rules
+        )
+        return max(0.0, trade.pays_seconds)
 
-    def plan(self, way: CompressedCandidate, budget: Budget) -> SearchResult:
-        """The plan that lies so, with all that the budget needs besides."""
+    def plan(self, candidate: CompressedCandidate, budget: Budget) -> SearchResult:
+        """Return the plan on this layout, with all further trades that the budget requires."""
         layouts = self.layouts
-        found = layouts.search_by(way.rules).find(budget)
+        found = layouts.search_by(candidate.rules).find(budget)
         assert found is not None, "what shares the batch alone is searched"
-        own = *layouts.told.taken(layouts.ways.counted(way.without)), *self._taken(way)
+        layout_trades = (
+            *layouts.explanation.selected_trades(layouts.ways.counted(candidate.without)),
+            *self._codec_trades(candidate),
+        )
         return replace(
             found,
-            taken=(*own, *found.taken),
+            taken=(*layout_trades, *found.taken),
             refused=(*layouts.refusals, *found.refused),
-            num_offers=found.num_offers + len(own),
+            num_offers=found.num_offers + len(layout_trades),
         )
 
-    def gentler(self, way: CompressedCandidate) -> CompressedCandidate:
-        """The same, with no code or one that loses less wherever that costs next to nothing; what
-        the way is named for stays in it."""
-        for rule in way.codes:
-            others = tuple(other for other in way.codes if other != rule)
-            # Without a code first; then from the code that loses most, for what loses less is more
-            # to send.
-            for instead in ((), *((milder,) for milder in self._milder(rule))):
-                tried = self._in_codes(way, (*others, *instead))
+    def gentler(self, candidate: CompressedCandidate) -> CompressedCandidate:
+        """Return the candidate with less lossy codecs, or none, wherever that is nearly as fast.
+
+        The codec that the candidate is named after stays in use.
+        """
+        for rule in candidate.compression_rules:
+            other_rules = tuple(other for other in candidate.compression_rules if other != rule)
+            # No compression is tried first, then codecs from the lossiest on, because a less lossy
+            # codec has more bytes to send.
+            for replacement in ((), *((less_lossy,) for less_lossy in self._less_lossy(rule))):
+                tried = self._with_codecs(candidate, (*other_rules, *replacement))
                 if tried is None:
                     continue
-                if tried.seconds <= (1 + _NEXT_TO_NOTHING) * way.seconds:
-                    # What was gained is not given away again bit by bit.
-                    way = replace(tried, seconds=min(way.seconds, tried.seconds))
-                    if not instead:
+                if tried.seconds <= (1 + _MAX_SLOWDOWN) * candidate.seconds:
+                    # The best time so far stays the reference, so that small losses do not add up.
+                    candidate = replace(tried, seconds=min(candidate.seconds, tried.seconds))
+                    if not replacement:
                         break
-                elif instead and not codec_of(instead[0]).rank:
-                    break  # factors are exchanged twice, and may take longer than what is more
-        return replace(way, seconds=self.layouts.ways.counted(way.rules).seconds)
+                elif replacement and not codec_of(replacement[0]).rank:
+                    # A less lossy codec sends more bytes. Low-rank factors need two exchanges, so a
+                    # codec with more bytes may still be faster.
+                    break
+        return replace(candidate, seconds=self.layouts.ways.counted(candidate.rules).seconds)
 
-    def _in_codes(
-        self, way: CompressedCandidate, codes: tuple[Rule, ...]
+    def _with_codecs(
+        self, candidate: CompressedCandidate, compression_rules: tuple[Rule, ...]
     ) -> CompressedCandidate | None:
-        """None where it would be another code's way, or not every gradient can go so."""
-        if way.codec not in map(codec_of, codes):
+        """Return the candidate with these codecs, or None if a gradient does not support its codec.
+
+        Returns None as well if the candidate's own codec is no longer in use.
+        """
+        if candidate.codec not in map(codec_of, compression_rules):
             return None
         try:
-            return self._way(way.codec, way.trade, way.without, codes)
+            return self._candidate(
+                candidate.codec, candidate.trade, candidate.without, compression_rules
+            )
         except Mismatch:
             return None
 
-    def _milder(self, rule: Rule) -> list[Rule]:
-        """The same gradients in each code that loses less, the one that loses most first."""
-        milder = itertools.takewhile(lambda kind: CODES[kind] != codec_of(rule), CODES)
+    def _less_lossy(self, rule: Rule) -> list[Rule]:
+        """Return the rule with each less lossy codec, the lossiest of these first."""
+        less_lossy = itertools.takewhile(lambda key: CODES[key] != codec_of(rule), CODES)
         return [
             replace(rule, trade=trade, op=op, degree=degree)
-            for trade, op, degree in reversed([*milder])
+            for trade, op, degree in reversed([*less_lossy])
             if CODES[trade, op, degree] in self.codecs
         ]
 
-    def _shared(self, *, thoroughly: bool) -> Iterator[tuple[Rule, ...]]:
-        """Every way in which ranks share the batch and nothing else, or the fastest."""
+    def _data_parallel_rules(self, *, thoroughly: bool) -> Iterator[tuple[Rule, ...]]:
+        """Yield the rules of pure data parallel candidates: all, or the fastest of each layout."""
         for layout in self.layouts.layouts:
             if layout == ParallelLayout(batch=layout.batch, shares=layout.shares) != ALONE:
-                ways = self.layouts.ways.of(layout)
-                whole = [w for w in ways if not any(r.trade == _STATES for r in w.rules)]
-                fastest = min(whole, key=lambda way: (way.seconds, way.nbytes))
-                yield from (way.rules for way in (whole if thoroughly else [fastest]))
+                candidates = self.layouts.ways.of(layout)
+                unsharded = [
+                    candidate
+                    for candidate in candidates
+                    if not any(r.trade == _STATES for r in candidate.rules)
+                ]
+                fastest = min(unsharded, key=lambda c: (c.seconds, c.nbytes))
+                yield from (
+                    candidate.rules for candidate in (unsharded if thoroughly else [fastest])
+                )
 
-    def _way(
-        self, codec: Codec, trade: str, without: tuple[Rule, ...], codes: tuple[Rule, ...]
+    def _candidate(
+        self,
+        codec: Codec,
+        trade: str,
+        without: tuple[Rule, ...],
+        compression_rules: tuple[Rule, ...],
     ) -> CompressedCandidate:
-        rules = tuple(sorted((*without, *codes)))
+        rules = tuple(sorted((*without, *compression_rules)))
         counted = self.layouts.ways.counted(rules)
         return CompressedCandidate(
             codec=codec, trade=trade, rules=rules, without=without, seconds=counted.seconds,
             nbytes=counted.nbytes,
         )  # fmt: skip
 
-    def _taken(self, way: CompressedCandidate) -> Iterator[SelectedTrade]:
-        """What each code buys and pays, one after the other."""
-        before = way.without
+    def _codec_trades(self, candidate: CompressedCandidate) -> Iterator[SelectedTrade]:
+        """Yield the trade of each codec, applied one after the other."""
+        before = candidate.without
         for codec in CODES.values():
-            codes = tuple(rule for rule in way.codes if codec_of(rule) == codec)
-            if codes:
-                label = f"{codec.label} ({tensors(codes)})"
-                yield self.layouts.told.sent_otherwise(label, before, codes)
-                before = (*before, *codes)
+            compression_rules = tuple(
+                rule for rule in candidate.compression_rules if codec_of(rule) == codec
+            )
+            if compression_rules:
+                label = f"{codec.label} ({tensor_count(compression_rules)})"
+                yield self.layouts.explanation.gradient_trade(label, before, compression_rules)
+                before = (*before, *compression_rules)

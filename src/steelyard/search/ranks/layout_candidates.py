@@ -1,7 +1,8 @@
-"""Every way in which ranks may lay a step, and what each takes and holds, nothing else being done.
+"""The candidate rules of each parallel layout, with their step time and peak memory.
 
-With each size of what is sent at once, each time to wait for it, and more and more of the tensors
-cut. Not for which of them is taken: see layout_search.py.
+Candidates differ in gradient bucket size, in overlap, in the number of sharded tensors, and in the
+transport of collectives. They contain no recompute or offload. Not for choosing one: see
+layout_search.py.
 """
 
 import copy
@@ -18,17 +19,17 @@ from steelyard.ir.step_source import StepSource
 from steelyard.plans.trade import Offer, Rejection, Trade, apply_rules_on_ranks
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
-from steelyard.search.ranks.gather_buckets import ahead, together
+from steelyard.search.ranks.gather_buckets import with_gather_buckets, with_prefetch
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
 _ROWS, _SLOTS = "sparse_gradients", "shared_memory_transfer"
-# How much is sent at once: what hides best depends on the model's layers and on the link.
+# Gradient bucket sizes to try. The best overlap depends on the model's layers and on the link.
 BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutCandidate:
-    """How the step may lie, and what it takes so, nothing else being done."""
+    """The layout rules of a step, with its seconds and peak bytes under no other trade."""
 
     rules: tuple[Rule, ...]
     layout: ParallelLayout
@@ -37,7 +38,10 @@ class LayoutCandidate:
 
 
 class LayoutCandidates:
-    """``regions``: what may be cut, for each number of ranks that share tensors, best first."""
+    """The candidates of one program, priced once for each layout.
+
+    ``regions`` maps each tensor parallel degree to the offers that shard tensors, best first.
+    """
 
     def __init__(
         self,
@@ -50,134 +54,175 @@ class LayoutCandidates:
     ) -> None:
         self._program, self.source, self.costs = program, source, costs
         self.trades, self.regions = tuple(trades), regions
-        self._found: dict[ParallelLayout, list[LayoutCandidate]] = {}
+        self._candidates: dict[ParallelLayout, list[LayoutCandidate]] = {}
 
     def over(self, costs: CostTable, source: StepSource) -> "LayoutCandidates":
-        """The same ways at other prices, which ``source`` puts what it captures on."""
+        """Return the candidates of the same program at the prices of ``costs``.
+
+        ``source`` captures graphs at these prices.
+        """
         other = copy.copy(self)
-        other.costs, other.source, other._found = costs, source, {}
+        other.costs, other.source, other._candidates = costs, source, {}
         return other
 
     def of(self, layout: ParallelLayout) -> list[LayoutCandidate]:
-        """With each bucket, each time to wait for one, and more and more of the tensors cut; with
-        weights in shares too, where several have the same, and with rows of gradients in place of
-        tables, where there are fewer; all of it through a link, or through memory that ranks
-        share."""
-        if layout not in self._found:
-            ways = [self.counted(rules) for rules in self._rules(layout)]
-            ways += [*self._with_states(ways), *self._with_rows(ways)]
-            ways += self._through_slots(ways)
-            self._found[layout] = ways
-        return self._found[layout]
+        """Return all candidates of ``layout``.
 
-    def _through_slots(self, ways: Sequence[LayoutCandidate]) -> Iterator[LayoutCandidate]:
-        """The fastest with each size of what is sent at once, and the leanest, where there are
-        slots."""
-        if SLOTS not in self.costs.links or ways[0].layout == ALONE:
+        They cover each bucket size, each overlap lag, and a growing number of sharded tensors; then
+        ZeRO-style sharded weights on data parallel ranks, and sparse gradients of embedding tables.
+        Collectives go through the link or through memory that ranks share.
+        """
+        if layout not in self._candidates:
+            candidates = [self.counted(rules) for rules in self._rules(layout)]
+            candidates += [
+                *self._with_sharded_states(candidates),
+                *self._with_sparse_gradients(candidates),
+            ]
+            candidates += self._through_slots(candidates)
+            self._candidates[layout] = candidates
+        return self._candidates[layout]
+
+    def _through_slots(self, candidates: Sequence[LayoutCandidate]) -> Iterator[LayoutCandidate]:
+        """Yield candidates whose collectives use shared-memory slots, if the ranks have slots.
+
+        They are the fastest candidate of each bucket size, and the leanest one.
+        """
+        if SLOTS not in self.costs.links or candidates[0].layout == ALONE:
             return
         by_size: dict[int, LayoutCandidate] = {}
-        for way in sorted(ways, key=lambda way: (way.seconds, way.nbytes)):
-            by_size.setdefault(at_once(way.rules), way)
-        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
-        for way in dict.fromkeys((*by_size.values(), leanest)):
-            yield self.counted((*way.rules, *self.slots_of(way.rules)))
+        for candidate in sorted(candidates, key=lambda c: (c.seconds, c.nbytes)):
+            by_size.setdefault(bucket_bytes_of(candidate.rules), candidate)
+        leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
+        for candidate in dict.fromkeys((*by_size.values(), leanest)):
+            yield self.counted((*candidate.rules, *self.slot_rules(candidate.rules)))
 
-    def slots_of(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    def slot_rules(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         offers, _ = self.trade(_SLOTS).offers(self.apply_rules(rules), self.source)
         return tuple(rule for offer in offers for rule in offer.rules)
 
-    def _with_states(self, ways: Sequence[LayoutCandidate]) -> Iterator[LayoutCandidate]:
-        """Added to the fastest and to the leanest."""
-        if ways[0].layout.batch == 1:
+    def _with_sharded_states(
+        self, candidates: Sequence[LayoutCandidate]
+    ) -> Iterator[LayoutCandidate]:
+        """Yield the fastest and the leanest candidate with ZeRO-style sharded states added."""
+        if candidates[0].layout.batch == 1:
             return
-        fastest = min(ways, key=lambda way: (way.seconds, way.nbytes))
-        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
-        for way in dict.fromkeys((fastest, leanest)):
-            program = self.apply_rules(way.rules)
+        fastest = min(candidates, key=lambda c: (c.seconds, c.nbytes))
+        leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
+        for candidate in dict.fromkeys((fastest, leanest)):
+            program = self.apply_rules(candidate.rules)
             offers, _ = self.trade(_STATES).offers(program, self.source)
             states = [rule for offer in offers for rule in offer.rules]
-            # Gathered for each pass, weights need not stay from one to the other.
+            # Weights gathered for each pass can be freed between the two passes.
             for times in (1, 2) if states else ():
-                again = [replace(rule, times=times) for rule in states]
-                found = [
-                    self.counted((*way.rules, *rules)) for rules in together(program.graph, again)
+                repeated = [replace(rule, times=times) for rule in states]
+                gathered = [
+                    self.counted((*candidate.rules, *rules))
+                    for rules in with_gather_buckets(program.graph, repeated)
                 ]
-                yield from found
-                quickest = min(found, key=lambda way: (way.seconds, way.nbytes))
-                least = min(found, key=lambda way: (way.nbytes, way.seconds))
-                for one in dict.fromkeys((quickest, least)):
-                    is_alike = not way.layout.shares
-                    yield self.counted(ahead(one.rules, is_alike=is_alike))
+                yield from gathered
+                fastest_gather = min(gathered, key=lambda c: (c.seconds, c.nbytes))
+                leanest_gather = min(gathered, key=lambda c: (c.nbytes, c.seconds))
+                for chosen in dict.fromkeys((fastest_gather, leanest_gather)):
+                    has_equal_shares = not candidate.layout.shares
+                    yield self.counted(
+                        with_prefetch(chosen.rules, has_equal_shares=has_equal_shares)
+                    )
 
-    def _with_rows(self, ways: Sequence[LayoutCandidate]) -> Iterator[LayoutCandidate]:
-        """Of all tables that it is offered for."""
-        offers, _ = self.rows_of(ways[0])
+    def _with_sparse_gradients(
+        self, candidates: Sequence[LayoutCandidate]
+    ) -> Iterator[LayoutCandidate]:
+        """Yield the candidates with sparse gradients of every table that allows them."""
+        offers, _ = self.sparse_offers(candidates[0])
         rules = tuple(rule for offer in offers for rule in offer.rules)
-        yield from (self.counted((*way.rules, *rules)) for way in ways if rules)
+        yield from (self.counted((*candidate.rules, *rules)) for candidate in candidates if rules)
 
-    def rows_of(self, way: LayoutCandidate) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        """Of a step that lies so, and whose gradients go as a whole."""
-        whole = tuple(rule for rule in way.rules if rule.trade not in (_ROWS, *CODE_TRADES))
-        if way.layout != ParallelLayout(batch=way.layout.batch) or way.layout == ALONE:
+    def sparse_offers(
+        self, candidate: LayoutCandidate
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
+        """Return the sparse-gradient offers and rejections for a plain data parallel candidate.
+
+        Gradient compression in the rules is ignored. Other layouts have no offers.
+        """
+        dense = tuple(rule for rule in candidate.rules if rule.trade not in (_ROWS, *CODE_TRADES))
+        if (
+            candidate.layout != ParallelLayout(batch=candidate.layout.batch)
+            or candidate.layout == ALONE
+        ):
             return (), ()
-        return self.trade(_ROWS).offers(self.apply_rules(whole), self.source)
+        return self.trade(_ROWS).offers(self.apply_rules(dense), self.source)
 
     def _rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
-            yield from self._shared(layout) if layout.batch > 1 else [()]
+            yield from self._batch_rules(layout) if layout.batch > 1 else [()]
             return
-        # How gradients are sent is chosen as if each group were one rank.
-        shared: tuple[Rule, ...] = ()
+        # The gradient communication is chosen as if each tensor parallel group were one rank.
+        batch_rules: tuple[Rule, ...] = ()
         if layout.batch > 1:
-            ways = self.of(replace(layout, tensor=1))
-            # Which weights have shares is another question once they are cut, and asked then.
-            of_whole = {_ROWS, _STATES}
-            whole = [way for way in ways if of_whole.isdisjoint(rule.trade for rule in way.rules)]
-            shared = self._fastest_of_groups(whole, layout.tensor).rules
-        for cut in self._cuts(layout.tensor):
-            if shared:
-                yield *shared, *cut
+            candidates = self.of(replace(layout, tensor=1))
+            # ZeRO sharding of tensor parallel weights is decided later, on the sharded program.
+            later_trades = {_ROWS, _STATES}
+            unsharded = [
+                candidate
+                for candidate in candidates
+                if later_trades.isdisjoint(rule.trade for rule in candidate.rules)
+            ]
+            batch_rules = self._fastest_of_groups(unsharded, layout.tensor).rules
+        for sharding in self._sharding_rules(layout.tensor):
+            if batch_rules:
+                yield *batch_rules, *sharding
                 continue
-            offers, _ = self.trade(_OVERLAP).offers(self.apply_rules(cut), self.source)
+            offers, _ = self.trade(_OVERLAP).offers(self.apply_rules(sharding), self.source)
             for offer in offers[:: max(len(offers) - 1, 1)]:
-                yield *offer.rules, *cut
+                yield *offer.rules, *sharding
 
-    def _fastest_of_groups(self, ways: Sequence[LayoutCandidate], group: int) -> LayoutCandidate:
-        """Of ways to share the batch, where ``group`` ranks stand for each of theirs."""
-        costs = self.costs_of_groups(group)
+    def _fastest_of_groups(
+        self, candidates: Sequence[LayoutCandidate], group: int
+    ) -> LayoutCandidate:
+        """Return the fastest candidate if each data parallel rank is a group of ``group`` ranks."""
+        costs = self.group_costs(group)
         if costs is self.costs:
-            return min(ways, key=lambda way: (way.seconds, way.nbytes))
-        seconds = {way: step_seconds(self.apply_rules(way.rules), costs).value for way in ways}
-        return min(ways, key=lambda way: (seconds[way], way.nbytes))
+            return min(candidates, key=lambda c: (c.seconds, c.nbytes))
+        seconds = {
+            candidate: step_seconds(self.apply_rules(candidate.rules), costs).value
+            for candidate in candidates
+        }
+        return min(candidates, key=lambda candidate: (seconds[candidate], candidate.nbytes))
 
-    def costs_of_groups(self, group: int) -> CostTable:
-        """Of hosts that have several ranks, other links join groups than join as many ranks."""
+    def group_costs(self, group: int) -> CostTable:
+        """Return the prices of data parallelism among groups of ``group`` neighboring ranks.
+
+        On hosts with several ranks, groups are joined by other links than single ranks are.
+        """
         spread = self.costs.spread
         if spread is None or group == 1:
             return self.costs
         return replace(self.costs, spread=replace(spread, group=group))
 
-    def _cuts(self, ranks: int) -> Iterator[tuple[Rule, ...]]:
-        """The first offers, best first, and one more each time; no tensor is cut twice."""
+    def _sharding_rules(self, ranks: int) -> Iterator[tuple[Rule, ...]]:
+        """Yield the rules of a growing number of sharding offers, the best offers first.
+
+        No tensor is sharded twice.
+        """
         rules: tuple[Rule, ...] = ()
         for offer in self.regions[ranks]:
-            if self.cut_by(rules).isdisjoint(self.cut_by(offer.rules)):
+            if self.sharded_tensors(rules).isdisjoint(self.sharded_tensors(offer.rules)):
                 rules = *rules, *offer.rules
                 yield rules
 
-    def cut_by(self, rules: Iterable[Rule]) -> frozenset[str]:
-        """The tensors of the model that these rules cut."""
+    def sharded_tensors(self, rules: Iterable[Rule]) -> frozenset[str]:
+        """Return the names of the model tensors that these rules shard."""
         patterns = [rule.module for rule in rules if rule.trade == _TENSOR]
         names = (node.name.partition(":")[2] for node in self._program.graph.inputs())
         return frozenset(n for n in names if any(path_matches(n, p) for p in patterns))
 
-    def _shared(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
+    def _batch_rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         for nbytes in BUCKETS:
             batch = Rule(
                 trade=_BATCH, degree=layout.batch, bucket_bytes=nbytes, shares=layout.shares
             )
             offers, _ = self.trade(_OVERLAP).offers(self.apply_rules((batch,)), self.source)
-            # Of what is said to take and hold the same, that which waits for least comes first.
+            # Of candidates predicted to be equal, the first one wins: the one with the largest lag
+            # waits for the least.
             for offer in reversed(offers):
                 yield *offer.rules, batch
 
@@ -197,5 +242,5 @@ class LayoutCandidates:
         return apply_rules_on_ranks(self._program, rules, trades=self.trades, source=self.source)
 
 
-def at_once(rules: Iterable[Rule]) -> int:
+def bucket_bytes_of(rules: Iterable[Rule]) -> int:
     return max((rule.bucket_bytes for rule in rules if rule.trade == _BATCH), default=0)

@@ -1,7 +1,7 @@
-"""How the layers lie on ranks: where stages end, which schedule, how many micro-batches, and what
-each computes again. Each way is applied and priced whole. Several groups of as many ranks may share
-the batch, and the ranks of a stage its tensors. Not for ranks that share these alone: see
-layout_search.py.
+"""The search for pipeline parallel plans: stage boundaries, schedule, micro-batches and recompute.
+
+Each candidate is applied and priced as a whole program. Pipelines may be replicated (data parallel)
+and their stages tensor parallel. Not for layouts without a pipeline: see layout_search.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from steelyard.plans.trade import Rejection, Remaining, Trade, apply_rules
 from steelyard.predict import message_of, pipelined, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.infeasible import beyond_budget, too_slow
-from steelyard.search.ranks.labels import on_ranks, tensors
+from steelyard.search.ranks.labels import ranks_label, tensor_count
 from steelyard.search.result import SearchResult
 from steelyard.search.single.search import StepSearch
 from steelyard.units import format_bytes, format_seconds
@@ -30,23 +30,23 @@ from steelyard.units import format_bytes, format_seconds
 _PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
 _BATCH, _TENSOR, _STATES = "shard_batch", "shard_tensor", "shard_states"
 _PINNED = "shared_memory_transfer"
-# Micro-batches for each rank: more leave less of the belt empty, and are slower one by one.
-_EACH = (2, 4)
-# How many plans of recomputation are tried of each number of micro-batches.
-_PLANS = 8
-# Gradients go one by one behind all micro-batches, whatever is said of buckets.
+# Micro-batches per stage: more of them shrink the pipeline bubble, but each is less efficient.
+_PER_STAGE = (2, 4)
+# Recompute plans to try for each number of micro-batches.
+_NUM_RECOMPUTE_PLANS = 8
+# A value without effect: gradients are reduced one by one after all micro-batches.
 _BUCKET_BYTES = 25 * 2**20
-# What the fastest way may be faster by, at most, to be not worth looking for one that fits.
-_WORTH = 0.98
-# By how much a way may be said to be slower and be as fast: what tells schedules apart are
-# messages, and links are known to a seventh.
-_ALIKE = 1.06
-_EVER = float("inf")
+# Recompute is tried only if the fastest candidate takes less than this share of the best plan.
+_MIN_GAIN_RATIO = 0.98
+# Candidates predicted slower by up to this factor count as equally fast: schedules differ in their
+# messages, and link speeds are known to a seventh.
+_EQUAL_RATIO = 1.06
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScheduleCandidate:
-    """``schedule`` as people name it; what it takes as it is."""
+    """The rules of a pipeline with its schedule's name and its predicted costs."""
 
     rules: tuple[Rule, ...]
     schedule: str
@@ -56,7 +56,7 @@ class _ScheduleCandidate:
     flops: int
 
     @property
-    def cut(self) -> tuple[Rule, ...]:
+    def tensor_rules(self) -> tuple[Rule, ...]:
         return tuple(rule for rule in self.rules if rule.trade == _TENSOR)
 
     @property
@@ -65,8 +65,11 @@ class _ScheduleCandidate:
 
 
 class PipelineSearch:
-    """The layers on so many ranks, of each group. By each of ``cuts`` the ranks of a stage share
-    tensors, or share none; ``searching`` searches the step as it lies by one of them alone."""
+    """The search over the pipelines of one layout.
+
+    ``cuts`` returns the variants of tensor parallel rules within a stage. ``searching`` creates the
+    search for the step under one of these variants alone.
+    """
 
     def __init__(
         self,
@@ -81,46 +84,57 @@ class PipelineSearch:
     ) -> None:
         self._program, self._layout = program, layout
         self._trades, self._source, self._costs = tuple(trades), source, costs
-        self._searching, self._made_cuts = searching, cuts
+        self._make_search, self._make_cuts = searching, cuts
         self.refusals: tuple[Rejection, ...] = ()
-        among = replace(program, layout=layout)
-        self.offers, refusals = self._trade(_PIPELINE).offers(among, source)
-        self._tell(refusals)
-        self._tried: dict[tuple[Rule, ...], _ScheduleCandidate] = {}
+        target = replace(program, layout=layout)
+        self.offers, refusals = self._trade(_PIPELINE).offers(target, source)
+        self._add_refusals(refusals)
+        self._evaluated: dict[tuple[Rule, ...], _ScheduleCandidate] = {}
         self._slots: tuple[Rule, ...] | None = None
 
     @property
     def least_seconds(self) -> float:
-        """No way is faster: every stage computes as much as every other, and none waits."""
-        alone = (step_seconds(self._apply(cut), self._costs).value for cut in self._cuts)
+        """A lower bound on the step time: perfectly balanced stages that never wait."""
+        alone = (
+            step_seconds(self._apply(tensor_rules), self._costs).value
+            for tensor_rules in self._shardings
+        )
         return min(alone) / (self._layout.pipeline * self._layout.batch)
 
     @cached_property
-    def _cuts(self) -> Sequence[tuple[Rule, ...]]:
-        return tuple(dict.fromkeys(self._made_cuts()))
+    def _shardings(self) -> Sequence[tuple[Rule, ...]]:
+        return tuple(dict.fromkeys(self._make_cuts()))
 
     @cached_property
-    def ways(self) -> list[_ScheduleCandidate]:
-        """Nothing recomputed, the fastest first; empty where the step cannot be cut."""
-        found = [way for parts in self._parts() for way in self._of_schedules(parts)]
-        return sorted(found, key=lambda way: (way.seconds, way.nbytes))
+    def candidates(self) -> list[_ScheduleCandidate]:
+        """All candidates without recompute, fastest first. Empty if the step cannot be split."""
+        found = [
+            candidate for parts in self._parts() for candidate in self._schedule_candidates(parts)
+        ]
+        return sorted(found, key=lambda c: (c.seconds, c.nbytes))
 
-    def find(self, budget: Budget, *, within_seconds: float = _EVER) -> SearchResult | None:
-        """The fastest within the budget; raises Infeasible where there is none. None where none
-        was found that takes less than ``within_seconds``."""
+    def find(self, budget: Budget, *, within_seconds: float = _NEVER) -> SearchResult | None:
+        """Return the fastest plan within the budget.
+
+        Raises Infeasible if there is none. Returns None if none takes less than ``within_seconds``.
+        """
         limit = budget.memory_bytes
-        for ways in self._by_parts():
+        for candidates in self._by_parts():
             best = self._best(limit)
             fastest = within_seconds if best is None else min(within_seconds, best.seconds)
-            if ways[0].seconds < _WORTH * fastest:
-                is_short = limit is not None and ways[0].nbytes > limit
-                self._compute_again([*ways, *self._in_shares(ways)] if is_short else ways)
+            if candidates[0].seconds < _MIN_GAIN_RATIO * fastest:
+                is_short = limit is not None and candidates[0].nbytes > limit
+                self._add_recompute(
+                    [*candidates, *self._with_sharded_states(candidates)]
+                    if is_short
+                    else candidates
+                )
         best = self._best(limit)
-        if within_seconds < _EVER and (best is None or best.seconds >= within_seconds):
+        if within_seconds < _NEVER and (best is None or best.seconds >= within_seconds):
             return None
         if best is not None and not budget.bounds_time:
             best = self._leaner(best, within_seconds)
-        least = min(self._tried.values(), key=lambda way: (way.nbytes, way.seconds))
+        least = min(self._evaluated.values(), key=lambda c: (c.nbytes, c.seconds))
         least_peak = predict(self._apply(least.rules), self._costs).peak
         if best is None:
             refusals = self.refusals
@@ -152,54 +166,63 @@ class PipelineSearch:
         )
 
     def _best(self, limit: int | None) -> _ScheduleCandidate | None:
-        fitting = [w for w in self._tried.values() if limit is None or w.nbytes <= limit]
-        return min(fitting, key=lambda way: (way.seconds, way.nbytes), default=None)
+        fitting = [
+            candidate
+            for candidate in self._evaluated.values()
+            if limit is None or candidate.nbytes <= limit
+        ]
+        return min(fitting, key=lambda c: (c.seconds, c.nbytes), default=None)
 
     def _leaner(self, fastest: _ScheduleCandidate, within_seconds: float) -> _ScheduleCandidate:
-        """What holds least of all that cannot be told from the fastest."""
-        most = min(_ALIKE * fastest.seconds, within_seconds)
-        alike = [way for way in self._tried.values() if way.seconds < most]
-        return min((fastest, *alike), key=lambda way: (way.nbytes, way.seconds))
+        """Return the candidate with the lowest peak of those as fast as ``fastest``."""
+        most = min(_EQUAL_RATIO * fastest.seconds, within_seconds)
+        comparable = [
+            candidate for candidate in self._evaluated.values() if candidate.seconds < most
+        ]
+        return min((fastest, *comparable), key=lambda c: (c.nbytes, c.seconds))
 
     def explore_all(self) -> None:
-        for ways in self._by_parts():
-            self._compute_again([*ways, *self._in_shares(ways)])
+        for candidates in self._by_parts():
+            self._add_recompute([*candidates, *self._with_sharded_states(candidates)])
 
     def _by_parts(self) -> list[list[_ScheduleCandidate]]:
-        """The ways of each number of micro-batches, of the fastest first."""
-        numbers = dict.fromkeys(way.parts for way in self.ways)
-        return [[way for way in self.ways if way.parts == parts] for parts in numbers]
+        """Return the candidates grouped by number of micro-batches, the fastest group first."""
+        numbers = dict.fromkeys(candidate.parts for candidate in self.candidates)
+        return [
+            [candidate for candidate in self.candidates if candidate.parts == parts]
+            for parts in numbers
+        ]
 
     def frontier(self) -> tuple[FrontierPoint, ...]:
-        """Of all that was tried: more memory is never slower."""
+        """Return the Pareto front of all evaluated candidates, by peak memory and step time."""
         points: list[FrontierPoint] = []
-        for way in sorted(self._tried.values(), key=lambda way: (way.nbytes, way.seconds)):
-            if points and way.seconds >= points[-1].step_seconds:
+        for candidate in sorted(self._evaluated.values(), key=lambda c: (c.nbytes, c.seconds)):
+            if points and candidate.seconds >= points[-1].step_seconds:
                 continue
             points.append(
                 FrontierPoint(
-                    memory_bytes=way.nbytes,
-                    step_seconds=way.seconds,
-                    flops=way.flops,
-                    micro_batches=way.parts,
-                    rules=way.rules,
+                    memory_bytes=candidate.nbytes,
+                    step_seconds=candidate.seconds,
+                    flops=candidate.flops,
+                    micro_batches=candidate.parts,
+                    rules=candidate.rules,
                 )
             )
         return tuple(points)
 
     def _parts(self) -> list[int]:
-        """Numbers of micro-batches of each group; one where the batch cannot be cut."""
+        """Return the numbers of micro-batches to try, or [1] if the batch cannot be split."""
         ranks, groups = self._layout.pipeline, self._layout.batch
         can_be_cut = self._source.why_not_split() is None
         divisors = self._source.divisors() if can_be_cut else (1,)
         possible = [k // groups for k in divisors if k % groups == 0]
         if not possible:
             return []
-        wanted = [min(possible, key=lambda k: abs(k - each * ranks)) for each in _EACH]
+        wanted = [min(possible, key=lambda k: abs(k - each * ranks)) for each in _PER_STAGE]
         return list(dict.fromkeys(wanted)) if self.offers else []
 
-    def _of_schedules(self, parts: int) -> Iterator[_ScheduleCandidate]:
-        """Each on stages that take equally long, and on such that hold equally much."""
+    def _schedule_candidates(self, parts: int) -> Iterator[_ScheduleCandidate]:
+        """Yield candidates of each schedule, with stages balanced by time and by memory."""
         groups = self._layout.batch
         graph = self._source.graph(micro_batches=parts * groups)
         split: list[Rule] = []
@@ -209,26 +232,34 @@ class PipelineSearch:
             split.append(Rule(trade=_BATCH, degree=groups, bucket_bytes=_BUCKET_BYTES))
         for offer in self.offers:
             count, schedule = len(offer.rules) + 1, offer.rules[0].op
-            for weight, handing in ((self._takes, self._handing), (self._holds, _nothing)):
+            for weight, handing in (
+                (self._node_seconds, self._handoff_seconds),
+                (self._node_bytes, _no_handoff),
+            ):
                 ends = balanced_ends(graph, count, weight=weight, handing=handing)
-                own = [replace(offer.rules[0], module=end) for end in ends]
-                for cut in self._cuts if own else ():
-                    way = self._way((*split, *cut, *own), schedule, parts)
-                    if way is not None:
-                        yield way
-                        yield from self._through_slots(way)
+                stage_rules = [replace(offer.rules[0], module=end) for end in ends]
+                for tensor_rules in self._shardings if stage_rules else ():
+                    candidate = self._evaluate(
+                        (*split, *tensor_rules, *stage_rules), schedule, parts
+                    )
+                    if candidate is not None:
+                        yield candidate
+                        yield from self._through_slots(candidate)
 
-    def _takes(self, node: Node) -> float:
+    def _node_seconds(self, node: Node) -> float:
         return self._costs.seconds(node).value
 
-    def _handing(self, nbytes: int) -> float:
+    def _handoff_seconds(self, nbytes: int) -> float:
         if "pipeline" not in self._costs.links:
             return 0.0
         return self._costs.exchange_seconds(message_of(self._layout, nbytes)).value
 
-    def _holds(self, node: Node) -> float:
-        """Activations of about as many micro-batches as there are ranks; weights with gradients
-        and what an optimizer keeps, where they are read."""
+    def _node_bytes(self, node: Node) -> float:
+        """Return the bytes that a node adds to its stage.
+
+        These are its activations, for about as many micro-batches as there are stages, and the
+        weights it reads, with their gradients and optimizer state.
+        """
         if node.phase is not Phase.FORWARD:
             return 0.0
         graph = self._program.graph
@@ -238,49 +269,69 @@ class PipelineSearch:
         made = 0 if node.is_free else sum(t.nbytes for t in node.outputs)
         return 4 * weights + self._layout.pipeline * made
 
-    def _in_shares(self, ways: Sequence[_ScheduleCandidate]) -> Iterator[_ScheduleCandidate]:
-        """Of these, the fastest and the one that holds least, with what groups could share of
-        weights, and of what goes with them, in shares."""
-        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
-        for way in dict.fromkeys((ways[0], leanest)) if self._layout.batch > 1 else ():
-            offers, _ = self._trade(_STATES).offers(self._apply(way.rules), self._source)
-            shared = tuple(rule for offer in offers for rule in offer.rules)
-            found = self._way((*way.rules, *shared), way.schedule, way.parts) if shared else None
+    def _with_sharded_states(
+        self, candidates: Sequence[_ScheduleCandidate]
+    ) -> Iterator[_ScheduleCandidate]:
+        """Yield the fastest and the leanest of these with ZeRO-style sharded states."""
+        leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
+        for candidate in dict.fromkeys((candidates[0], leanest)) if self._layout.batch > 1 else ():
+            offers, _ = self._trade(_STATES).offers(self._apply(candidate.rules), self._source)
+            state_rules = tuple(rule for offer in offers for rule in offer.rules)
+            found = (
+                self._evaluate(
+                    (*candidate.rules, *state_rules), candidate.schedule, candidate.parts
+                )
+                if state_rules
+                else None
+            )
             if found is not None:
                 yield found
 
-    def _through_slots(self, way: _ScheduleCandidate) -> Iterator[_ScheduleCandidate]:
-        """The same with its messages in memory that these ranks share, where they do."""
+    def _through_slots(self, candidate: _ScheduleCandidate) -> Iterator[_ScheduleCandidate]:
+        """Yield the candidate with its messages in shared-memory slots, if there are any."""
         if PINNED in self._costs.links:
-            if self._slots is None:  # the same of all ways
-                offers, _ = self._trade(_PINNED).offers(self._apply(way.rules), self._source)
+            if self._slots is None:  # the same for all candidates
+                offers, _ = self._trade(_PINNED).offers(self._apply(candidate.rules), self._source)
                 self._slots = tuple(rule for offer in offers for rule in offer.rules)
-            found = self._way((*way.rules, *self._slots), way.schedule, way.parts)
+            found = self._evaluate(
+                (*candidate.rules, *self._slots), candidate.schedule, candidate.parts
+            )
             if found is not None:
                 yield found
 
-    def _compute_again(self, ways: Sequence[_ScheduleCandidate]) -> None:
-        """Of these, the fastest and the one that holds least, with ever more recomputed."""
-        leanest = min(ways, key=lambda way: (way.nbytes, way.seconds))
-        parts, chosen = ways[0].parts * self._layout.batch, dict.fromkeys((ways[0], leanest))
-        for cut in dict.fromkeys(way.cut for way in chosen):
-            for again in self._searching(cut).plans_of_recomputation(parts, count=_PLANS):
-                for way in chosen:
-                    if way.cut == cut:
-                        self._way((*way.rules, *again), way.schedule, way.parts)
+    def _add_recompute(self, candidates: Sequence[_ScheduleCandidate]) -> None:
+        """Evaluate the fastest and the leanest of these with increasing recompute."""
+        leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
+        parts, chosen = (
+            candidates[0].parts * self._layout.batch,
+            dict.fromkeys((candidates[0], leanest)),
+        )
+        for tensor_rules in dict.fromkeys(candidate.tensor_rules for candidate in chosen):
+            for recomputed in self._make_search(tensor_rules).plans_of_recomputation(
+                parts, count=_NUM_RECOMPUTE_PLANS
+            ):
+                for candidate in chosen:
+                    if candidate.tensor_rules == tensor_rules:
+                        self._evaluate(
+                            (*candidate.rules, *recomputed), candidate.schedule, candidate.parts
+                        )
 
-    def _way(self, rules: tuple[Rule, ...], schedule: str, parts: int) -> _ScheduleCandidate | None:
-        """None where the step cannot be cut so, which is told."""
-        if rules not in self._tried:
+    def _evaluate(
+        self, rules: tuple[Rule, ...], schedule: str, parts: int
+    ) -> _ScheduleCandidate | None:
+        """Return the evaluated candidate, or None with a rejection added if it is impossible."""
+        if rules not in self._evaluated:
             try:
                 program = self._apply(rules)
             except (BadInput, Mismatch) as refusal:
                 label = f"{schedule}, {parts} micro-batches"
-                self._tell([Rejection(trade=_PIPELINE, label=label, reason=refusal.happened)])
+                self._add_refusals(
+                    [Rejection(trade=_PIPELINE, label=label, reason=refusal.happened)]
+                )
                 return None
             assert program.pipeline is not None
             priced = pipelined(program, program.pipeline, self._costs)
-            self._tried[rules] = _ScheduleCandidate(
+            self._evaluated[rules] = _ScheduleCandidate(
                 rules=rules,
                 schedule=schedule,
                 parts=parts,
@@ -288,88 +339,97 @@ class PipelineSearch:
                 nbytes=priced.peak_bytes,
                 flops=priced.flops,
             )
-        return self._tried[rules]
+        return self._evaluated[rules]
 
-    def _tell(self, refusals: Sequence[Rejection]) -> None:
-        never = (replace(refusal, left=Remaining.NEVER) for refusal in refusals)
-        self.refusals = tuple(dict.fromkeys((*self.refusals, *never)))
+    def _add_refusals(self, refusals: Sequence[Rejection]) -> None:
+        impossible = (replace(refusal, left=Remaining.NEVER) for refusal in refusals)
+        self.refusals = tuple(dict.fromkeys((*self.refusals, *impossible)))
 
-    def _taken(self, way: _ScheduleCandidate) -> Iterator[SelectedTrade]:
-        """Tensors in parts beside one device, stages beside that, and what is made again."""
-        again = tuple(rule for rule in way.rules if rule.trade == _RECOMPUTE)
-        shared = tuple(rule for rule in way.rules if rule.trade == _STATES)
-        slots = tuple(rule for rule in way.rules if rule.trade == _PINNED)
-        rest = tuple(rule for rule in way.rules if rule not in (*again, *shared, *slots))
-        alone, before, after = (
-            predict(self._apply(rules), self._costs) for rules in ((), way.cut, rest)
+    def _taken(self, best: _ScheduleCandidate) -> Iterator[SelectedTrade]:
+        """Yield the best candidate's trades, each compared with the step before it was applied.
+
+        The first, tensor parallelism, is compared with the step on one device.
+        """
+        recomputed = tuple(rule for rule in best.rules if rule.trade == _RECOMPUTE)
+        state_rules = tuple(rule for rule in best.rules if rule.trade == _STATES)
+        slot_rules = tuple(rule for rule in best.rules if rule.trade == _PINNED)
+        applied = tuple(
+            rule for rule in best.rules if rule not in (*recomputed, *state_rules, *slot_rules)
         )
-        if way.cut:
-            quicker = _computing(alone) - _computing(before)
+        alone, before, after = (
+            predict(self._apply(rules), self._costs) for rules in ((), best.tensor_rules, applied)
+        )
+        if best.tensor_rules:
+            saved = _computation_seconds(alone) - _computation_seconds(before)
             yield SelectedTrade(
                 trade=_TENSOR,
-                label=f"{tensors(way.cut)} in parts on {self._layout.tensor} ranks",
-                rules=way.cut,
+                label=f"{tensor_count(best.tensor_rules)} in parts on {self._layout.tensor} ranks",
+                rules=best.tensor_rules,
                 buys_bytes=alone.peak.nbytes - before.peak.nbytes,
-                buys_seconds=max(0.0, quicker),
-                pays_seconds=_waiting(before) + max(0.0, -quicker),
+                buys_seconds=max(0.0, saved),
+                pays_seconds=_exposed_seconds(before) + max(0.0, -saved),
             )
-        stages = sum(rule.trade == _PIPELINE for rule in rest) + 1
-        cut = f", {way.parts} micro-batches" if way.parts > 1 else ""
+        stages = sum(rule.trade == _PIPELINE for rule in applied) + 1
+        batches = f", {best.parts} micro-batches" if best.parts > 1 else ""
         yield SelectedTrade(
             trade=_PIPELINE,
-            label=f"{stages} stages {on_ranks(self._layout)}, {way.schedule}{cut}",
-            rules=tuple(rule for rule in rest if rule.trade != _TENSOR),
+            label=f"{stages} stages {ranks_label(self._layout)}, {best.schedule}{batches}",
+            rules=tuple(rule for rule in applied if rule.trade != _TENSOR),
             buys_bytes=before.peak.nbytes - after.peak.nbytes,
-            buys_seconds=max(0.0, _computing(before) - _computing(after)),
-            pays_seconds=max(0.0, _waiting(after) - _waiting(before)),
+            buys_seconds=max(0.0, _computation_seconds(before) - _computation_seconds(after)),
+            pays_seconds=max(0.0, _exposed_seconds(after) - _exposed_seconds(before)),
         )
-        if slots:
-            rest = (*rest, *slots)
-            staged, after = after, predict(self._apply(rest), self._costs)
-            faster = staged.metrics.step_seconds.value - after.metrics.step_seconds.value
+        if slot_rules:
+            applied = (*applied, *slot_rules)
+            previous, after = after, predict(self._apply(applied), self._costs)
+            faster = previous.metrics.step_seconds.value - after.metrics.step_seconds.value
             yield SelectedTrade(
                 trade=_PINNED,
                 label="messages of stages through slots",
-                rules=slots,
-                buys_bytes=staged.peak.nbytes - after.peak.nbytes,
+                rules=slot_rules,
+                buys_bytes=previous.peak.nbytes - after.peak.nbytes,
                 buys_seconds=max(0.0, faster),
                 pays_seconds=max(0.0, -faster),
             )
-        if shared:
-            staged, after = after, predict(self._apply((*rest, *shared)), self._costs)
-            slower = after.metrics.step_seconds.value - staged.metrics.step_seconds.value
+        if state_rules:
+            previous, after = after, predict(self._apply((*applied, *state_rules)), self._costs)
+            slowdown = after.metrics.step_seconds.value - previous.metrics.step_seconds.value
             yield SelectedTrade(
                 trade=_STATES,
-                label=f"{tensors(shared)} in shares on {self._layout.batch} ranks",
-                rules=shared,
-                buys_bytes=staged.peak.nbytes - after.peak.nbytes,
-                buys_seconds=max(0.0, -slower),
-                pays_seconds=max(0.0, slower),
+                label=f"{tensor_count(state_rules)} in shares on {self._layout.batch} ranks",
+                rules=state_rules,
+                buys_bytes=previous.peak.nbytes - after.peak.nbytes,
+                buys_seconds=max(0.0, -slowdown),
+                pays_seconds=max(0.0, slowdown),
             )
-        if again:
-            whole = predict(self._apply(way.rules), self._costs)
-            count = sum(rule.count for rule in again)
+        if recomputed:
+            complete = predict(self._apply(best.rules), self._costs)
+            count = sum(rule.count for rule in recomputed)
             yield SelectedTrade(
                 trade=_RECOMPUTE,
                 label=f"{count} operators of all stages",
-                rules=again,
-                buys_bytes=after.peak.nbytes - whole.peak.nbytes,
-                pays_seconds=whole.metrics.step_seconds.value - after.metrics.step_seconds.value,
+                rules=recomputed,
+                buys_bytes=after.peak.nbytes - complete.peak.nbytes,
+                pays_seconds=complete.metrics.step_seconds.value - after.metrics.step_seconds.value,
             )
 
     def _why_not_others(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
-        """The other schedules, each by its fastest way; and slots, where there are any."""
+        """Yield the rejections of slots and of each other schedule, by its fastest candidate."""
         yield from self._why_no_slots(best)
-        for schedule in dict.fromkeys(way.schedule for way in self.ways):
-            way = next(way for way in self.ways if way.schedule == schedule)
+        for schedule in dict.fromkeys(candidate.schedule for candidate in self.candidates):
+            candidate = next(
+                candidate for candidate in self.candidates if candidate.schedule == schedule
+            )
             if schedule != best.schedule:
-                said = f"{format_seconds(way.seconds)} and {format_bytes(way.nbytes)}"
-                beside = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
-                alike = ", which cannot be told apart" if way.seconds < best.seconds else ""
+                its_costs = (
+                    f"{format_seconds(candidate.seconds)} and {format_bytes(candidate.nbytes)}"
+                )
+                plan_costs = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
+                note = ", which cannot be told apart" if candidate.seconds < best.seconds else ""
                 yield Rejection(
                     trade=_PIPELINE,
-                    label=f"{schedule} {on_ranks(self._layout)}",
-                    reason=f"takes ~{said} a step, the plan's schedule ~{beside}{alike}",
+                    label=f"{schedule} {ranks_label(self._layout)}",
+                    reason=f"takes ~{its_costs} a step, the plan's schedule ~{plan_costs}{note}",
                 )
 
     def _why_no_slots(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
@@ -379,10 +439,12 @@ class PipelineSearch:
         if PINNED not in self._costs.links:
             reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
             yield Rejection(trade=_PINNED, label=label, reason=reason, left=Remaining.NEVER)
-        for way in self._through_slots(best):
-            said = f"{format_seconds(way.seconds)} a step and {format_bytes(way.nbytes)}"
-            beside = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
-            reason = f"would take ~{said}, the plan takes ~{beside}"
+        for candidate in self._through_slots(best):
+            its_costs = (
+                f"{format_seconds(candidate.seconds)} a step and {format_bytes(candidate.nbytes)}"
+            )
+            plan_costs = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
+            reason = f"would take ~{its_costs}, the plan takes ~{plan_costs}"
             yield Rejection(trade=_PINNED, label=label, reason=reason)
 
     def _trade(self, name: str) -> Trade:
@@ -392,13 +454,13 @@ class PipelineSearch:
         return apply_rules(self._program, rules, trades=self._trades, source=self._source)
 
 
-def _computing(prediction: Prediction) -> float:
+def _computation_seconds(prediction: Prediction) -> float:
     return prediction.metrics.computation_seconds.value
 
 
-def _waiting(prediction: Prediction) -> float:
+def _exposed_seconds(prediction: Prediction) -> float:
     return prediction.metrics.exposed_communication_seconds.value
 
 
-def _nothing(nbytes: int) -> float:  # noqa: ARG001 - of what is handed on
+def _no_handoff(nbytes: int) -> float:  # noqa: ARG001 - of what is handed on
     return 0.0

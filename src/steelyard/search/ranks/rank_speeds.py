@@ -1,6 +1,6 @@
-"""How the ranks of a mixed cluster compare, by what each would take for the whole step alone.
+"""The relative speeds of the ranks of a heterogeneous cluster, from their time for a whole step.
 
-Not for what each takes of the batch: see batch_shares.py.
+Not for the share of the batch that each rank takes: see batch_shares.py.
 """
 
 from dataclasses import replace
@@ -9,11 +9,14 @@ from steelyard.hardware.device import Device
 from steelyard.ir.program import Program
 from steelyard.predict import step_seconds
 from steelyard.predict.cost_table import CostTable
-from steelyard.search.ranks.batch_shares import speeds_said
+from steelyard.search.ranks.batch_shares import describe_speeds
 
 
 class RankSpeeds:
-    """Where the costs know one device for all ranks, all of them are alike."""
+    """The predicted seconds of the whole step on each class of device.
+
+    All ranks are equally fast if the costs name no devices per rank.
+    """
 
     def __init__(self, program: Program, costs: CostTable) -> None:
         self._costs = costs
@@ -22,25 +25,25 @@ class RankSpeeds:
             device: step_seconds(program, known).value for device, known in own.items()
         }
 
-    def is_alike(self, ranks: int) -> bool:
-        """Whether the so many that a step would lie on are of one class."""
+    def is_homogeneous(self, ranks: int) -> bool:
+        """True if the ranks used by a step on this many ranks all have the same class of device."""
         return len({*self._devices(ranks)}) <= 1
 
-    def whole_seconds(self, ranks: int) -> list[float]:
-        """The time of the whole step alone, of each rank that a step on so many lies on."""
+    def full_step_seconds(self, ranks: int) -> list[float]:
+        """Return the seconds of the whole step on each of the ranks used by a step on ``ranks``."""
         if not self._costs.devices:
             return [1.0] * ranks
         return [self._seconds[device] for device in self._devices(ranks)]
 
     def speed(self, ranks: int) -> float:
-        """Of all that a step on so many lies on, beside the fastest of the cluster."""
+        """Return the total speed of these ranks, in units of the fastest device of the cluster."""
         if not self._costs.devices:
             return float(ranks)
-        return sum(min(self._seconds.values()) / own for own in self.whole_seconds(ranks))
+        return sum(min(self._seconds.values()) / own for own in self.full_step_seconds(ranks))
 
-    def said(self, ranks: int) -> str:
+    def describe(self, ranks: int) -> str:
         subset = self._costs.subsets.get(ranks)
-        return speeds_said(self.whole_seconds(ranks), subset.ranks if subset else ())
+        return describe_speeds(self.full_step_seconds(ranks), subset.ranks if subset else ())
 
     def _devices(self, ranks: int) -> tuple[Device, ...]:
         return self._costs.on(ranks).devices[:ranks]

@@ -1,8 +1,8 @@
-"""How else a step that runs could lie: what stays as it is, and what is fastest over other links.
+"""Alternative layouts for a running step whose links have changed speed.
 
-All ranks may go on, with gradients sent otherwise; or some of them, the first among these, with
-nothing in codes. What a rank holds of the model is all of it in any case. Not for whether it is
-worth it: see api/replan.py.
+Either all ranks continue with other gradient communication, or a subset that includes rank 0
+continues without gradient compression. Every rank holds the whole model in either case. Not for
+deciding to switch: see api/replan.py.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,19 +17,18 @@ from steelyard.search.ranks.layout_candidates import LayoutCandidate
 from steelyard.search.ranks.layout_search import LayoutSearch
 
 _STATES, _BATCH = "shard_states", "shard_batch"
-# What is not faster by so much is left alone; and so much faster than all that lose nothing is what
-# loses accuracy, or it is not worth any.
+# Minimum gain for a switch, and minimum gain of a lossy alternative over every lossless one.
 LEAST_GAIN = 0.10
-# Ranks that come back are sent the model and what the optimizer keeps; in so many steps that has
-# to be won.
-_PAID_BACK_IN = 100
-# Of more hosts not every number of them is a candidate: each is a capture.
+# Ranks that rejoin receive the weights and the optimizer state. The gain must repay this transfer
+# within this many steps.
+_MAX_REPAY_STEPS = 100
+# With more hosts than this, not every number of hosts is tried, because each needs a capture.
 _FEW_HOSTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A way to go on; ``ranks`` are those that take part."""
+    """A layout to continue with, on the ranks that take part."""
 
     way: LayoutCandidate
     ranks: tuple[int, ...]
@@ -40,7 +39,7 @@ class Alternative:
 
 
 def why_no_alternative(rules: Sequence[Rule]) -> str:
-    """Empty where another way to send gradients can take this one's place."""
+    """Return why the gradient communication cannot be changed, or '' if it can."""
     layout = ParallelLayout.of(rules)
     if layout == ALONE:
         return "one rank has nobody to send gradients to"
@@ -53,78 +52,90 @@ def why_no_alternative(rules: Sequence[Rule]) -> str:
 def compressed_alternatives(
     layouts: LayoutSearch, rules: Sequence[Rule], codecs: Collection[Codec]
 ) -> tuple[tuple[Rule, ...], ...]:
-    """Return the rules of the fastest step of this layout for each gradient code."""
+    """Return the rules of the fastest step of this layout for each gradient codec."""
     layouts.layouts = [ParallelLayout.of(rules)]
-    coded, _ = Weighing(layouts=layouts, codecs=codecs).fastest(thoroughly=False)
-    return tuple(way.rules for way in coded)
+    compressed, _ = Weighing(layouts=layouts, codecs=codecs).fastest(thoroughly=False)
+    return tuple(candidate.rules for candidate in compressed)
 
 
 def alternatives(
-    layouts: LayoutSearch, rules: Sequence[Rule], coded: Sequence[tuple[Rule, ...]]
+    layouts: LayoutSearch, rules: Sequence[Rule], compressed: Sequence[tuple[Rule, ...]]
 ) -> Iterator[LayoutCandidate]:
-    """Every way in which the ranks of this layout could send gradients, without codes or as
-    ``coded``, what else the rules say being done."""
-    kept = _kept(rules)
+    """Yield every gradient communication for the layout of ``rules``, with all other rules applied.
+
+    The rules in ``compressed`` are the compressed alternatives.
+    """
+    other_rules = _other_rules(rules)
     plain = (
-        way.rules
-        for way in layouts.ways.of(ParallelLayout.of(rules))
-        if not any(rule.trade == _STATES for rule in way.rules)
+        candidate.rules
+        for candidate in layouts.ways.of(ParallelLayout.of(rules))
+        if not any(rule.trade == _STATES for rule in candidate.rules)
     )
-    for own in (*plain, *coded):
-        yield layouts.ways.counted(at_once((*own, *kept)))
+    for own_rules in (*plain, *compressed):
+        yield layouts.ways.counted(at_once((*own_rules, *other_rules)))
 
 
 def at_once(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules with gradient codes from the first step on, without a warm-up: exact steps
-    would be the slowest."""
-    begun = (replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in rules)
-    return tuple(sorted(begun))
+    """Return the rules with gradient compression from the first step on, without a warm-up.
+
+    Uncompressed steps would be the slowest of the run.
+    """
+    from_first_step = (
+        replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in rules
+    )
+    return tuple(sorted(from_first_step))
 
 
 def on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> Iterator[LayoutCandidate]:
-    """The same on so many ranks, in equal shares and with gradients as they are."""
-    kept = _kept(rules)
-    for way in layouts.ways.of(ParallelLayout(batch=ranks)):
-        if not any(rule.trade == _STATES for rule in way.rules):
-            yield layouts.ways.counted(tuple(sorted((*way.rules, *kept))))
+    """Yield the candidates on ``ranks`` ranks, with equal shares and uncompressed gradients."""
+    other_rules = _other_rules(rules)
+    for candidate in layouts.ways.of(ParallelLayout(batch=ranks)):
+        if not any(rule.trade == _STATES for rule in candidate.rules):
+            yield layouts.ways.counted(tuple(sorted((*candidate.rules, *other_rules))))
 
 
 def same_on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> LayoutCandidate:
-    """The step as it lies, on so many ranks in equal shares, with gradients as they are."""
-    own = _kept(rules)
+    """Return the same layout on ``ranks`` ranks, with equal shares and uncompressed gradients."""
+    own_rules = _other_rules(rules)
     if ranks > 1:
         exact = (rule for rule in rules if rule.trade not in CODE_TRADES)
-        own = tuple(
+        own_rules = tuple(
             replace(rule, degree=ranks, shares=()) if rule.trade == _BATCH else rule
             for rule in exact
         )
-    return layouts.ways.counted(tuple(sorted(own)))
+    return layouts.ways.counted(tuple(sorted(own_rules)))
 
 
 def numbers_of_hosts(hosts: int) -> tuple[int, ...]:
-    """On how many hosts a step that runs on ``hosts`` may go on, all of them apart."""
+    """Return the numbers of hosts, fewer than ``hosts``, on which a step may continue."""
     if hosts <= _FEW_HOSTS:
         return tuple(range(1, hosts))
     return tuple(sorted({1, hosts // 2, hosts - 1}))
 
 
 def best_hosts(rates: Sequence[float], count: int) -> tuple[int, ...]:
-    """The first host, and those joined to it best; ``rates`` are of the others in their order."""
+    """Return the first host and the ``count - 1`` hosts with the fastest links to it.
+
+    ``rates`` are the link rates of the other hosts, in their order.
+    """
     order = sorted(range(1, len(rates) + 1), key=lambda host: (-rates[host - 1], host))
     return tuple(sorted((0, *order[: count - 1])))
 
 
 def link_among(link: Link, rates: Sequence[float], members: Sequence[int]) -> Link:
-    """What joins some of the hosts: as much faster than what joins all as the slowest of these is
-    than the slowest of all."""
-    own = [rates[host - 1] for host in members if host]
-    if not own:
+    """Return the link among some of the hosts.
+
+    Its bandwidth is that of the link of all hosts, times the slowest rate among ``members`` over
+    the slowest rate of all.
+    """
+    own_rates = [rates[host - 1] for host in members if host]
+    if not own_rates:
         return link
-    return replace(link, bytes_per_second=link.bytes_per_second * min(own) / min(rates))
+    return replace(link, bytes_per_second=link.bytes_per_second * min(own_rates) / min(rates))
 
 
 def over(links: Mapping[str, Link], link: Link) -> dict[str, Link]:
-    """Where another link joins the ranks that share the batch."""
+    """Return the links with the data and tensor axes on ``link``."""
     return {**links, DATA: link, TENSOR: link}
 
 
@@ -136,15 +147,18 @@ def worth_trying(
     coming_back_seconds: float = 0.0,
     num_ranks: int = 0,
 ) -> list[Alternative]:
-    """The choices that gain enough beside what runs, the fastest first; none after the fastest that
-    loses no accuracy. ``num_ranks`` take part now: with more of them, those that come back are
-    brought up to date, and that is to be won back too."""
+    """Return the choices that gain enough over the running step, fastest first.
+
+    The list ends with the fastest lossless choice. ``num_ranks`` ranks take part now. A choice with
+    more ranks must also repay ``coming_back_seconds``, the transfer of the state to ranks that
+    rejoin.
+    """
     found = []
     for choice in sorted(choices, key=lambda c: (c.way.seconds, c.way.nbytes)):
-        least = (1 + LEAST_GAIN) * choice.way.seconds
+        min_now_seconds = (1 + LEAST_GAIN) * choice.way.seconds
         if len(choice.ranks) > num_ranks:
-            least += coming_back_seconds / _PAID_BACK_IN
-        if now_seconds >= least and choice.way.nbytes <= most_bytes:
+            min_now_seconds += coming_back_seconds / _MAX_REPAY_STEPS
+        if now_seconds >= min_now_seconds and choice.way.nbytes <= most_bytes:
             found.append(choice)
             if not choice.is_lossy:
                 break
@@ -154,5 +168,5 @@ def worth_trying(
     return found
 
 
-def _kept(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def _other_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return tuple(rule for rule in rules if rule.trade not in LAYOUT_TRADES)

@@ -1,6 +1,6 @@
-"""The note that names hosts behind slow links, and what these cost.
+"""The plan note that names hosts behind slow links, and the step time with and without them.
 
-Not for choosing which hosts a step lies on: see predict/rank_subsets.py and layout_search.py.
+Not for choosing the hosts of a step: see predict/rank_subsets.py and layout_search.py.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +10,7 @@ from steelyard.units import format_bytes, format_seconds
 
 
 def slow_hosts(rates: Sequence[float]) -> tuple[int, ...]:
-    """Hosts whose links are clearly slower than the fastest; none where most are."""
+    """Return the hosts whose links are clearly slower than the fastest, or () if most are."""
     slow = tuple(n for n, rate in enumerate(rates) if rate * ALIKE < max(rates))
     return slow if 2 * len(slow) < len(rates) else ()
 
@@ -21,8 +21,11 @@ def note_on_links(
     planned_seconds: float,
     least_seconds: Callable[[Callable[[Collection[int]], bool]], float | None],
 ) -> tuple[str, ...]:
-    """``least_seconds`` is the step's least time over the sets of hosts that a condition allows,
-    None where it allows none of them; the plan itself lies on ``used_hosts``."""
+    """Return the note on slow links, or () if there are none.
+
+    ``least_seconds`` returns the least step time over the sets of hosts that a condition accepts,
+    or None if it accepts none. The plan itself uses ``used_hosts``.
+    """
     slow = slow_hosts(rates)
     if not slow:
         return ()
@@ -40,8 +43,8 @@ def note_on_links(
     it = "it" if len(slow) == 1 else "them"
     costs = [f"with {it} a step takes ~{format_seconds(with_it)}"] if with_it is not None else []
     costs += [f"without {it} ~{format_seconds(without)}"] if without is not None else []
-    links = (
+    subject = (
         f"{named(slow)}'s link carries" if len(slow) == 1 else f"the links of {named(slow)} carry"
     )
-    rate, best = f"{format_bytes(round(slowest))}/s", f"{format_bytes(round(others))}/s"
-    return (f"{links} {rate}, the others {best}: {', '.join(costs)}",)
+    rate, best_rate = f"{format_bytes(round(slowest))}/s", f"{format_bytes(round(others))}/s"
+    return (f"{subject} {rate}, the others {best_rate}: {', '.join(costs)}",)

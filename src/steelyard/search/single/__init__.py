@@ -1,4 +1,4 @@
-"""Plans for one rank's program: recompute, offload, quantize_activations, slice.
+"""Plans for the program of one rank: recompute, offload, quantize_activations, slice.
 
-Not for layouts on ranks: see ranks/ and cluster/.
+Not for layouts on several ranks: see search/ranks/ and search/cluster/.
 """

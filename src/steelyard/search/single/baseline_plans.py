@@ -1,7 +1,8 @@
-"""The plans people make by hand; what is found is never worse than any of them.
+"""The checkpointing plans that people write by hand; the search never returns a worse plan.
 
-Checkpointing by module at every depth, keeping only the dear operators, recomputing all; and
-checkpoints between checkpoints. Not for finding better ones: see explore.py and multi_recompute.py.
+Checkpoints around modules at every depth, saving only the results of expensive operators,
+recomputing everything, and nested checkpoints. Not for finding better plans: see explore.py and
+multi_recompute.py.
 """
 
 from collections.abc import Iterator
@@ -9,80 +10,93 @@ from collections.abc import Iterator
 from steelyard.ir.graph import Graph
 from steelyard.search.single.fast_estimator import FastEstimator
 
-# In a row of modules, what leaves every so manieth is kept, and what leaves every so manieth is
-# made again once.
-_KEPT_AND_ONCE = tuple(
-    (kept, once)
-    for kept in (2, 3, 4, 6, 8, 12, 16, 24)
-    for once in (1, 2, 3, 4, 6)
-    if once < kept and kept % once == 0
+# In a sequence of modules: save the outputs of every n-th module, and recompute the outputs of
+# every m-th module once.
+_SAVED_AND_ONCE_INTERVALS = tuple(
+    (saved_interval, once_interval)
+    for saved_interval in (2, 3, 4, 6, 8, 12, 16, 24)
+    for once_interval in (1, 2, 3, 4, 6)
+    if once_interval < saved_interval and saved_interval % once_interval == 0
 )
 
 
-def simple_plans(tally: FastEstimator) -> Iterator[frozenset[int]]:
-    """Sets of storages to recompute."""
-    everything = frozenset(tally.unit_of)
-    yield everything
-    dear = frozenset(s for s, u in tally.unit_of.items() if _is_dear(tally, u))
-    yield everything - dear
-    for depth in range(1, 1 + _deepest(tally)):
-        inner, bounds = checkpointed(tally, depth)
-        for plan in (inner, inner - dear):
+def simple_plans(estimator: FastEstimator) -> Iterator[frozenset[int]]:
+    """Yield sets of storages to recompute."""
+    all_storages = frozenset(estimator.unit_of)
+    yield all_storages
+    expensive = frozenset(s for s, u in estimator.unit_of.items() if _is_expensive(estimator, u))
+    yield all_storages - expensive
+    for depth in range(1, 1 + _max_depth(estimator)):
+        inner, positions = checkpointed(estimator, depth)
+        for plan in (inner, inner - expensive):
             yield plan
-            for every in (2, 3):
-                yield frozenset(s for s in plan if bounds[s] % every)
+            for interval in (2, 3):
+                yield frozenset(s for s in plan if positions[s] % interval)
 
 
-def checkpointed(tally: FastEstimator, depth: int) -> tuple[frozenset[int], dict[int, int]]:
-    """What modules at this depth make and only they read; and each value's place in the row.
+def checkpointed(estimator: FastEstimator, depth: int) -> tuple[frozenset[int], dict[int, int]]:
+    """Return the values internal to modules at this depth, and the index of each value's module.
 
-    This is torch.utils.checkpoint around each of them: inputs are kept, what is inside is not.
+    Recomputing the internal values is torch.utils.checkpoint around each of these modules: their
+    inputs are saved and everything inside is recomputed.
     """
-    graph = tally.program.graph
+    graph = estimator.program.graph
     rows: dict[str, int] = {}
-    place: dict[int, int] = {}
+    positions: dict[int, int] = {}
     inner = []
-    for storage in sorted(tally.unit_of):
-        module = _module(graph, tally.value_on[storage], depth)
+    for storage in sorted(estimator.unit_of):
+        module = _module(graph, estimator.value_on[storage], depth)
         if module is None:
             continue
-        place[storage] = rows.setdefault(module, len(rows))
-        if all(m == module for m in _readers(graph, tally, storage, depth)):
+        positions[storage] = rows.setdefault(module, len(rows))
+        if all(m == module for m in _readers(graph, estimator, storage, depth)):
             inner.append(storage)
-    return frozenset(inner), place
+    return frozenset(inner), positions
 
 
-def checkpoints_between(tally: FastEstimator) -> Iterator[frozenset[int]]:
-    """Few values kept; of those between them some made again once, and all else twice: on the way
-    to the next of these, and when it is wanted itself (Chen et al. 2016, section 4.3)."""
-    everything = frozenset(tally.unit_of)
-    for depth in range(1, 1 + _deepest(tally)):
-        rows, leaving = _rows(tally, depth)
-        for kept, once in _KEPT_AND_ONCE:
-            if kept <= max(rows.values()):
-                again = everything - {s for s in leaving if rows[s] % kept == kept - 1}
-                twice = again - {s for s in leaving if rows[s] % once == once - 1}
-                yield again.union(tally.often(s, 2) for s in twice)
+def checkpoints_between(estimator: FastEstimator) -> Iterator[frozenset[int]]:
+    """Yield nested checkpointing plans (Chen et al. 2016, section 4.3).
+
+    A few values are saved. Some of the values between them are recomputed once, and all others
+    twice: once on the way to the next of those, and once for their own backward use.
+    """
+    all_storages = frozenset(estimator.unit_of)
+    for depth in range(1, 1 + _max_depth(estimator)):
+        rows, module_outputs = _rows(estimator, depth)
+        for saved_interval, once_interval in _SAVED_AND_ONCE_INTERVALS:
+            if saved_interval <= max(rows.values()):
+                recomputed = all_storages - {
+                    s for s in module_outputs if rows[s] % saved_interval == saved_interval - 1
+                }
+                twice = recomputed - {
+                    s for s in module_outputs if rows[s] % once_interval == once_interval - 1
+                }
+                yield recomputed.union(estimator.repeat_choice(s, 2) for s in twice)
 
 
-def _rows(tally: FastEstimator, depth: int) -> tuple[dict[int, int], frozenset[int]]:
-    """In which module of the row each value is made, or behind which; what leaves its module."""
-    graph = tally.program.graph
+def _rows(estimator: FastEstimator, depth: int) -> tuple[dict[int, int], frozenset[int]]:
+    """Return the position of each value's module, and the values that other modules read.
+
+    A value made outside any module at this depth belongs to the module before it.
+    """
+    graph = estimator.program.graph
     numbers: dict[str | None, int] = {}
     rows: dict[int, int] = {}
-    leaving = []
+    module_outputs = []
     module: str | None = None
-    for storage in sorted(tally.unit_of):
-        module = _module(graph, tally.value_on[storage], depth) or module
+    for storage in sorted(estimator.unit_of):
+        module = _module(graph, estimator.value_on[storage], depth) or module
         rows[storage] = numbers.setdefault(module, len(numbers))
-        if any(m != module for m in _readers(graph, tally, storage, depth)):
-            leaving.append(storage)
-    return rows, frozenset(leaving)
+        if any(m != module for m in _readers(graph, estimator, storage, depth)):
+            module_outputs.append(storage)
+    return rows, frozenset(module_outputs)
 
 
-def _readers(graph: Graph, tally: FastEstimator, storage: int, depth: int) -> Iterator[str | None]:
-    """Modules of the forward operators that read a value or a view of it."""
-    pending = [tally.value_on[storage]]
+def _readers(
+    graph: Graph, estimator: FastEstimator, storage: int, depth: int
+) -> Iterator[str | None]:
+    """Yield the modules of the forward operators that read a value or a view of it."""
+    pending = [estimator.value_on[storage]]
     while pending:
         for user in graph.users[pending.pop()]:
             node = graph.by_name[user]
@@ -99,11 +113,13 @@ def _module(graph: Graph, name: str, depth: int) -> str | None:
     return ".".join(parts[:depth]) if len(parts) >= depth and parts[0] else None
 
 
-def _deepest(tally: FastEstimator) -> int:
-    graph = tally.program.graph
-    return max((graph.by_name[v].path.count(".") + 1 for v in tally.value_on.values()), default=0)
+def _max_depth(estimator: FastEstimator) -> int:
+    graph = estimator.program.graph
+    return max(
+        (graph.by_name[v].path.count(".") + 1 for v in estimator.value_on.values()), default=0
+    )
 
 
-def _is_dear(tally: FastEstimator, unit: int) -> bool:
-    """Products, convolutions, attention: what is worth keeping if little is."""
-    return tally.program.graph.by_name[tally.units[unit].node].flops > 0
+def _is_expensive(estimator: FastEstimator, unit: int) -> bool:
+    """True for matmuls, convolutions and attention: operators whose results are saved first."""
+    return estimator.program.graph.by_name[estimator.units[unit].node].flops > 0

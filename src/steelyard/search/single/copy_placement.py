@@ -1,7 +1,7 @@
-"""Which lines a choice adds to a program, and how far they move the others.
+"""The lines that recomputation and quantization add to a program, and the shift of the others.
 
-The tally's part for copies and for values in 8 bits: it mirrors what the trades write. Not for what
-these hold or cost.
+The fast estimator's counterpart of the programs that the recompute and quantize_activations
+trades write. Not for the memory or seconds of those lines.
 """
 
 from bisect import bisect
@@ -13,144 +13,170 @@ import numpy as np
 from steelyard.passes.recompute_copies import Span, starts
 from steelyard.search.single.estimate import Ints, RecomputableUnit
 
-# Later than any line.
+# A line number after every line: the value is never needed.
 NEVER = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """Operators that run again and their lines in the longer program; how far others moved.
+    """The recomputed operators, their lines in the longer program, and the shift of the others.
 
-    ``first_read`` and ``last_read`` are the lines at which copies read each storage; ``first`` is
-    the line of the plain program at which it is first wanted late. ``often`` is of what is made
-    several times: by storage and the line that makes a copy, the last that reads that copy.
+    ``first_read`` and ``last_read`` are the lines at which copies read each storage.
+    ``first_needed`` is the line of the plain program before which the backward pass first needs a
+    storage. ``repeated_last_read`` covers values that are recomputed several times: it maps a
+    storage and the line that makes a copy to the last line that reads that copy.
     """
 
     units: tuple[int, ...]
     lines: tuple[int, ...]
     shift: Ints
-    first: list[int]
+    first_needed: list[int]
     first_read: dict[int, int]
     last_read: dict[int, int]
-    often: dict[tuple[int, int], int]
+    repeated_last_read: dict[tuple[int, int], int]
 
-    def moved(self, to: Ints) -> "Copies":
-        """With further lines between: what stood at ``i`` now stands at ``to[i]``."""
+    def shifted(self, new_line: Ints) -> "Copies":
+        """Return the same copies after inserting lines: line ``i`` becomes line ``new_line[i]``."""
         own = np.arange(len(self.shift))
         return replace(
             self,
-            lines=tuple(to[list(self.lines)].tolist()) if self.lines else (),
-            shift=to[own + self.shift] - own,
-            first_read={s: int(to[line]) for s, line in self.first_read.items()},
-            last_read={s: int(to[line]) for s, line in self.last_read.items()},
-            often={(s, int(to[k])): int(to[line]) for (s, k), line in self.often.items()},
+            lines=tuple(new_line[list(self.lines)].tolist()) if self.lines else (),
+            shift=new_line[own + self.shift] - own,
+            first_read={s: int(new_line[line]) for s, line in self.first_read.items()},
+            last_read={s: int(new_line[line]) for s, line in self.last_read.items()},
+            repeated_last_read={
+                (s, int(new_line[k])): int(new_line[line])
+                for (s, k), line in self.repeated_last_read.items()
+            },
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPlacement:
-    """The operators of one program that can run again, and where what they make is read late."""
+    """The recomputable operators of one program, and the backward lines that read their results."""
 
     num_lines: int
     units: Sequence[RecomputableUnit]
     unit_of: Mapping[int, int]
-    late_first: Sequence[int]
-    late_reads: Mapping[int, Sequence[Span]]
+    backward_first: Sequence[int]
+    backward_reads: Mapping[int, Sequence[Span]]
 
-    def copies(self, again: frozenset[int], times: Mapping[int, int]) -> Copies:
-        """Which operators run again, and before which lines: the first that needs them, and those
-        that end the longest waits of what is to be made several times."""
-        first, begins, running = self._begun(again, times)
-        before = np.bincount(
-            np.array([line for line, _ in running], dtype=np.int64), minlength=self.num_lines
+    def copies(self, recomputed: frozenset[int], times: Mapping[int, int]) -> Copies:
+        """Return the operators to recompute, and their lines.
+
+        A copy stands before the first line that needs it. A value that is recomputed several
+        times also gets copies at the ends of the longest gaps between its reads.
+        """
+        first_needed, copy_lines, placed_copies = self._place_copies(recomputed, times)
+        num_before = np.bincount(
+            np.array([line for line, _ in placed_copies], dtype=np.int64), minlength=self.num_lines
         )
         last_read: dict[int, int] = {}
         first_read: dict[int, int] = {}
         units = self.units
-        for position, (line, number) in enumerate(running):
+        for position, (line, number) in enumerate(placed_copies):
             unit = units[number]
             for storage in unit.reads + unit.touches:
                 last_read[storage] = line + position
                 first_read.setdefault(storage, line + position)
-        shift = np.cumsum(before)
+        shift = np.cumsum(num_before)
         return Copies(
-            units=tuple(number for _, number in running),
-            lines=tuple(line + position for position, (line, _) in enumerate(running)),
+            units=tuple(number for _, number in placed_copies),
+            lines=tuple(line + position for position, (line, _) in enumerate(placed_copies)),
             shift=shift,
-            first=first,
+            first_needed=first_needed,
             first_read=first_read,
             last_read=last_read,
-            often=self._last_reads(begins, running, shift) if begins else {},
+            repeated_last_read=self._last_reads(copy_lines, placed_copies, shift)
+            if copy_lines
+            else {},
         )
 
-    def _begun(
-        self, again: frozenset[int], times: Mapping[int, int]
+    def _place_copies(
+        self, recomputed: frozenset[int], times: Mapping[int, int]
     ) -> tuple[list[int], dict[int, tuple[int, ...]], list[tuple[int, int]]]:
-        """The line that first wants each storage; those before which each is made that is made
-        several times; and line and number of each operator that runs, in this order."""
-        first = list(self.late_first)
+        """Return the first line that needs each storage, and the lines of the recomputed
+        operators.
+
+        The second result has the lines of all copies of each value that is recomputed repeatedly.
+        The third has a sorted pair (line, unit) for each recomputed operator.
+        """
+        first_needed = list(self.backward_first)
         units, unit_of = self.units, self.unit_of
-        often = {unit_of[s] for s in times if s in again}
-        reads = {s: list(self.late_reads[s]) for u in often for s in units[u].makes if s in again}
-        begins: dict[int, tuple[int, ...]] = {}
-        running: list[tuple[int, int]] = []
-        # From the last operator to the first, so that all that reads one is placed before it.
-        for number in sorted({unit_of[s] for s in again}, reverse=True):
+        repeated = {unit_of[s] for s in times if s in recomputed}
+        reads = {
+            s: list(self.backward_reads[s])
+            for u in repeated
+            for s in units[u].makes
+            if s in recomputed
+        }
+        copy_lines: dict[int, tuple[int, ...]] = {}
+        placed_copies: list[tuple[int, int]] = []
+        # From the last operator to the first, so that all readers of a result are placed before its
+        # operator is.
+        for number in sorted({unit_of[s] for s in recomputed}, reverse=True):
             unit = units[number]
-            line = min(first[s] for s in unit.makes if s in again)
+            line = min(first_needed[s] for s in unit.makes if s in recomputed)
             if line == NEVER:
                 continue
             for storage in unit.reads:
-                if line < first[storage]:
-                    first[storage] = line
-            if not often:
-                running.append((line, number))
+                if line < first_needed[storage]:
+                    first_needed[storage] = line
+            if not repeated:
+                placed_copies.append((line, number))
                 continue
             lines: tuple[int, ...] = (line,)
-            if number in often:
-                wanted = [s for s in unit.makes if reads.get(s)]
-                most = max(times.get(s, 1) for s in wanted)
-                lines = starts((span for s in wanted for span in reads[s]), most)
+            if number in repeated:
+                needed = [s for s in unit.makes if reads.get(s)]
+                max_copies = max(times.get(s, 1) for s in needed)
+                lines = starts((span for s in needed for span in reads[s]), max_copies)
                 if len(lines) > 1:
-                    begins.update(dict.fromkeys(wanted, lines))
-            running += [(at, number) for at in lines]
+                    copy_lines.update(dict.fromkeys(needed, lines))
+            placed_copies += [(at, number) for at in lines]
             for storage in reads.keys() & unit.reads:
                 reads[storage] += [(at, at) for at in lines]
-        return first, begins, sorted(running)
+        return first_needed, copy_lines, sorted(placed_copies)
 
     def _last_reads(
         self,
-        begins: Mapping[int, tuple[int, ...]],
-        running: Iterable[tuple[int, int]],
+        copy_lines: Mapping[int, tuple[int, ...]],
+        placed_copies: Iterable[tuple[int, int]],
         shift: Ints,
     ) -> dict[tuple[int, int], int]:
-        """By storage and the line, copies counted, that makes a copy: the last that reads it."""
-        made: dict[int, list[int]] = {s: [] for s in begins}
-        last: dict[int, list[int]] = {s: [-1] * len(lines) for s, lines in begins.items()}
-        for storage, lines in begins.items():
-            for begin, end in self.late_reads[storage]:
-                turn = bisect(lines, begin) - 1
-                last[storage][turn] = max(last[storage][turn], end + int(shift[end]))
-        for position, (line, number) in enumerate(running):
+        """Return the last line that reads each copy, copies counted.
+
+        The keys are the storage and the line that makes the copy.
+        """
+        made_at: dict[int, list[int]] = {s: [] for s in copy_lines}
+        last_reads: dict[int, list[int]] = {s: [-1] * len(lines) for s, lines in copy_lines.items()}
+        for storage, lines in copy_lines.items():
+            for begin, end in self.backward_reads[storage]:
+                copy_index = bisect(lines, begin) - 1
+                last_reads[storage][copy_index] = max(
+                    last_reads[storage][copy_index], end + int(shift[end])
+                )
+        for position, (line, number) in enumerate(placed_copies):
             unit, at = self.units[number], line + position
             for storage in unit.reads:
-                if storage in begins:
-                    turn = bisect(begins[storage], line) - 1
-                    last[storage][turn] = max(last[storage][turn], at)
+                if storage in copy_lines:
+                    copy_index = bisect(copy_lines[storage], line) - 1
+                    last_reads[storage][copy_index] = max(last_reads[storage][copy_index], at)
             for storage in unit.makes:
-                if storage in begins:
-                    made[storage].append(at)
+                if storage in copy_lines:
+                    made_at[storage].append(at)
         return {
             (storage, at): max(at, end)
-            for storage in begins
-            for at, end in zip(made[storage], last[storage], strict=True)
+            for storage in copy_lines
+            for at, end in zip(made_at[storage], last_reads[storage], strict=True)
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
-    """At which line each value is written down, and at which it is read back; ``copies`` are those
-    of the program that these lines stand in."""
+    """The lines that encode and decode each value that is kept in 8 bits.
+
+    ``copies`` are the copies of the program that contains these lines.
+    """
 
     by_storage: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     copies: Copies | None = None
@@ -160,29 +186,32 @@ NO_CODES = Codes()
 
 
 def placed(
-    coded: Sequence[int],
+    quantized: Sequence[int],
     copies: Copies,
     *,
     num_lines: int,
     nbytes: Sequence[int],
-    behind: Sequence[int],
-    before: Mapping[int, int],
+    after_line: Sequence[int],
+    before_line: Mapping[int, int],
 ) -> Codes:
-    """``behind``: the last line of the forward pass that reads each; ``before``: the first late
-    one, copies counted.
+    """Insert the lines that encode and decode quantized values.
 
-    Of several at one place the smallest is written down first, and
-    read back last.
+    ``after_line`` is the last line of the forward pass that reads each value; ``before_line`` is
+    the first later one, copies counted. At the same place the smallest value is encoded first and
+    decoded last.
     """
-    added = sorted(
-        [(behind[s] + 1, 0, nbytes[s], -s) for s in coded]
-        + [(before[s], 1, -nbytes[s], s) for s in coded]
+    insertions = sorted(
+        [(after_line[s] + 1, 0, nbytes[s], -s) for s in quantized]
+        + [(before_line[s], 1, -nbytes[s], s) for s in quantized]
     )
     lines: dict[tuple[int, int], int] = {}
     length = num_lines + len(copies.units)
     inserted = np.zeros(length + 1, dtype=np.int64)
-    for number, (place, kind, _, storage) in enumerate(added):
-        lines[abs(storage), kind] = place + number
-        inserted[place] += 1
-    to: Ints = np.arange(length + 1) + np.cumsum(inserted)
-    return Codes(by_storage={s: (lines[s, 0], lines[s, 1]) for s in coded}, copies=copies.moved(to))
+    for number, (at, kind, _, storage) in enumerate(insertions):
+        lines[abs(storage), kind] = at + number
+        inserted[at] += 1
+    new_line: Ints = np.arange(length + 1) + np.cumsum(inserted)
+    return Codes(
+        by_storage={s: (lines[s, 0], lines[s, 1]) for s in quantized},
+        copies=copies.shifted(new_line),
+    )

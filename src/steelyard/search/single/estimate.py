@@ -1,7 +1,6 @@
-"""What the tally counts with and answers: an operator that may run again, a value that may be kept
-in 8 bits, and the bytes and seconds of a choice among them.
+"""The inputs and results of the fast estimator: recomputable operators, 8-bit codecs, estimates.
 
-Not for counting: see fast_estimator.py.
+Not for estimating: see fast_estimator.py.
 """
 
 from dataclasses import dataclass
@@ -19,41 +18,46 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakEstimate:
-    """``active`` are the operators that really run again; a chosen value nobody reads is free.
+    """The peak bytes and seconds of a set of choices.
 
-    ``away`` are the choices to move to offload memory, or to keep in 8 bits, that really do;
-    ``often`` those to make a value several times that really is. ``held`` are the bytes at each
-    line, copies included; ``shift`` how far copies have moved each line of the plain program;
-    ``first`` the line at which each storage is first wanted late.
+    ``active`` are the operators that really run again; a chosen value that nobody reads costs
+    nothing. ``evicted`` are the choices to offload or to keep in 8 bits that take effect,
+    ``repeated`` the choices to recompute a value several times that do. ``live_bytes`` are the
+    bytes at each line, copies included; ``shift`` is the offset that copies add to each line of
+    the plain program; ``first_needed`` is the line before which the backward pass first needs
+    each storage.
     """
 
     peak_bytes: int
     seconds: float
     active: tuple[int, ...]
-    away: tuple[int, ...]
-    often: tuple[int, ...]
-    held: Floats
+    evicted: tuple[int, ...]
+    repeated: tuple[int, ...]
+    live_bytes: Floats
     shift: Ints
-    first: list[int]
+    first_needed: list[int]
 
     def excess(self, peak_bytes: int) -> float:
-        """Bytes above the limit, added over the lines."""
-        return float(np.maximum(self.held - peak_bytes, 0.0).sum())
+        """Return the bytes above the limit, summed over the lines."""
+        return float(np.maximum(self.live_bytes - peak_bytes, 0.0).sum())
 
     def folded(self) -> Floats:
-        """Peak bytes at each line of the plain program, the copies before it counted with it."""
+        """Return the peak bytes at each line of the plain program and the copies before it."""
         starts = np.arange(len(self.shift)) + np.concatenate(([0], self.shift[:-1]))
-        folded: Floats = np.maximum.reduceat(self.held, starts)
+        folded: Floats = np.maximum.reduceat(self.live_bytes, starts)
         return folded
 
     def peak_line(self) -> int:
-        """The line of the plain program at, or just before, which most is held."""
+        """Return the line of the plain program at, or just before, which the peak occurs."""
         return int(self.folded().argmax())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputableUnit:
-    """One operator that can be called again: what it makes and reads, as storages."""
+    """One operator that can be recomputed, with the storages it makes and reads.
+
+    ``touches`` are the new buffer values that must wait for this read of the old ones.
+    """
 
     node: str
     makes: tuple[int, ...]
@@ -66,7 +70,7 @@ class RecomputableUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coder:
-    """What it costs to keep one value in 8 bits; seconds are those of one pass, operators alone."""
+    """The cost of keeping one value in 8 bits; seconds are the operators alone, for one pass."""
 
     nbytes: int
     encode_seconds: float
@@ -76,13 +80,13 @@ class Coder:
 
     @classmethod
     def of(cls, graph: Graph, value: str, costs: CostTable) -> "Coder":
-        coding = QuantizedActivation.of(graph, value, number=len(graph.storages))
+        quantized = QuantizedActivation.of(graph, value, number=len(graph.storages))
         return cls(
-            nbytes=coding.storage.nbytes,
-            encode_seconds=costs.seconds(coding.encode).value,
-            decode_seconds=costs.seconds(coding.decode).value,
-            encode_workspace=costs.workspace_bytes(coding.encode),
-            decode_workspace=costs.workspace_bytes(coding.decode),
+            nbytes=quantized.storage.nbytes,
+            encode_seconds=costs.seconds(quantized.encode).value,
+            decode_seconds=costs.seconds(quantized.decode).value,
+            encode_workspace=costs.workspace_bytes(quantized.encode),
+            decode_workspace=costs.workspace_bytes(quantized.decode),
         )
 
     @property

@@ -1,7 +1,7 @@
-"""Try sets of recomputations one after another, and keep the best of all that were tried.
+"""A record of all sets of choices that a search has tried, and the best plans among them.
 
-Counts trials, so that a search can stop after a number of them and never after a time: the same
-question has the same answer on any machine. Not for what to try: see price_sweep.py and
+It counts trials, so that a search can stop after a number of trials instead of a time: the same
+search has the same result on any machine. Not for what to try: see price_sweep.py and
 local_search.py.
 """
 
@@ -9,52 +9,64 @@ from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.single.estimate import PeakEstimate
 from steelyard.search.single.fast_estimator import FastEstimator
 
-# So many storages may be held by remembered sets; beyond that all are forgotten at once.
-_REMEMBERED = 4_000_000
+# Maximum number of storages in remembered sets, an upper limit on the memory of the cache; beyond
+# it the cache is cleared.
+_MAX_REMEMBERED_STORAGES = 4_000_000
 
 
 class Trials:
-    """``whole`` holds only plans that treat all blocks of a run alike, which makes short files."""
+    """The plans tried so far; ``archive`` holds the best of all of them.
 
-    def __init__(self, tally: FastEstimator) -> None:
-        self.tally = tally
+    ``block_uniform`` holds only plans that make the same choice in all blocks of a run: these
+    make short plan files.
+    """
+
+    def __init__(self, estimator: FastEstimator) -> None:
+        self.estimator = estimator
         self.archive = ParetoFront()
-        self.whole = ParetoFront()
-        self.made = 0
+        self.block_uniform = ParetoFront()
+        self.num_tried = 0
         self._known: dict[frozenset[int], Point] = {}
-        able = len(tally.unit_of) + len(tally.far_value_on) + len(tally.coded_value_on)
-        self._room = _REMEMBERED // max(1, able)
-        self.plain = self.point(frozenset(), is_whole=True)
+        num_values = (
+            len(estimator.unit_of) + len(estimator.offloadable) + len(estimator.quantizable)
+        )
+        self._max_known = _MAX_REMEMBERED_STORAGES // max(1, num_values)
+        self.plain = self.evaluate(frozenset(), is_block_uniform=True)
 
-    def point(self, again: frozenset[int], *, is_whole: bool = False) -> Point:
-        known = self._known.get(again)
+    def evaluate(self, choices: frozenset[int], *, is_block_uniform: bool = False) -> Point:
+        known = self._known.get(choices)
         if known is None:
-            return self.noted(again, self.counted(again), is_whole=is_whole)
-        if not is_whole:
+            return self.record(choices, self.estimate(choices), is_block_uniform=is_block_uniform)
+        if not is_block_uniform:
             return known
-        return self._whole_point(again, known.peak_bytes, known.seconds)
+        return self._block_uniform_point(choices, known.peak_bytes, known.seconds)
 
-    def counted(self, again: frozenset[int]) -> PeakEstimate:
-        self.made += 1
-        return self.tally.count(again)
+    def estimate(self, choices: frozenset[int]) -> PeakEstimate:
+        self.num_tried += 1
+        return self.estimator.estimate(choices)
 
-    def noted(
-        self, again: frozenset[int], counted: PeakEstimate, *, is_whole: bool = False
+    def record(
+        self, choices: frozenset[int], estimate: PeakEstimate, *, is_block_uniform: bool = False
     ) -> Point:
-        """The plan as a point of the archive, without what nobody reads; whole ones stay whole."""
-        units = self.tally.units
-        active = frozenset(s for u in counted.active for s in units[u].makes if s in again)
-        active |= frozenset((*counted.away, *counted.often))
-        point = Point(peak_bytes=counted.peak_bytes, seconds=counted.seconds, again=active)
+        """Add the plan to the archive, without choices that have no effect.
+
+        Block-uniform plans keep those choices.
+        """
+        units = self.estimator.units
+        active = frozenset(s for u in estimate.active for s in units[u].makes if s in choices)
+        active |= frozenset((*estimate.evicted, *estimate.repeated))
+        point = Point(peak_bytes=estimate.peak_bytes, seconds=estimate.seconds, choices=active)
         self.archive.add(point)
-        if len(self._known) >= self._room:
+        if len(self._known) >= self._max_known:
             self._known.clear()
-        self._known[again] = point
-        if is_whole:
-            return self._whole_point(again, counted.peak_bytes, counted.seconds)
+        self._known[choices] = point
+        if is_block_uniform:
+            return self._block_uniform_point(choices, estimate.peak_bytes, estimate.seconds)
         return point
 
-    def _whole_point(self, again: frozenset[int], peak_bytes: int, seconds: float) -> Point:
-        point = Point(peak_bytes=peak_bytes, seconds=seconds, again=again)
-        self.whole.add(point)
+    def _block_uniform_point(
+        self, choices: frozenset[int], peak_bytes: int, seconds: float
+    ) -> Point:
+        point = Point(peak_bytes=peak_bytes, seconds=seconds, choices=choices)
+        self.block_uniform.add(point)
         return point

@@ -1,7 +1,7 @@
-"""Say for people what a plan takes, what each part buys and pays, and why the rest was refused.
+"""Explain a plan: what it applies, what each part saves and costs, and why offers were refused.
 
-Parts are modules; each is priced by taking it out of the plan, or putting it in, and counting the
-whole again. Not for deciding.
+Parts are modules; each is priced by removing it from the plan, or adding it, and estimating the
+whole plan again. Not for deciding.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,62 +14,71 @@ from steelyard.plans.plan import SelectedTrade
 from steelyard.plans.trade import Offer, Rejection, Remaining
 from steelyard.search.pareto_front import Point
 from steelyard.search.single.estimate import PeakEstimate
-from steelyard.search.single.explore import Explored, again_rules, carried, carried_choice
+from steelyard.search.single.explore import (
+    Explored,
+    choices_in_trace,
+    recompute_rules,
+    values_in_trace,
+)
 from steelyard.search.single.fast_estimator import FastEstimator
-from steelyard.search.single.granularity import moved_bytes
+from steelyard.search.single.granularity import offloaded_bytes
 from steelyard.search.single.transfer_timing import TransferMode
 from steelyard.search.single.variant import Variant
 from steelyard.units import format_bytes, format_seconds
 
-# More lines than this are read by nobody; deeper modules are then told under their parents.
-_MOST_PARTS = 10
+# Nobody reads a longer list; deeper modules are then merged into their parents.
+_MAX_PARTS = 10
 
 
-def taken(
+def explain_selected(
     explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> tuple[SelectedTrade, ...]:
-    """The plan by modules, what buys most first."""
-    told: list[SelectedTrade] = []
-    home, moving = variant.at_home, point
+    """Return the applied trades by module; within a trade, the largest memory saving first."""
+    selected: list[SelectedTrade] = []
+    unoffloaded, offloaded_point = variant.unoffloaded, point
     if variant.states:
-        # Of the pass itself all is told with the optimizer's state near.
-        counted = explored[home].tally.count(explored[variant].choice(point))
-        point = replace(point, peak_bytes=counted.peak_bytes, seconds=counted.seconds)
+        # The other trades are priced with all state on the device.
+        estimate = explored[unoffloaded].estimator.estimate(explored[variant].choices_of(point))
+        point = replace(point, peak_bytes=estimate.peak_bytes, seconds=estimate.seconds)
     if variant.parts > 1:
-        told.append(_taken_split(explored, home, point))
-    if variant.streams:
-        told.append(_taken_streams(explored, home, point))
+        selected.append(_selected_accumulate(explored, unoffloaded, point))
+    if variant.chunks:
+        selected.append(_selected_chunks(explored, unoffloaded, point))
     if variant.states:
-        told += _taken_states(explored[home], variant, before=point, point=moving)
+        selected += _selected_states(
+            explored[unoffloaded], variant, before=point, point=offloaded_point
+        )
     for trade in ("recompute", "quantize_activations", "offload"):
-        modules = _taken_modules(trade, explored[variant], point)
-        told += sorted(modules, key=lambda t: (-t.buys_bytes, t.label))
-    return tuple(told)
+        modules = _selected_modules(trade, explored[variant], point)
+        selected += sorted(modules, key=lambda t: (-t.buys_bytes, t.label))
+    return tuple(selected)
 
 
-def _taken_split(
+def _selected_accumulate(
     explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> SelectedTrade:
-    """Beside the same recomputations on the whole batch."""
-    without = _carried_to(explored, variant, point, variant.whole)
+    """Return the split into micro-batches, compared to the same recomputations on the whole
+    batch."""
+    without = _estimate_on(explored, variant, point, variant.unsplit)
     return SelectedTrade(
         trade="accumulate",
         label=f"{variant.parts} micro-batches",
-        rules=variant.unsliced.at_home.rules,
+        rules=variant.unchunked.unoffloaded.rules,
         buys_bytes=without.peak_bytes - point.peak_bytes,
         pays_seconds=point.seconds - without.seconds,
     )
 
 
-def _taken_streams(
+def _selected_chunks(
     explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> SelectedTrade:
-    """Beside the same recomputations without slices, of the whole batch where parts were never
-    looked at without.
+    """Return the chunked computation, compared to the same recomputations without chunks.
+
+    The comparison is made on the whole batch if micro-batches were never explored without chunks.
     """
-    sliced = variant if variant.unsliced in explored else variant.whole
-    with_them = _carried_to(explored, variant, point, sliced)
-    without = _carried_to(explored, variant, point, sliced.unsliced)
+    chunked = variant if variant.unchunked in explored else variant.unsplit
+    with_chunks = _estimate_on(explored, variant, point, chunked)
+    without = _estimate_on(explored, variant, point, chunked.unchunked)
     rules = tuple(rule for rule in variant.rules if rule.trade == "chunk")
     named = ", ".join(dict.fromkeys(rule.module or "the loss" for rule in rules))
     slices = " and ".join(dict.fromkeys(str(rule.degree) for rule in rules))
@@ -77,126 +86,149 @@ def _taken_streams(
         trade="chunk",
         label=f"{named} in {slices} slices",
         rules=rules,
-        buys_bytes=without.peak_bytes - with_them.peak_bytes,
-        pays_seconds=with_them.seconds - without.seconds,
+        buys_bytes=without.peak_bytes - with_chunks.peak_bytes,
+        pays_seconds=with_chunks.seconds - without.seconds,
     )
 
 
-def _taken_states(
-    home: Explored, variant: Variant, *, before: Point, point: Point
+def _selected_states(
+    unoffloaded: Explored, variant: Variant, *, before: Point, point: Point
 ) -> list[SelectedTrade]:
-    """Beside the same plan with all of it near; priced as one, and shared out by bytes."""
-    nbytes = moved_bytes(home.tally.program, variant.states)
+    """Return the offloaded state, compared to the same plan with all state on the device.
+
+    The total saving and cost are split by bytes.
+    """
+    nbytes = offloaded_bytes(unoffloaded.estimator.program, variant.states)
     total = sum(nbytes.values())
-    told = []
-    for what in dict.fromkeys(rule.op for rule in variant.states):
-        rules = tuple(rule for rule in variant.states if rule.op == what)
-        own, count = sum(nbytes[rule] for rule in rules), sum(rule.count for rule in rules)
-        told.append(
+    selected = []
+    for op in dict.fromkeys(rule.op for rule in variant.states):
+        rules = tuple(rule for rule in variant.states if rule.op == op)
+        size, count = sum(nbytes[rule] for rule in rules), sum(rule.count for rule in rules)
+        selected.append(
             SelectedTrade(
                 trade="offload_state",
-                label=f"{what} of {count} parameter{'s' if count > 1 else ''}, {format_bytes(own)}",
+                label=f"{op} of {count} parameter{'s' if count > 1 else ''}, {format_bytes(size)}",
                 rules=rules,
-                buys_bytes=round((before.peak_bytes - point.peak_bytes) * own / total),
-                pays_seconds=(point.seconds - before.seconds) * own / total,
+                buys_bytes=round((before.peak_bytes - point.peak_bytes) * size / total),
+                pays_seconds=(point.seconds - before.seconds) * size / total,
             )
         )
-    return told
+    return selected
 
 
-def _carried_to(
-    explored: Mapping[Variant, Explored], variant: Variant, point: Point, other: Variant
+def _estimate_on(
+    explored: Mapping[Variant, Explored], variant: Variant, point: Point, to: Variant
 ) -> PeakEstimate:
-    """The same recomputations on another variant of the step."""
-    ours, theirs = explored[variant], explored[other].tally
-    return theirs.count(carried_choice(ours.tally, ours.choice(point), theirs))
+    """Return the estimate of the same recomputations on another variant of the step."""
+    source, target = explored[variant], explored[to].estimator
+    return target.estimate(choices_in_trace(source.estimator, source.choices_of(point), target))
 
 
-def _taken_modules(trade: str, explored: Explored, point: Point) -> list[SelectedTrade]:
-    """What is recomputed, moved or kept in 8 bits, by modules."""
-    tally = explored.tally
-    graph = tally.program.graph
-    choice = explored.choice(point)
-    with_all = tally.count(choice)
-    value_on, is_of_trade = _fate(trade, tally)
+def _selected_modules(trade: str, explored: Explored, point: Point) -> list[SelectedTrade]:
+    """Return one entry per module for its recomputed, offloaded or 8-bit values."""
+    estimator = explored.estimator
+    graph = estimator.program.graph
+    choices = explored.choices_of(point)
+    with_all = estimator.estimate(choices)
+    value_on, is_of_trade = _values_of_trade(trade, estimator)
     offered = _by_module(graph, value_on)
-    # Of a value chosen in several ways only one counts; of one that nothing reads late, none.
-    own = choice if trade == "recompute" else frozenset(with_all.away)
-    times = tally.times_of(own)
-    slices = tally.in_slices(choice) if trade == "offload" else {}
+    # If a value has several choices, only one takes effect; none does if the backward pass does
+    # not read the value.
+    counted_choices = choices if trade == "recompute" else frozenset(with_all.evicted)
+    times = estimator.times_of(counted_choices)
+    slices = estimator.slice_counts(choices) if trade == "offload" else {}
     chosen = _by_module(
-        graph, {c: value_on[tally.storage(c)] for c in sorted(own) if is_of_trade(c)}
+        graph,
+        {c: value_on[estimator.storage(c)] for c in sorted(counted_choices) if is_of_trade(c)},
     )
-    deepest = max((m.count(".") + 1 for m in chosen), default=0)
+    max_depth = max((m.count(".") + 1 for m in chosen), default=0)
     depth = next(
-        (d for d in range(deepest, 1, -1) if len({_cut(m, d) for m in chosen}) <= _MOST_PARTS), 1
+        (
+            d
+            for d in range(max_depth, 1, -1)
+            if len({_truncate(m, d) for m in chosen}) <= _MAX_PARTS
+        ),
+        1,
     )
-    told = []
-    for module in sorted({_cut(m, depth) for m in chosen}):
-        inside = {s for m, members in chosen.items() if _cut(m, depth) == module for s in members}
-        possible = sum(len(members) for m, members in offered.items() if _cut(m, depth) == module)
-        # Without one of its ways, a value would be moved in another.
-        gone = set() if trade == "recompute" else {tally.storage(c) for c in inside}
-        without = tally.count(
+    selected = []
+    for module in sorted({_truncate(m, depth) for m in chosen}):
+        group = {
+            s for m, members in chosen.items() if _truncate(m, depth) == module for s in members
+        }
+        num_offered = sum(
+            len(members) for m, members in offered.items() if _truncate(m, depth) == module
+        )
+        # Remove all evictions of these values, or else another choice would evict them.
+        evicted_storages = set() if trade == "recompute" else {estimator.storage(c) for c in group}
+        without = estimator.estimate(
             frozenset(
-                c for c in choice - inside if tally.is_again(c) or tally.storage(c) not in gone
+                c
+                for c in choices - group
+                if estimator.is_recompute(c) or estimator.storage(c) not in evicted_storages
             )
         )
-        count = str(len(inside)) if len(inside) == possible else f"{len(inside)} of {possible}"
-        count += _oftener(times[s] for s in inside if s in times)
-        told.append(
+        count = str(len(group)) if len(group) == num_offered else f"{len(group)} of {num_offered}"
+        count += _repeats_label(times[s] for s in group if s in times)
+        selected.append(
             SelectedTrade(
                 trade=trade,
-                label=f"{module or 'top level'} ({count}){_in_slices(tally, inside, slices)}",
-                rules=_rules_for(trade, tally, inside, times),
+                label=f"{module or 'top level'} ({count}){_slices_label(estimator, group, slices)}",
+                rules=_rules_for(trade, estimator, group, times),
                 buys_bytes=without.peak_bytes - with_all.peak_bytes,
                 pays_seconds=with_all.seconds - without.seconds,
             )
         )
-    return told
+    return selected
 
 
-def _in_slices(tally: FastEstimator, inside: Iterable[int], slices: Mapping[str, int]) -> str:
-    """How many of them come back in slices, and in how many."""
-    values = [tally.value_away(c) for c in inside] if slices else []
+def _slices_label(
+    estimator: FastEstimator, choices: Iterable[int], slices: Mapping[str, int]
+) -> str:
+    """Return the text that says how many of the values are fetched in slices, and in how many."""
+    values = [estimator.evicted_value(c) for c in choices] if slices else []
     counts = sorted(slices[value] for value in values if value in slices)
     if not counts:
         return ""
-    some = "" if len(counts) == len(values) else f"{len(counts)} "
-    return f", {some}in {' and '.join(map(str, dict.fromkeys(counts)))} slices"
+    prefix = "" if len(counts) == len(values) else f"{len(counts)} "
+    return f", {prefix}in {' and '.join(map(str, dict.fromkeys(counts)))} slices"
 
 
-def _oftener(times: Iterable[int]) -> str:
-    """How many values are made again more than once."""
-    several = list(times)
-    if not several:
+def _repeats_label(times: Iterable[int]) -> str:
+    """Return the text that says how many values are recomputed more than once."""
+    repeats = list(times)
+    if not repeats:
         return ""
-    most = max(several)
-    return f", {len(several)} {'twice' if most == 2 else f'up to {most} times'}"
+    max_times = max(repeats)
+    return f", {len(repeats)} {'twice' if max_times == 2 else f'up to {max_times} times'}"
 
 
 def _rules_for(
-    trade: str, tally: FastEstimator, inside: Iterable[int], times: Mapping[int, int]
+    trade: str, estimator: FastEstimator, choices: Iterable[int], times: Mapping[int, int]
 ) -> tuple[Rule, ...]:
-    graph = tally.program.graph
-    value_on, _ = _fate(trade, tally)
-    values = {value_on[tally.storage(c)]: times.get(c, 1) for c in inside}
+    graph = estimator.program.graph
+    value_on, _ = _values_of_trade(trade, estimator)
+    values = {value_on[estimator.storage(c)]: times.get(c, 1) for c in choices}
     if trade == "recompute":
-        return again_rules(graph, values)
+        return recompute_rules(graph, values)
     return to_rules(graph, values, trade=trade)
 
 
-def _fate(trade: str, tally: FastEstimator) -> tuple[Mapping[int, str], Callable[[int], bool]]:
-    """The values that may have it, by their storage; and which choices are of it."""
+def _values_of_trade(
+    trade: str, estimator: FastEstimator
+) -> tuple[Mapping[int, str], Callable[[int], bool]]:
+    """Return the values that the trade can apply to, by storage, and a test for its choices."""
     if trade == "offload":
-        return tally.far_value_on, tally.is_far
+        return estimator.offloadable, estimator.is_offload
     if trade == "quantize_activations":
-        return tally.coded_value_on, tally.is_coded
-    return tally.value_on, tally.is_again
+        return estimator.quantizable, estimator.is_quantize
+    return estimator.value_on, estimator.is_recompute
 
 
 def _by_module(graph: Graph, values: Mapping[int, str]) -> dict[str, set[int]]:
-    """Choices, each with its value, by module; blocks of a run under one name."""
+    """Return the choices by module, with blocks of a run under one name.
+
+    ``values`` maps choices to values.
+    """
     found: dict[str, set[int]] = {}
     for storage, value in values.items():
         spot = spot_of(graph, graph.by_name[value])
@@ -207,39 +239,41 @@ def _by_module(graph: Graph, values: Mapping[int, str]) -> dict[str, set[int]]:
     return found
 
 
-def _cut(module: str, depth: int) -> str:
+def _truncate(module: str, depth: int) -> str:
     return ".".join(module.split(".")[:depth])
 
 
-def refused(
+def explain_rejected(
     offers: Iterable[Offer],
     explored: Mapping[Variant, Explored],
     variant: Variant,
     point: Point,
     budget: Budget,
 ) -> tuple[Rejection, ...]:
-    """Each offer that the plan leaves out, in whole or in part, and the reason that binds."""
-    told = []
+    """Return a rejection, with the binding reason, for each offer not applied in full."""
+    rejections = []
     for offer in offers:
         left = Remaining.WHOLE
         if offer.trade == "accumulate":
             reason = _why_not_split(offer, explored, variant, point)
         elif offer.trade == "chunk":
-            reason = _why_not_stream(offer, explored, variant, point)
+            reason = _why_not_chunk(offer, explored, variant, point)
         elif offer.trade == "offload_state":
             reason = _why_not_states(offer, explored, variant, budget)
         elif offer.trade in ("offload", "quantize_activations"):
-            able = _able_to_wait(offer, explored, variant)
-            away = _away(offer, explored[variant], point)
-            reason = _why_not_away(offer, able, explored[variant], point, budget)
-            left = Remaining.REST if able & away else Remaining.WHOLE
+            evictable = _evictable(offer, explored, variant)
+            evicted = _evicted(offer, explored[variant], point)
+            reason = _why_not_evict(offer, evictable, explored[variant], point, budget)
+            left = Remaining.REST if evictable & evicted else Remaining.WHOLE
         else:
-            wanted = _wanted(offer, explored, variant)
-            reason = _why_not_recompute(wanted, explored[variant], point, budget)
-            left = Remaining.REST if wanted & point.again else Remaining.WHOLE
+            storages = _recomputable(offer, explored, variant)
+            reason = _why_not_recompute(storages, explored[variant], point, budget)
+            left = Remaining.REST if storages & point.choices else Remaining.WHOLE
         if reason is not None:
-            told.append(Rejection(trade=offer.trade, label=offer.label, reason=reason, left=left))
-    return tuple(told)
+            rejections.append(
+                Rejection(trade=offer.trade, label=offer.label, reason=reason, left=left)
+            )
+    return tuple(rejections)
 
 
 def _why_not_split(
@@ -254,13 +288,13 @@ def _why_not_split(
     return _why_slower(known, point)
 
 
-def _why_not_stream(
+def _why_not_chunk(
     offer: Offer, explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> str | None:
     (rule,) = offer.rules
-    if rule in variant.streams:
+    if rule in variant.chunks:
         return None
-    known = next((e for v, e in explored.items() if rule in v.streams and not v.states), None)
+    known = next((e for v, e in explored.items() if rule in v.chunks and not v.states), None)
     return "not needed" if known is None else _why_slower(known, point)
 
 
@@ -268,85 +302,100 @@ def _why_not_states(
     offer: Offer, explored: Mapping[Variant, Explored], variant: Variant, budget: Budget
 ) -> str | None:
     (rule,) = offer.rules
-    if any((rule.module, rule.op) == (taken.module, taken.op) for taken in variant.states):
+    if any(
+        (rule.module, rule.op) == (state_rule.module, state_rule.op)
+        for state_rule in variant.states
+    ):
         return None
-    nbytes = moved_bytes(explored[Variant()].tally.program, offer.rules)[rule]
-    asked = "is not bounded" if budget.memory_bytes is None else "the budget does not ask for"
+    nbytes = offloaded_bytes(explored[Variant()].estimator.program, offer.rules)[rule]
+    reason = "is not bounded" if budget.memory_bytes is None else "the budget does not ask for"
     return (
         f"would move ~{format_bytes(nbytes)} there and back in each step, and free as much memory, "
-        f"which {asked}"
+        f"which {reason}"
     )
 
 
 def _why_slower(known: Explored, point: Point) -> str:
     if known.plain.seconds >= point.seconds:
-        alone, plan = format_seconds(known.plain.seconds), format_seconds(point.seconds)
-        return f"takes ~{alone} a step before anything else, the plan ~{plan} in all"
+        least, plan = format_seconds(known.plain.seconds), format_seconds(point.seconds)
+        return f"takes ~{least} a step before anything else, the plan ~{plan} in all"
     return "with it no faster plan fits the budget"
 
 
-def _wanted(offer: Offer, explored: Mapping[Variant, Explored], variant: Variant) -> frozenset[int]:
-    whole, tally = explored[Variant()].tally.program.graph, explored[variant].tally
-    return tally.storages_of(carried(matching(whole, offer.rules), whole, tally))
-
-
-def _able_to_wait(
+def _recomputable(
     offer: Offer, explored: Mapping[Variant, Explored], variant: Variant
 ) -> frozenset[int]:
-    """The storages that the offer would move, or keep in 8 bits, in this variant."""
-    whole, tally = explored[Variant()].tally, explored[variant].tally
-    value_on, _ = _fate(offer.trade, whole)
+    base_graph, estimator = explored[Variant()].estimator.program.graph, explored[variant].estimator
+    return estimator.storages_of(
+        values_in_trace(matching(base_graph, offer.rules), base_graph, estimator)
+    )
+
+
+def _evictable(
+    offer: Offer, explored: Mapping[Variant, Explored], variant: Variant
+) -> frozenset[int]:
+    """Return the storages that the offer would offload or keep in 8 bits in this variant."""
+    base, estimator = explored[Variant()].estimator, explored[variant].estimator
+    value_on, _ = _values_of_trade(offer.trade, base)
     storages = {value: s for s, value in value_on.items()}
-    values = matching(whole.program.graph, offer.rules)
-    choice = frozenset(_waiting(offer, whole, storages[v]) for v in values)
-    return frozenset(tally.storage(c) for c in carried_choice(whole, choice, tally))
+    values = matching(base.program.graph, offer.rules)
+    choices = frozenset(_evict_choice(offer, base, storages[v]) for v in values)
+    return frozenset(estimator.storage(c) for c in choices_in_trace(base, choices, estimator))
 
 
-def _waiting(offer: Offer, tally: FastEstimator, storage: int) -> int:
+def _evict_choice(offer: Offer, estimator: FastEstimator, storage: int) -> int:
     if offer.trade == "quantize_activations":
-        return tally.coded(storage)
-    is_sliced = offer.rules[0].degree and storage in tally.sliced
-    return tally.far(storage, TransferMode.IN_SLICES if is_sliced else TransferMode.EASY)
+        return estimator.quantize_choice(storage)
+    is_sliced = offer.rules[0].degree and storage in estimator.sliced
+    return estimator.offload_choice(
+        storage, TransferMode.SLICED if is_sliced else TransferMode.HIDDEN
+    )
 
 
-def _away(offer: Offer, explored: Explored, point: Point) -> frozenset[int]:
-    """The storages that the plan moves, or keeps in 8 bits; those in slices alone, where the offer
-    is of such."""
-    tally = explored.tally
-    _, is_of_trade = _fate(offer.trade, tally)
-    choice = explored.choice(point)
-    away = frozenset(tally.storage(c) for c in tally.count(choice).away if is_of_trade(c))
+def _evicted(offer: Offer, explored: Explored, point: Point) -> frozenset[int]:
+    """Return the storages that the plan offloads or keeps in 8 bits.
+
+    For an offer of sliced fetches, only those that are fetched in slices.
+    """
+    estimator = explored.estimator
+    _, is_of_trade = _values_of_trade(offer.trade, estimator)
+    choices = explored.choices_of(point)
+    evicted = frozenset(
+        estimator.storage(c) for c in estimator.estimate(choices).evicted if is_of_trade(c)
+    )
     if not offer.rules[0].degree:
-        return away
-    return away & tally.storages_of(tally.in_slices(choice))
+        return evicted
+    return evicted & estimator.storages_of(estimator.slice_counts(choices))
 
 
-def _why_not_away(
+def _why_not_evict(
     offer: Offer, storages: frozenset[int], explored: Explored, point: Point, budget: Budget
 ) -> str | None:
-    tally, rest = explored.tally, storages - _away(offer, explored, point)
-    if storages and not rest:
+    estimator, remaining = explored.estimator, storages - _evicted(offer, explored, point)
+    if storages and not remaining:
         return None
-    tried = tally.count(point.again | {_waiting(offer, tally, s) for s in rest})
-    if not set(tried.away) - point.again:
+    estimate = estimator.estimate(
+        point.choices | {_evict_choice(offer, estimator, s) for s in remaining}
+    )
+    if not set(estimate.evicted) - point.choices:
         return "the backward pass does not read it in this plan"
-    return _not_worth(point, tried, budget)
+    return _not_worth_it(point, estimate, budget)
 
 
 def _why_not_recompute(
-    wanted: frozenset[int], explored: Explored, point: Point, budget: Budget
+    storages: frozenset[int], explored: Explored, point: Point, budget: Budget
 ) -> str | None:
-    if wanted and wanted <= point.again:
+    if storages and storages <= point.choices:
         return None
-    tally = explored.tally
-    tried = tally.count(point.again | wanted)
-    if tried.seconds <= point.seconds:
+    estimator = explored.estimator
+    estimate = estimator.estimate(point.choices | storages)
+    if estimate.seconds <= point.seconds:
         return "the backward pass does not read it in this plan"
-    return _not_worth(point, tried, budget)
+    return _not_worth_it(point, estimate, budget)
 
 
-def _not_worth(point: Point, tried: PeakEstimate, budget: Budget) -> str:
-    buys, pays = point.peak_bytes - tried.peak_bytes, tried.seconds - point.seconds
+def _not_worth_it(point: Point, estimate: PeakEstimate, budget: Budget) -> str:
+    buys, pays = point.peak_bytes - estimate.peak_bytes, estimate.seconds - point.seconds
     price = f"would pay ~{format_seconds(max(0.0, pays))} a step"
     if buys <= 0:
         return f"{price} and buy no memory at the peak"

@@ -1,7 +1,7 @@
 """Find the plans between the unplanned step and the least memory it can run in.
 
-One exploration answers every budget, so that a larger budget is never answered by a slower plan.
-Not for choosing among what was found: see search.py.
+One exploration answers every budget, so that a larger budget never gets a slower plan. Not for
+choosing among the plans found: see search.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,31 +21,36 @@ from steelyard.search.single.min_cut import MinCut
 from steelyard.search.single.multi_recompute import recompute_repeatedly
 from steelyard.search.single.price_sweep import (
     Gaps,
-    coded_sweep,
-    far_sweep,
+    offload_sweep,
     packed_sweep,
     priced_sweep,
+    quantize_sweep,
     uniform_sweep,
 )
 from steelyard.search.single.transfer_timing import TransferMode
 
 _LIMITS = 24
-_ROUNDS, _FAR_ROUNDS = 20, 8
-# Trials of each descent: by whole runs of blocks, by single values, and by these of parts.
-_WHOLE_EFFORTS, _EFFORTS, _EFFORTS_ON_PARTS = (250,), (500, 1000), (250,)
-# Trials times lines of the program: small programs are searched harder, none for long.
+_ROUNDS, _OFFLOAD_ROUNDS = 20, 8
+# Trials of each descent: over block-uniform atoms, over single values, and over single values of
+# micro-batches.
+_BLOCK_UNIFORM_EFFORTS, _EFFORTS, _EFFORTS_ON_PARTS = (250,), (500, 1000), (250,)
+# Trials times lines of the program: small programs get more trials, and none takes long.
 _KICKING_WORK = 20_000_000
 _KICKS_PER_LIMIT = 4
-_WORTH_KICKING = 0.995
-# Plans that treat the blocks of a run alike make short files; this much time is given for that.
-_WORTH_A_SHORT_PLAN = 1.001
+_MIN_KICK_GAIN = 0.995
+# Block-uniform plans make short plan files; this slowdown is accepted for that.
+_MAX_SHORT_PLAN_SLOWDOWN = 1.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Explored:
-    """``chain``: a plan for each amount of memory, by rising peak and strictly falling seconds."""
+    """The plans found for one step.
 
-    tally: FastEstimator
+    ``chain`` has a plan for each amount of memory, by rising peak and strictly falling seconds.
+    ``groups`` are the choices for one value in all blocks of a run.
+    """
+
+    estimator: FastEstimator
     chain: tuple[Point, ...]
     groups: tuple[frozenset[int], ...]
     trials: int
@@ -62,261 +67,307 @@ class Explored:
     def plain(self) -> Point:
         return self.chain[-1]
 
-    def values(self, point: Point) -> dict[str, int]:
-        """What to recompute, and how often."""
-        tally, choice = self.tally, self.choice(point)
-        times = tally.times_of(choice)
-        return {tally.value_on[s]: times.get(s, 1) for s in choice if tally.is_again(s)}
+    def recomputed(self, point: Point) -> dict[str, int]:
+        """Return the values to recompute, with the maximum number of recomputes of each."""
+        estimator, choices = self.estimator, self.choices_of(point)
+        times = estimator.times_of(choices)
+        return {
+            estimator.value_on[s]: times.get(s, 1) for s in choices if estimator.is_recompute(s)
+        }
 
-    def moved(self, point: Point) -> dict[str, tuple[int, int]]:
-        """What to move to offload memory, with the lag and the lead of each."""
-        return self.tally.lags_and_leads(self.choice(point))
+    def offloaded(self, point: Point) -> dict[str, tuple[int, int]]:
+        """Return the values to offload, with the lag and the lead of each."""
+        return self.estimator.lags_and_leads(self.choices_of(point))
 
-    def in_slices(self, point: Point) -> dict[str, int]:
-        """What of that comes back in slices, and in how many."""
-        return self.tally.in_slices(self.choice(point))
+    def slice_counts(self, point: Point) -> dict[str, int]:
+        """Return the number of slices of each offloaded value that is fetched in slices."""
+        return self.estimator.slice_counts(self.choices_of(point))
 
     def unsliced(self, point: Point) -> Point:
-        """The same, but what comes back in slices comes back whole."""
-        again = self.tally.unsliced(self.choice(point))
-        counted = self.tally.count(again)
-        return Point(peak_bytes=counted.peak_bytes, seconds=counted.seconds, again=again)
+        """Return the same plan with whole fetches in place of sliced ones."""
+        choices = self.estimator.unsliced(self.choices_of(point))
+        estimate = self.estimator.estimate(choices)
+        return Point(peak_bytes=estimate.peak_bytes, seconds=estimate.seconds, choices=choices)
 
-    def coded(self, point: Point) -> frozenset[str]:
-        """What to keep in 8 bits."""
-        tally = self.tally
-        away = tally.count(self.choice(point)).away
-        return frozenset(tally.value_away(c) for c in away if tally.is_coded(c))
+    def quantized(self, point: Point) -> frozenset[str]:
+        """Return the values to keep in 8 bits."""
+        estimator = self.estimator
+        evicted = estimator.estimate(self.choices_of(point)).evicted
+        return frozenset(estimator.evicted_value(c) for c in evicted if estimator.is_quantize(c))
 
-    def choice(self, point: Point) -> frozenset[int]:
-        """What was chosen; where it changes nothing, in all blocks of a run alike."""
-        again = point.again
+    def choices_of(self, point: Point) -> frozenset[int]:
+        """Return the choices of a plan, extended to all blocks of a run where that is free."""
+        choices = point.choices
         for group in self.groups:
-            if group & again and not group <= again:
-                more = self.tally.count(again | group)
+            if group & choices and not group <= choices:
+                more = self.estimator.estimate(choices | group)
                 if more.peak_bytes <= point.peak_bytes and more.seconds <= point.seconds:
-                    again |= group
-        return again
+                    choices |= group
+        return choices
 
 
 def explore(
     program: Program,
     costs: CostTable,
     values: Iterable[str],
-    movable: Iterable[str] = (),
-    codable: Iterable[str] = (),
+    offloadable: Iterable[str] = (),
+    quantizable: Iterable[str] = (),
     slices: Mapping[str, int] = MappingProxyType({}),
     *,
     known: "Explored | None" = None,
     thorough: bool = True,
     repeats: bool = True,
-    briefly: bool = False,
+    known_plans_only: bool = False,
 ) -> Explored:
-    """``values`` may be recomputed, ``repeats`` than once or not, ``movable`` ones sent to far
-    memory, those with ``slices`` to come back so, ``codable`` ones kept in 8 bits; plans for
-    ``known``, this step cut otherwise, are a start. ``briefly``: only plans that are known
-    beforehand, for a budget that asks for none of them."""
-    tally = FastEstimator(program, costs, values, movable, codable, slices)
-    trials = Trials(tally)
-    groups = _groups(tally)
-    choices = [*tally.unit_of, *tally.elsewhere()]
+    """Explore the plans of one step.
+
+    ``values`` may be recomputed (with ``repeats``, more than once), ``offloadable`` ones moved to
+    offload memory, those in ``slices`` fetched in slices, and ``quantizable`` ones kept in 8
+    bits. The plans of ``known``, the same step in another variant, are a starting point. With
+    ``known_plans_only``, only sweeps and baseline plans are tried, for a budget that needs none
+    of them.
+    """
+    estimator = FastEstimator(program, costs, values, offloadable, quantizable, slices)
+    trials = Trials(estimator)
+    groups = _groups(estimator)
+    choices = [*estimator.unit_of, *estimator.eviction_choices()]
     if choices:
         if known is not None:
             _start_from(trials, known)
         _sweep(trials)
-    if choices and not briefly:
+    if choices and not known_plans_only:
         if len(groups) < len(choices):
-            _improve(trials, LocalSearch(trials, groups, are_whole=True), efforts=_WHOLE_EFFORTS)
-        moves = LocalSearch(trials, (frozenset({s}) for s in choices), are_whole=False)
-        _improve(trials, moves, efforts=_EFFORTS if thorough else _EFFORTS_ON_PARTS)
+            _improve(
+                trials,
+                LocalSearch(trials, groups, are_block_uniform=True),
+                efforts=_BLOCK_UNIFORM_EFFORTS,
+            )
+        local_search = LocalSearch(
+            trials, (frozenset({s}) for s in choices), are_block_uniform=False
+        )
+        _improve(trials, local_search, efforts=_EFFORTS if thorough else _EFFORTS_ON_PARTS)
         if thorough:
-            _kick(trials, moves)
-        if repeats and tally.unit_of:
+            _kick(trials, local_search)
+        if repeats and estimator.unit_of:
             recompute_repeatedly(trials)
-    chain = chained(trials.archive, trials.whole)
-    return Explored(tally=tally, chain=chain, groups=tuple(groups), trials=trials.made)
+    chain = prefer_block_uniform(trials.archive, trials.block_uniform)
+    return Explored(estimator=estimator, chain=chain, groups=tuple(groups), trials=trials.num_tried)
 
 
 def sketch(program: Program, costs: CostTable, values: Iterable[str]) -> Explored:
-    """Only the plans that are known beforehand: for whoever asks what could be had about so."""
-    tally = FastEstimator(program, costs, values)
-    trials = Trials(tally)
-    if tally.unit_of:
+    """Try only the sweeps and baseline plans, for a quick and approximate front."""
+    estimator = FastEstimator(program, costs, values)
+    trials = Trials(estimator)
+    if estimator.unit_of:
         _sweep(trials)
-    chain = chained(trials.archive, trials.whole)
-    return Explored(tally=tally, chain=chain, groups=(), trials=trials.made)
+    chain = prefer_block_uniform(trials.archive, trials.block_uniform)
+    return Explored(estimator=estimator, chain=chain, groups=(), trials=trials.num_tried)
 
 
-def reapplied(program: Program, costs: CostTable, *, known: Explored) -> Explored:
-    """The same plans of the same pass, with another update behind it."""
-    ours = known.tally
-    again, far, coded = (
-        v.values() for v in (ours.value_on, ours.far_value_on, ours.coded_value_on)
+def reevaluate(program: Program, costs: CostTable, *, known: Explored) -> Explored:
+    """Evaluate the plans of ``known`` for the same passes with another optimizer update."""
+    source = known.estimator
+    recomputable, offloadable, quantizable = (
+        v.values() for v in (source.value_on, source.offloadable, source.quantizable)
     )
-    trials = Trials(FastEstimator(program, costs, again, far, coded, ours.slices))
+    trials = Trials(
+        FastEstimator(program, costs, recomputable, offloadable, quantizable, source.slices)
+    )
     for point in known.chain:
-        trials.point(point.again)
+        trials.evaluate(point.choices)
     return Explored(
-        tally=trials.tally,
+        estimator=trials.estimator,
         chain=tuple(trials.archive),
         groups=known.groups,
-        trials=trials.made,
+        trials=trials.num_tried,
     )
 
 
-def few(chain: Sequence[Point], count: int) -> list[Point]:
-    """Some of these plans: the one of least memory, the fastest, others between."""
+def spread(chain: Sequence[Point], count: int) -> list[Point]:
+    """Return up to ``count`` of these plans, evenly spread from the least memory to the fastest."""
     last = len(chain) - 1
     numbers = dict.fromkeys(last * i // (count - 1) for i in range(count))
     return [chain[number] for number in numbers]
 
 
-def carried(values: Iterable[str], graph: Graph, to: FastEstimator) -> frozenset[str]:
-    """The same values in another trace of the step, as far as they can be recomputed there."""
+def values_in_trace(values: Iterable[str], graph: Graph, to: FastEstimator) -> frozenset[str]:
+    """Return the same values in another trace of the step, if they can be recomputed there."""
     possible = set(to.value_on.values())
-    return frozenset(name for name in _there(values, graph, to).values() if name in possible)
+    return frozenset(
+        name for name in _names_in_trace(values, graph, to).values() if name in possible
+    )
 
 
-def carried_choice(
-    tally: FastEstimator, choice: frozenset[int], to: FastEstimator
+def choices_in_trace(
+    estimator: FastEstimator, choices: frozenset[int], to: FastEstimator
 ) -> frozenset[int]:
-    """The same choice in another trace of the step, as far as it can be made there."""
-    graph, times = tally.program.graph, tally.times_of(choice)
+    """Return the same choices in another trace of the step, as far as they are possible there."""
+    graph, times = estimator.program.graph, estimator.times_of(choices)
     found: set[int] = set()
-    again = {tally.value_on[c]: times.get(c, 1) for c in choice if tally.is_again(c)}
-    able = {value: storage for storage, value in to.value_on.items()}
-    for value, there in _there(again, graph, to).items():
-        if there in able:
-            same = able[there]
-            found.update((same, *(to.often(same, more) for more in range(2, 1 + again[value]))))
-    far = {value: storage for storage, value in to.far_value_on.items()}
-    coded = {value: storage for storage, value in to.coded_value_on.items()}
-    away = {tally.value_away(c): c for c in choice if tally.is_far(c) or tally.is_coded(c)}
-    for value, there in _there(away, graph, to).items():
-        if tally.is_coded(away[value]):
-            found.update([to.coded(coded[there])] if there in coded else [])
-        elif there in far:
-            way = tally.way(away[value])
-            found.add(to.far(far[there], way if far[there] in to.sliced else way.whole))
+    recomputed = {
+        estimator.value_on[c]: times.get(c, 1) for c in choices if estimator.is_recompute(c)
+    }
+    recomputable = {value: storage for storage, value in to.value_on.items()}
+    for value, name in _names_in_trace(recomputed, graph, to).items():
+        if name in recomputable:
+            storage = recomputable[name]
+            found.update(
+                (
+                    storage,
+                    *(to.repeat_choice(storage, more) for more in range(2, 1 + recomputed[value])),
+                )
+            )
+    offloadable = {value: storage for storage, value in to.offloadable.items()}
+    quantizable = {value: storage for storage, value in to.quantizable.items()}
+    evicted = {
+        estimator.evicted_value(c): c
+        for c in choices
+        if estimator.is_offload(c) or estimator.is_quantize(c)
+    }
+    for value, name in _names_in_trace(evicted, graph, to).items():
+        if estimator.is_quantize(evicted[value]):
+            found.update([to.quantize_choice(quantizable[name])] if name in quantizable else [])
+        elif name in offloadable:
+            mode = estimator.mode(evicted[value])
+            found.add(
+                to.offload_choice(
+                    offloadable[name], mode if offloadable[name] in to.sliced else mode.unsliced
+                )
+            )
     return frozenset(found)
 
 
-def again_rules(graph: Graph, times: Mapping[str, int]) -> tuple[Rule, ...]:
-    """The rules that make each of these values again so many times at most."""
+def recompute_rules(graph: Graph, times: Mapping[str, int]) -> tuple[Rule, ...]:
+    """Return rules that recompute each of these values at most the given number of times."""
     return tuple(
         rule
         for number in sorted(set(times.values()))
         for rule in to_rules(
-            graph, (v for v, own in times.items() if own == number), trade="recompute", times=number
+            graph,
+            (v for v, count in times.items() if count == number),
+            trade="recompute",
+            times=number,
         )
     )
 
 
-def _there(values: Iterable[str], graph: Graph, to: FastEstimator) -> dict[str, str]:
-    """Names here and in the other trace."""
-    there = spots(to.program.graph)
-    found = {v: spot_of(graph, graph.by_name[v]) for v in values}
-    return {v: there[spot] for v, spot in found.items() if spot is not None and spot in there}
+def _names_in_trace(values: Iterable[str], graph: Graph, to: FastEstimator) -> dict[str, str]:
+    """Map the names of these values to their names in the other trace."""
+    names_by_spot = spots(to.program.graph)
+    spots_here = {v: spot_of(graph, graph.by_name[v]) for v in values}
+    return {
+        v: names_by_spot[spot]
+        for v, spot in spots_here.items()
+        if spot is not None and spot in names_by_spot
+    }
 
 
 def _start_from(trials: Trials, known: Explored) -> None:
     for point in known.chain:
-        trials.point(carried_choice(known.tally, point.again, trials.tally))
+        trials.evaluate(choices_in_trace(known.estimator, point.choices, trials.estimator))
 
 
 def _sweep(trials: Trials) -> None:
-    cut = MinCut(trials.tally)
-    gaps = Gaps(trials.tally, cut.kept)
+    cut = MinCut(trials.estimator)
+    gaps = Gaps(trials.estimator, cut.kept)
     uniform_sweep(trials, cut, gaps)
     packed_sweep(trials, cut, gaps)
-    for plan in simple_plans(trials.tally):
-        trials.point(plan)
+    for plan in simple_plans(trials.estimator):
+        trials.evaluate(plan)
     peak = trials.plain.peak_bytes
     limits = [round(peak * (1 - i / (_LIMITS + 3))) for i in range(1, _LIMITS + 1)]
     priced_sweep(trials, cut, gaps, limits=limits, rounds=_ROUNDS)
-    if trials.tally.coded_value_on:
-        coded_sweep(trials, cut, gaps, limits=limits[::2], rounds=_ROUNDS)
-        _all_coded(trials)
-    if trials.tally.far_value_on:
-        far_sweep(trials, cut, gaps, limits=limits[::3], rounds=_FAR_ROUNDS)
-        _all_far(trials)
+    if trials.estimator.quantizable:
+        quantize_sweep(trials, cut, gaps, limits=limits[::2], rounds=_ROUNDS)
+        _try_quantize_all(trials)
+    if trials.estimator.offloadable:
+        offload_sweep(trials, cut, gaps, limits=limits[::3], rounds=_OFFLOAD_ROUNDS)
+        _try_offload_all(trials)
 
 
-def _all_far(trials: Trials) -> None:
-    """Whatever the link costs: the first value to move pays for the pieces too, and alone it may
-    buy nothing, so that no single move leads here from a plan that moves none."""
-    tally = trials.tally
+def _try_offload_all(trials: Trials) -> None:
+    """Try every value offloaded, on top of each plan so far, at any cost of the link.
+
+    The first offloaded value also pays for the transfer buffers, and alone it may save nothing.
+    So no single change leads to these plans from one that offloads nothing.
+    """
+    estimator = trials.estimator
     for point in (trials.plain, *trials.archive.hull()):
-        for way in TransferMode:
-            if not way.is_sliced or tally.sliced:
-                trials.point(
-                    point.again
+        for mode in TransferMode:
+            if not mode.is_sliced or estimator.sliced:
+                trials.evaluate(
+                    point.choices
                     | {
-                        tally.far(s, way if s in tally.sliced else way.whole)
-                        for s in tally.far_value_on
+                        estimator.offload_choice(
+                            s, mode if s in estimator.sliced else mode.unsliced
+                        )
+                        for s in estimator.offloadable
                     }
                 )
 
 
-def _all_coded(trials: Trials) -> None:
-    """All that could be kept in 8 bits, beside what is made again in each plan so far."""
-    everything = {trials.tally.coded(s) for s in trials.tally.coded_value_on}
+def _try_quantize_all(trials: Trials) -> None:
+    """Try every possible value in 8 bits, on top of the recomputes of each plan so far."""
+    all_quantized = {trials.estimator.quantize_choice(s) for s in trials.estimator.quantizable}
     for point in (trials.plain, *trials.archive.hull()):
-        trials.point(point.again | everything)
+        trials.evaluate(point.choices | all_quantized)
 
 
-def _improve(trials: Trials, moves: LocalSearch, *, efforts: tuple[int, ...]) -> None:
-    known = trials.whole if moves.are_whole else trials.archive
-    moves.seed(trials.archive.hull())
+def _improve(trials: Trials, local_search: LocalSearch, *, efforts: tuple[int, ...]) -> None:
+    known = trials.block_uniform if local_search.are_block_uniform else trials.archive
+    local_search.seed(trials.archive.hull())
     for effort in efforts:
-        moves.relink(known.hull())
-        moves.descend(trials=effort)
-        moves.relink(known.hull())
-        for limit in _limits(known):
-            moves.settle(limit)
-    for limit in _limits(known):
-        moves.exchange(limit, trials=40)
-    moves.relink(known.hull())
+        local_search.relink(known.hull())
+        local_search.descend(trials=effort)
+        local_search.relink(known.hull())
+        for limit in _memory_limits(known):
+            local_search.settle(limit)
+    for limit in _memory_limits(known):
+        local_search.exchange(limit, trials=40)
+    local_search.relink(known.hull())
 
 
-def _kick(trials: Trials, moves: LocalSearch) -> None:
-    """Until it hardly helps any more, or enough was done for a program of this size."""
-    enough = _KICKING_WORK // (200 + trials.tally.num_lines)
-    limits = _limits(trials.archive)
+def _kick(trials: Trials, local_search: LocalSearch) -> None:
+    """Kick until it hardly helps, or until enough was tried for a program of this size."""
+    max_tried = _KICKING_WORK // (200 + trials.estimator.num_lines)
+    limits = _memory_limits(trials.archive)
     stale = number = 0
     before = _overhead(trials, limits)
-    while stale < 2 and trials.made < enough:
+    while stale < 2 and trials.num_tried < max_tried:
         for limit in limits:
-            moves.kick(limit, times=_KICKS_PER_LIMIT, seed=number)
-        moves.relink(trials.archive.hull())
+            local_search.kick(limit, times=_KICKS_PER_LIMIT, seed=number)
+        local_search.relink(trials.archive.hull())
         after = _overhead(trials, limits)
-        stale = stale + 1 if after >= before * _WORTH_KICKING else 0
+        stale = stale + 1 if after >= before * _MIN_KICK_GAIN else 0
         before = after
         number += 1
 
 
 def _overhead(trials: Trials, limits: Iterable[int]) -> float:
-    """Seconds paid for memory, over all limits."""
+    """Return the seconds paid for memory, summed over all limits."""
     points = (trials.archive.within(limit) for limit in limits)
     return sum(p.seconds - trials.plain.seconds for p in points if p is not None)
 
 
-def _limits(known: ParetoFront) -> list[int]:
+def _memory_limits(known: ParetoFront) -> list[int]:
     low, high = known.least.peak_bytes, known.fastest.peak_bytes
     return [round(low + (high - low) * i / _LIMITS) for i in range(_LIMITS + 1)]
 
 
-def _groups(tally: FastEstimator) -> list[frozenset[int]]:
-    """The same value in all blocks of a run, as one atom."""
-    graph = tally.program.graph
+def _groups(estimator: FastEstimator) -> list[frozenset[int]]:
+    """Return the choices for the same value in all blocks of a run, as one atom each."""
+    graph = estimator.program.graph
     runs = sorted(graph.runs, key=lambda r: -len(r.prefix))
     members: dict[tuple[CallSite, int], set[int]] = {}
-    again = ((storage, value, 0) for storage, value in tally.value_on.items())
-    away = ((c, tally.value_away(c), c // len(tally.nbytes)) for c in tally.elsewhere())
-    for choice, value, how in (*again, *away):
+    recomputes = ((storage, value, 0) for storage, value in estimator.value_on.items())
+    evictions = (
+        (c, estimator.evicted_value(c), c // len(estimator.nbytes))
+        for c in estimator.eviction_choices()
+    )
+    for choice, value, kind in (*recomputes, *evictions):
         spot = spot_of(graph, graph.by_name[value])
         assert spot is not None
-        members.setdefault((_pattern(spot, runs), how), set()).add(choice)
+        members.setdefault((_pattern(spot, runs), kind), set()).add(choice)
     return [frozenset(m) for m in members.values()]
 
 
@@ -324,18 +375,21 @@ def _pattern(spot: CallSite, runs: list[BlockRun]) -> CallSite:
     for run in runs:
         module = starred(spot.module, run)
         if module is not None:
-            # Two runs of one list must not be taken for one.
+            # Two runs of the same module list must stay distinct.
             return CallSite(f"{run.first}:{module}", spot.op, spot.nth)
     return spot
 
 
-def chained(archive: ParetoFront, whole: ParetoFront) -> tuple[Point, ...]:
-    """The archive, with a whole plan in a point's place where it is about as good."""
+def prefer_block_uniform(archive: ParetoFront, block_uniform: ParetoFront) -> tuple[Point, ...]:
+    """Return the archive, with block-uniform plans where they are about as good."""
     chain: list[Point] = []
     for point in archive:
-        short = whole.within(point.peak_bytes)
-        if short is not None and short.seconds <= point.seconds * _WORTH_A_SHORT_PLAN:
-            point = short
+        uniform_point = block_uniform.within(point.peak_bytes)
+        if (
+            uniform_point is not None
+            and uniform_point.seconds <= point.seconds * _MAX_SHORT_PLAN_SLOWDOWN
+        ):
+            point = uniform_point
         if not chain or point.seconds < chain[-1].seconds:
             chain.append(point)
     return tuple(chain)

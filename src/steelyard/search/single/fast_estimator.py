@@ -1,8 +1,8 @@
-"""Count peak bytes and seconds of a set of recomputations without writing the program out.
+"""Estimate the peak bytes and seconds of a set of choices without rewriting the program.
 
-The search's surrogate: it mirrors what the recompute trade writes and what predict/ counts there,
-about thirty times as fast, and tests hold the two equal. Not for what is reported: a plan that
-is returned has been written out and predicted whole.
+The search's surrogate: it mirrors what the trades write and what predict/ computes, about thirty
+times as fast, and tests hold the two equal. Not for reported numbers: a plan that is returned has
+been rewritten and predicted in full.
 """
 
 from collections import Counter
@@ -32,28 +32,30 @@ from steelyard.search.single.estimate import Coder, Floats, PeakEstimate, Recomp
 from steelyard.search.single.lifetimes import Lifetimes
 from steelyard.search.single.sliced_reads import SlicedRead, sliced_reads
 from steelyard.search.single.transfer_timing import (
-    NO_TRIPS,
+    NO_TRANSFERS,
     TransferLinks,
     TransferMode,
     TransferPlan,
     TransferPlans,
 )
 
-_MOSTLY_HIDDEN = 0.1
-# Choices are storages, then storages to move in each way, then storages to keep in 8 bits, then
-# storages to make twice, thrice, and so on.
-_IN_8_BITS = 1 + len(TransferMode)
+_UNHIDDEN_SHARE = 0.1
+# The numbers of choices: all storages to recompute, then to offload in each mode, then to keep in 8
+# bits, then to recompute twice, three times, and so on.
+_QUANTIZE_BLOCK = 1 + len(TransferMode)
 
 
 class FastEstimator:
-    """A program without copies, laid out for counting; a choice is a set of numbers.
+    """A program without copies, prepared for fast estimates; a choice is an integer.
 
-    A forward value is the storage it lies on; the number of that storage chooses to compute the
-    value again, ``often(storage, times)`` beside it to do so more than once, ``far(storage, way)``
-    to move it to offload memory and back, and ``coded(storage)`` to keep it in 8 bits. Lines are
-    the computed instructions of the plain program, numbered; a copy stands just before the line of
-    the backward pass that first needs it. ``slices`` are of the movable values that may come back
-    so.
+    A forward value is identified by its storage. The number of the storage is the choice to
+    recompute the value. ``repeat_choice`` is an additional choice to recompute it more than once,
+    ``offload_choice`` moves it to offload memory and back, and ``quantize_choice`` keeps it in 8
+    bits.
+
+    Lines are the computed instructions of the plain program, numbered; a copy stands just before
+    the line of the backward pass that first needs it. ``slices`` maps offloadable values that may
+    be fetched in slices to their number of slices.
     """
 
     def __init__(
@@ -61,217 +63,251 @@ class FastEstimator:
         program: Program,
         costs: CostTable,
         values: Iterable[str],
-        movable: Iterable[str] = (),
-        codable: Iterable[str] = (),
+        offloadable: Iterable[str] = (),
+        quantizable: Iterable[str] = (),
         slices: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         assert not program.again
         self.program = program
         self._lines = [i for i in program.instructions if i.sink is None]
-        late = (i for i, ins in enumerate(self._lines) if ins.phase is Phase.BACKWARD)
-        self.first_late = next(late, len(self._lines))
-        underway = held_underway(replace(program, instructions=tuple(self._lines)))
-        self._underway = [(e.issue, e.wait, nbytes) for e, nbytes in underway if e.wait is not None]
+        backward = (i for i, ins in enumerate(self._lines) if ins.phase is Phase.BACKWARD)
+        self.backward_start = next(backward, len(self._lines))
+        buffers = held_underway(replace(program, instructions=tuple(self._lines)))
+        self._exchange_buffers = [
+            (e.issue, e.wait, nbytes) for e, nbytes in buffers if e.wait is not None
+        ]
         self._read_lifetimes()
         self._read_units(values, costs)
-        self._lay_out(costs)
+        self._build_arrays(costs)
         self._set_scale(costs)
-        self.wanted = self._first_wanted()
-        self.far_value_on: dict[int, str] = {}
+        self.needed_at = self._find_needed_lines()
+        self.offloadable: dict[int, str] = {}
         self.slices = slices
-        self.least_workspace = self.workspace.copy()
-        self.quickened_seconds = 0.0
+        self.min_workspace = self.workspace.copy()
+        self.slicing_gain_seconds = 0.0
         self.sliced: Mapping[int, Sequence[SlicedRead]] = {}
-        self._roads = None
+        self._links = None
         if FAR_OUT in costs.links and FAR_IN in costs.links:
-            self.far_value_on = {self._on[value][0]: value for value in movable}
+            self.offloadable = {self._storages_by_node[value][0]: value for value in offloadable}
             reads = sliced_reads(program, self._lines, slices, costs)
-            self.sliced = {self._on[value][0]: own for value, own in reads.items()}
-            for read in (read for own in reads.values() for read in own):
-                self.least_workspace[read.line] += min(0, read.more_workspace)
-                self.quickened_seconds += self._factor * max(0.0, -read.more_seconds)
-            self._roads = TransferLinks(self._lines, program, costs, self.far_value_on, self.sliced)
-        self.coded_value_on = {self._on[value][0]: value for value in codable}
-        self._coders = {
-            s: Coder.of(program.graph, value, costs) for s, value in self.coded_value_on.items()
+            self.sliced = {
+                self._storages_by_node[value][0]: sliced_reads_of_value
+                for value, sliced_reads_of_value in reads.items()
+            }
+            for read in (
+                read for sliced_reads_of_value in reads.values() for read in sliced_reads_of_value
+            ):
+                self.min_workspace[read.line] += min(0, read.more_workspace)
+                self.slicing_gain_seconds += self._factor * max(0.0, -read.more_seconds)
+            self._links = TransferLinks(self._lines, program, costs, self.offloadable, self.sliced)
+        self.quantizable = {self._storages_by_node[value][0]: value for value in quantizable}
+        self._codecs = {
+            s: Coder.of(program.graph, value, costs) for s, value in self.quantizable.items()
         }
 
     @property
     def num_lines(self) -> int:
         return len(self._lines)
 
-    def far(self, storage: int, way: TransferMode) -> int:
-        """The choice to move the value on this storage."""
-        return len(self.nbytes) * (1 + way) + storage
+    def offload_choice(self, storage: int, mode: TransferMode) -> int:
+        """Return the choice to offload the value on this storage."""
+        return len(self.nbytes) * (1 + mode) + storage
 
-    def coded(self, storage: int) -> int:
-        """The choice to keep the value on this storage in 8 bits."""
-        return len(self.nbytes) * _IN_8_BITS + storage
+    def quantize_choice(self, storage: int) -> int:
+        """Return the choice to keep the value on this storage in 8 bits."""
+        return len(self.nbytes) * _QUANTIZE_BLOCK + storage
 
-    def often(self, storage: int, times: int) -> int:
-        """The choice to compute the value on this storage again so many times at most."""
-        return len(self.nbytes) * (_IN_8_BITS + times - 1) + storage
+    def repeat_choice(self, storage: int, times: int) -> int:
+        """Return the choice to recompute the value on this storage at most this many times."""
+        return len(self.nbytes) * (_QUANTIZE_BLOCK + times - 1) + storage
 
     def storage(self, choice: int) -> int:
         return choice % len(self.nbytes)
 
-    def way(self, choice: int) -> TransferMode:
-        """How the value is moved, of a choice to move it."""
+    def mode(self, choice: int) -> TransferMode:
+        """Return the transfer mode of an offload choice."""
         return TransferMode(choice // len(self.nbytes) - 1)
 
-    def is_again(self, choice: int) -> bool:
+    def is_recompute(self, choice: int) -> bool:
         return choice < len(self.nbytes)
 
-    def is_often(self, choice: int) -> bool:
-        return choice // len(self.nbytes) > _IN_8_BITS
+    def is_repeat(self, choice: int) -> bool:
+        return choice // len(self.nbytes) > _QUANTIZE_BLOCK
 
     def times(self, choice: int) -> int:
-        """How often at most it computes a value again, of a choice to do so more than once."""
-        return choice // len(self.nbytes) - _IN_8_BITS + 1
+        """Return the maximum number of recomputes of a repeat choice."""
+        return choice // len(self.nbytes) - _QUANTIZE_BLOCK + 1
 
-    def once_less(self, choice: int) -> int:
-        """The choice that must stand beside such a one."""
+    def required_choice(self, choice: int) -> int:
+        """Return the choice that a repeat choice requires: one recompute less."""
         return self.storage(choice) if self.times(choice) == 2 else choice - len(self.nbytes)
 
-    def is_far(self, choice: int) -> bool:
-        return 1 <= choice // len(self.nbytes) < _IN_8_BITS
+    def is_offload(self, choice: int) -> bool:
+        return 1 <= choice // len(self.nbytes) < _QUANTIZE_BLOCK
 
-    def is_coded(self, choice: int) -> bool:
-        return choice // len(self.nbytes) == _IN_8_BITS
+    def is_quantize(self, choice: int) -> bool:
+        return choice // len(self.nbytes) == _QUANTIZE_BLOCK
 
     def unsliced(self, choices: Iterable[int]) -> frozenset[int]:
-        """The same, but what comes back in slices comes back whole."""
+        """Return the same choices with whole fetches in place of sliced ones."""
         return frozenset(
-            self.far(self.storage(c), self.way(c).whole) if self.is_far(c) else c for c in choices
+            self.offload_choice(self.storage(c), self.mode(c).unsliced) if self.is_offload(c) else c
+            for c in choices
         )
 
-    def value_away(self, choice: int) -> str:
-        """The value that such a choice moves or keeps in 8 bits."""
-        values = self.coded_value_on if self.is_coded(choice) else self.far_value_on
+    def evicted_value(self, choice: int) -> str:
+        """Return the value that this choice offloads or keeps in 8 bits."""
+        values = self.quantizable if self.is_quantize(choice) else self.offloadable
         return values[self.storage(choice)]
 
-    def elsewhere(self) -> list[int]:
-        """All choices to move a value, or to keep it in 8 bits."""
-        far = [
-            self.far(s, way)
-            for way in TransferMode
-            for s in (self.sliced if way.is_sliced else self.far_value_on)
+    def eviction_choices(self) -> list[int]:
+        """Return all choices to offload a value or to keep it in 8 bits."""
+        offloads = [
+            self.offload_choice(s, mode)
+            for mode in TransferMode
+            for s in (self.sliced if mode.is_sliced else self.offloadable)
         ]
-        return far + [self.coded(s) for s in self.coded_value_on]
+        return offloads + [self.quantize_choice(s) for s in self.quantizable]
 
-    def far_seconds(self, storages: Iterable[int], *, share: float = 1.0) -> Floats:
-        """A share of what each takes there and back; infinite for what cannot leave."""
-        assert self._roads is not None
-        roads, able = self._roads, self.far_value_on
-        return np.array([share * roads.seconds_of(s) if s in able else np.inf for s in storages])
+    def transfer_seconds(self, storages: Iterable[int], *, share: float = 1.0) -> Floats:
+        """Return a share of the send and fetch seconds of each storage.
 
-    def alone_seconds(self, choices: Collection[int]) -> float:
-        """What these would take if nothing hid it; of a transfer, a share: most are hidden."""
-        again, far, coded = self._parted(choices)
-        seconds = self.seconds_of({self.unit_of[s] for s in again})
-        seconds += sum(self._coding_seconds(s) for s in coded)
-        more = (self.storage(c) for c in choices if self.is_often(c))
-        seconds += self.seconds_of(self.unit_of[s] for s in more)
-        if self._roads is not None:
-            seconds += _MOSTLY_HIDDEN * sum(self._roads.seconds_of(s) for s in far)
+        The seconds are infinite for a storage that cannot be offloaded.
+        """
+        assert self._links is not None
+        links, offloadable = self._links, self.offloadable
+        return np.array(
+            [share * links.seconds_of(s) if s in offloadable else np.inf for s in storages]
+        )
+
+    def standalone_seconds(self, choices: Collection[int]) -> float:
+        """Return the seconds of these choices if nothing overlapped with them.
+
+        Only a share of each transfer counts, because most of it overlaps with compute.
+        """
+        recomputed, offloaded, quantized = self._split_by_trade(choices)
+        seconds = self.seconds_of({self.unit_of[s] for s in recomputed})
+        seconds += sum(self._codec_seconds(s) for s in quantized)
+        repeated = (self.storage(c) for c in choices if self.is_repeat(c))
+        seconds += self.seconds_of(self.unit_of[s] for s in repeated)
+        if self._links is not None:
+            seconds += _UNHIDDEN_SHARE * sum(self._links.seconds_of(s) for s in offloaded)
         return seconds
 
-    def coded_prices(self, storages: Iterable[int]) -> tuple[Floats, Floats]:
-        """Of each, seconds to write it down and read it back (infinite for what cannot be), and its
-        bytes in between as a share of its own."""
-        able = list(storages)
-        seconds = [self._coding_seconds(s) if s in self._coders else np.inf for s in able]
+    def quantization_costs(self, storages: Iterable[int]) -> tuple[Floats, Floats]:
+        """Return the codec seconds and the encoded share of the bytes of each storage.
+
+        The seconds are those to encode and decode, infinite for a storage that cannot be
+        quantized.
+        """
+        ordered = list(storages)
+        seconds = [self._codec_seconds(s) if s in self._codecs else np.inf for s in ordered]
         shares = [
-            self._coders[s].nbytes / self.nbytes[s] if s in self._coders else 1.0 for s in able
+            self._codecs[s].nbytes / self.nbytes[s] if s in self._codecs else 1.0 for s in ordered
         ]
         return np.array(seconds), np.array(shares)
 
-    def _coding_seconds(self, storage: int) -> float:
-        return self._factor * self._coders[storage].seconds
+    def _codec_seconds(self, storage: int) -> float:
+        return self._factor * self._codecs[storage].seconds
 
-    def _parted(
+    def _split_by_trade(
         self, choices: Collection[int]
     ) -> tuple[frozenset[int], dict[int, TransferMode], tuple[int, ...]]:
-        """Storages to compute again; to move, and how; to keep in 8 bits.
+        """Return the storages to recompute, to offload with their modes, and to keep in 8 bits.
 
-        A value has one fate: it is made again rather than coded, and coded rather than moved.
+        Each value gets one trade: recompute takes precedence over quantize, and quantize over
+        offload.
         """
         count = len(self.nbytes)
         if max(choices, default=0) < count:
             return frozenset(choices), {}, ()
-        in_order = sorted(choices)
-        again = frozenset(c for c in in_order if c < count)
-        coded = tuple(c % count for c in in_order if self.is_coded(c) and c % count not in again)
-        far = {c % count: self.way(c) for c in in_order if self.is_far(c)}
-        taken = again.union(coded)
-        return again, {s: way for s, way in far.items() if s not in taken}, coded
+        ordered = sorted(choices)
+        recomputed = frozenset(c for c in ordered if c < count)
+        quantized = tuple(
+            c % count for c in ordered if self.is_quantize(c) and c % count not in recomputed
+        )
+        offloaded = {c % count: self.mode(c) for c in ordered if self.is_offload(c)}
+        assigned = recomputed.union(quantized)
+        return (
+            recomputed,
+            {s: mode for s, mode in offloaded.items() if s not in assigned},
+            quantized,
+        )
 
     def times_of(self, choices: Collection[int]) -> dict[int, int]:
-        """The storages that are computed again more than once, and how often at most."""
-        fewest = self.often(0, 2)
-        if max(choices, default=0) < fewest:
+        """Map the storages that are recomputed repeatedly to their maximum number of recomputes."""
+        first_repeat = self.repeat_choice(0, 2)
+        if max(choices, default=0) < first_repeat:
             return {}
-        often = sorted(choice for choice in choices if choice >= fewest)
-        return {self.storage(choice): self.times(choice) for choice in often}
+        repeats = sorted(choice for choice in choices if choice >= first_repeat)
+        return {self.storage(choice): self.times(choice) for choice in repeats}
 
     def _read_lifetimes(self) -> None:
-        """When each storage is born, last read in the forward pass, first and last afterwards."""
+        """Record the lines that make each storage and read it first and last.
+
+        Reads of the forward pass and later ones are recorded separately.
+        """
         graph = self.program.graph
         resident = {t.storage for node in graph.inputs() for t in node.outputs}
         count = len(graph.storages)
         self.nbytes = [s.nbytes for s in graph.storages]
         self.born = [NEVER] * count
         self.forward_last = [-1] * count
-        self.late_first = [NEVER] * count
-        self.late_last = [-1] * count
-        on = {n.name: [s for s in graph.storages_of(n.name) if s not in resident]
+        self.backward_first = [NEVER] * count
+        self.backward_last = [-1] * count
+        storages_by_node = {n.name: [s for s in graph.storages_of(n.name) if s not in resident]
               for n in graph.nodes}  # fmt: skip
-        self._on = on
-        self._touching = self._updates_touched()
+        self._storages_by_node = storages_by_node
+        self._updates_by_reader = self._find_buffer_updates()
         for line, instruction in enumerate(self._lines):
-            for storage in on[instruction.node]:
+            for storage in storages_by_node[instruction.node]:
                 if self.born[storage] == NEVER:
                     self.born[storage] = line
-                    last = self.forward_last if line < self.first_late else self.late_last
+                    last = self.forward_last if line < self.backward_start else self.backward_last
                     last[storage] = line
             for name in instruction.inputs:
-                for storage in (*on[name], *self._touching.get(name, ())):
+                for storage in (*storages_by_node[name], *self._updates_by_reader.get(name, ())):
                     self._note_read(storage, line)
         self.storages = [s for s in range(count) if self.born[s] < NEVER]
 
     def _note_read(self, storage: int, line: int) -> None:
-        if line < self.first_late:
+        if line < self.backward_start:
             self.forward_last[storage] = max(self.forward_last[storage], line)
         else:
-            self.late_first[storage] = min(self.late_first[storage], line)
-            self.late_last[storage] = max(self.late_last[storage], line)
+            self.backward_first[storage] = min(self.backward_first[storage], line)
+            self.backward_last[storage] = max(self.backward_last[storage], line)
 
-    def _updates_touched(self) -> dict[str, tuple[int, ...]]:
-        """A new value of a buffer waits for the last reader of the old one, and lives as long."""
+    def _find_buffer_updates(self) -> dict[str, tuple[int, ...]]:
+        """Map each reader of a buffer to the storages of the buffer's new value.
+
+        The new value is written after the last reader of the old one, and lives as long.
+        """
         graph = self.program.graph
         inputs = {node.name: node for node in graph.inputs()}
-        touching: dict[str, tuple[int, ...]] = {}
+        updates_by_reader: dict[str, tuple[int, ...]] = {}
         for output in graph.outputs:
             if output.kind is not OutputKind.UPDATE:
                 continue
             old = {t.storage for t in inputs[output.target].outputs}
-            new = tuple(self._on[output.node])
+            new = tuple(self._storages_by_node[output.node])
             for node in graph.nodes:
                 if any(t.storage in old for t in node.outputs):
-                    touching[node.name] = (*touching.get(node.name, ()), *new)
-        return touching
+                    updates_by_reader[node.name] = (*updates_by_reader.get(node.name, ()), *new)
+        return updates_by_reader
 
     def _read_units(self, values: Iterable[str], costs: CostTable) -> None:
         graph = self.program.graph
         chosen: dict[str, list[int]] = {}
         for value in values:
             node = graph.by_name[value]
-            maker = node.inputs[0] if node.is_getitem else value
-            chosen.setdefault(maker, []).append(self._on[value][0])
+            producer = node.inputs[0] if node.is_getitem else value
+            chosen.setdefault(producer, []).append(self._storages_by_node[value][0])
         self.units: list[RecomputableUnit] = []
         self.unit_of: dict[int, int] = {}
-        self.value_on: dict[int, str] = {self._on[value][0]: value for value in values}
-        for instruction in self._lines[: self.first_late]:
+        self.value_on: dict[int, str] = {
+            self._storages_by_node[value][0]: value for value in values
+        }
+        for instruction in self._lines[: self.backward_start]:
             if instruction.node not in chosen:
                 continue
             node = graph.by_name[instruction.node]
@@ -280,249 +316,285 @@ class FastEstimator:
             self.units.append(
                 RecomputableUnit(
                     node=node.name,
-                    makes=tuple(self._on[node.name]),
-                    reads=tuple(dict.fromkeys(s for i in node.inputs for s in self._on[i])),
-                    touches=tuple(s for i in node.inputs for s in self._touching.get(i, ())),
+                    makes=tuple(self._storages_by_node[node.name]),
+                    reads=tuple(
+                        dict.fromkeys(s for i in node.inputs for s in self._storages_by_node[i])
+                    ),
+                    touches=tuple(
+                        s for i in node.inputs for s in self._updates_by_reader.get(i, ())
+                    ),
                     seconds=costs.seconds(node).value,
                     flops=node.flops,
                     workspace_bytes=costs.workspace_bytes(node),
                 )
             )
 
-        self.late_reads = late_reads(graph, self._lines, self.first_late, self.unit_of)
-        self._placing = CopyPlacement(
+        self.backward_reads = late_reads(graph, self._lines, self.backward_start, self.unit_of)
+        self._placement = CopyPlacement(
             num_lines=self.num_lines,
             units=self.units,
             unit_of=self.unit_of,
-            late_first=self.late_first,
-            late_reads=self.late_reads,
+            backward_first=self.backward_first,
+            backward_reads=self.backward_reads,
         )
 
-    def _lay_out(self, costs: CostTable) -> None:
-        """The same as arrays, over the storages that the program itself makes."""
-        graph, made = self.program.graph, self.storages
-        self._bytes = np.array([self.nbytes[s] for s in made], dtype=np.float64)
-        self._born = np.array([self.born[s] for s in made], dtype=np.int64)
-        self._forward_last = np.array([self.forward_last[s] for s in made], dtype=np.int64)
-        self._late_last = np.array([self.late_last[s] for s in made], dtype=np.int64)
-        self._row = {s: row for row, s in enumerate(made)}
+    def _build_arrays(self, costs: CostTable) -> None:
+        """Store the lifetimes as arrays over the storages that the program itself makes."""
+        graph, produced = self.program.graph, self.storages
+        self._bytes = np.array([self.nbytes[s] for s in produced], dtype=np.float64)
+        self._born = np.array([self.born[s] for s in produced], dtype=np.int64)
+        self._forward_last = np.array([self.forward_last[s] for s in produced], dtype=np.int64)
+        self._backward_last = np.array([self.backward_last[s] for s in produced], dtype=np.int64)
+        self._row = {s: row for row, s in enumerate(produced)}
         self.workspace = np.array(
             [costs.workspace_bytes(graph.by_name[i.node]) for i in self._lines], dtype=np.float64
         )
         self.gradients = frozenset(
-            s for o in graph.outputs if o.kind is OutputKind.GRADIENT for s in self._on[o.node]
+            s
+            for o in graph.outputs
+            if o.kind is OutputKind.GRADIENT
+            for s in self._storages_by_node[o.node]
         )
-        loss = frozenset(self._on[self.program.loss] if self.program.loss else ())
-        self.staying = self.gradients | loss
-        self._gradients = np.array(
-            [s in self.gradients and s not in loss for s in made], dtype=bool
+        loss = frozenset(self._storages_by_node[self.program.loss] if self.program.loss else ())
+        self.persistent = self.gradients | loss
+        self._is_gradient = np.array(
+            [s in self.gradients and s not in loss for s in produced], dtype=bool
         )
-        self._stays = np.array([s in self.staying for s in made], dtype=bool)
+        self._is_persistent = np.array([s in self.persistent for s in produced], dtype=bool)
 
     def _set_scale(self, costs: CostTable) -> None:
-        """Resident bytes, the optimizer's step and fixed seconds, as predict/ has them."""
+        """Compute the resident bytes, the optimizer step and the fixed seconds with predict/."""
         program = self.program
-        bare = replace(program, instructions=())
-        resting = bare
+        update_only = replace(program, instructions=())
+        resting = update_only
         if program.update is not None:
-            resting = replace(bare, update=replace(program.update, instructions=()))
+            resting = replace(update_only, update=replace(program.update, instructions=()))
         self.resident_bytes = peak_bytes(resting, costs)
-        self.left_bytes = int(self._bytes[self._stays].sum())
-        self._update_bytes = peak_bytes(bare, costs) + self.left_bytes
+        self.persistent_bytes = int(self._bytes[self._is_persistent].sum())
+        self._update_bytes = peak_bytes(update_only, costs) + self.persistent_bytes
         self.plain_seconds = step_seconds(program, costs).value
         self._factor = program.repeats * costs.whole_step_in(program.parts).value
-        # What the optimizer's step moves takes its room, and its pieces are resident already.
-        self._far_bytes = costs.far_bytes - program.far_bytes
+        # What the optimizer's step offloads takes part of the offload memory, and its transfer
+        # buffers are resident already.
+        self._offload_bytes = costs.far_bytes - program.far_bytes
         self._pieces_bytes = 0 if program.is_moving else 2 * OFFLOAD_PIECE_BYTES
 
     def storages_of(self, values: Iterable[str]) -> frozenset[int]:
-        """The choice that recomputes these values."""
-        return frozenset(self._on[value][0] for value in values)
+        """Return the choices that recompute these values."""
+        return frozenset(self._storages_by_node[value][0] for value in values)
 
-    def flops_of(self, again: frozenset[int]) -> int:
-        """All the program's, with those of what runs again."""
-        copies = self.copies(again)
+    def flops_of(self, choices: frozenset[int]) -> int:
+        """Return the FLOPs of the program, recomputed operators included."""
+        copies = self.copies(choices)
         more = sum(self.units[u].flops for u in copies.units)
         return self.program.flops + self.program.repeats * more
 
     def copies(self, choice: frozenset[int]) -> Copies:
-        """What it makes run again, and where."""
-        return self._placing.copies(self._parted(choice)[0], self.times_of(choice))
+        """Return the operators that these choices recompute, and their lines."""
+        return self._placement.copies(self._split_by_trade(choice)[0], self.times_of(choice))
 
-    def _first_wanted(self) -> list[int]:
-        """The late line that ends the wait of a kept value; a guess where only copies read it."""
-        wanted = self.late_first.copy()
+    def _find_needed_lines(self) -> list[int]:
+        """Return the line that ends the idle gap of each saved value.
+
+        The line is a guess for a value that only copies read.
+        """
+        needed_at = self.backward_first.copy()
         for unit in reversed(self.units):
-            line = min(wanted[s] for s in unit.makes)
+            line = min(needed_at[s] for s in unit.makes)
             for storage in unit.reads:
-                if self.late_first[storage] == NEVER:
-                    wanted[storage] = min(wanted[storage], line)
-        return wanted
+                if self.backward_first[storage] == NEVER:
+                    needed_at[storage] = min(needed_at[storage], line)
+        return needed_at
 
-    def count(self, choice: frozenset[int]) -> PeakEstimate:
-        """What the program costs when the backward pass reads copies of these."""
-        again, far, coded = self._parted(choice)
+    def estimate(self, choice: frozenset[int]) -> PeakEstimate:
+        """Return the peak bytes and seconds of the program with these choices applied."""
+        recomputed, offloaded, quantized = self._split_by_trade(choice)
         times = self.times_of(choice)
-        copies = self._placing.copies(again, times)
-        codes = self._code(coded, copies) if coded else NO_CODES
+        copies = self._placement.copies(recomputed, times)
+        codes = self._place_codecs(quantized, copies) if quantized else NO_CODES
         copies = codes.copies or copies
-        trips = self._trips(far, copies, codes)
-        held, later = self._held(again, copies, codes, trips)
+        transfers = self._transfer_plans(offloaded, copies, codes)
+        live_bytes, later_bytes = self._live_bytes(recomputed, copies, codes, transfers)
         if self.program.repeats > 1:
-            held = np.maximum(held, later + self.left_bytes)
-        pieces = self._pieces_bytes if trips.by_storage else 0
-        held = held + self.resident_bytes + pieces
-        if trips.nbytes > self._far_bytes:
-            held = held + NEVER  # there is no room: no limit is that high
-        seconds = self.seconds_of(copies.units) + self.program.repeats * trips.seconds
-        seconds += sum(self._coding_seconds(s) for s in codes.by_storage)
-        moved = (self.far(s, far[s]) for s in trips.by_storage)
+            live_bytes = np.maximum(live_bytes, later_bytes + self.persistent_bytes)
+        pieces = self._pieces_bytes if transfers.by_storage else 0
+        live_bytes = live_bytes + self.resident_bytes + pieces
+        if transfers.nbytes > self._offload_bytes:
+            live_bytes = live_bytes + NEVER  # the offload memory is too small: exceed every limit
+        seconds = self.seconds_of(copies.units) + self.program.repeats * transfers.seconds
+        seconds += sum(self._codec_seconds(s) for s in codes.by_storage)
+        offload_choices = (self.offload_choice(s, offloaded[s]) for s in transfers.by_storage)
         return PeakEstimate(
-            peak_bytes=max(self._update_bytes + pieces, int(held.max())),
+            peak_bytes=max(self._update_bytes + pieces, int(live_bytes.max())),
             seconds=self.plain_seconds + seconds,
             active=copies.units,
-            away=(*moved, *(self.coded(s) for s in codes.by_storage)),
-            often=self._made_often(times, copies),
-            held=held,
+            evicted=(*offload_choices, *(self.quantize_choice(s) for s in codes.by_storage)),
+            repeated=self._repeated_choices(times, copies),
+            live_bytes=live_bytes,
             shift=copies.shift,
-            first=copies.first,
+            first_needed=copies.first_needed,
         )
 
     def lags_and_leads(self, choice: frozenset[int]) -> dict[str, tuple[int, int]]:
-        """Of each value that is moved: how many operators run while it is on its way."""
-        trips = self._trips_of(choice)
-        return {self.far_value_on[s]: (trip.lag, trip.lead) for s, trip in trips.items()}
+        """Return the lag and lead of each offloaded value: the operators its transfers overlap."""
+        transfers = self._transfers_of(choice)
+        return {
+            self.offloadable[s]: (transfer.lag, transfer.lead) for s, transfer in transfers.items()
+        }
 
-    def in_slices(self, choice: frozenset[int]) -> dict[str, int]:
-        """Of each value that is moved and comes back in slices: in how many."""
-        values = (self.far_value_on[s] for s, trip in self._trips_of(choice).items() if trip.slices)
+    def slice_counts(self, choice: frozenset[int]) -> dict[str, int]:
+        """Return the number of slices of each offloaded value that is fetched in slices."""
+        values = (
+            self.offloadable[s]
+            for s, transfer in self._transfers_of(choice).items()
+            if transfer.slices
+        )
         return {value: self.slices[value] for value in values}
 
-    def _trips_of(self, choice: frozenset[int]) -> Mapping[int, TransferPlan]:
-        again, far, coded = self._parted(choice)
-        copies = self._placing.copies(again, self.times_of(choice))
-        codes = self._code(coded, copies)
-        return self._trips(far, codes.copies or copies, codes).by_storage
+    def _transfers_of(self, choice: frozenset[int]) -> Mapping[int, TransferPlan]:
+        recomputed, offloaded, quantized = self._split_by_trade(choice)
+        copies = self._placement.copies(recomputed, self.times_of(choice))
+        codes = self._place_codecs(quantized, copies)
+        return self._transfer_plans(offloaded, codes.copies or copies, codes).by_storage
 
-    def _trips(self, far: dict[int, TransferMode], copies: Copies, codes: Codes) -> TransferPlans:
-        if not far:
-            return NO_TRIPS
-        assert self._roads is not None
-        far = {
-            # What is made again of a value reads it whole.
-            s: way if s in self.sliced and s not in copies.first_read else way.whole
-            for s, way in far.items()
+    def _transfer_plans(
+        self, offloaded: dict[int, TransferMode], copies: Copies, codes: Codes
+    ) -> TransferPlans:
+        if not offloaded:
+            return NO_TRANSFERS
+        assert self._links is not None
+        offloaded = {
+            # A recomputed operator reads the whole value.
+            s: mode if s in self.sliced and s not in copies.first_read else mode.unsliced
+            for s, mode in offloaded.items()
         }
         seconds = [self.units[u].seconds for u in copies.units]
-        added = [line for lines in codes.by_storage.values() for line in lines]
-        takes = [
+        codec_lines = [line for lines in codes.by_storage.values() for line in lines]
+        codec_seconds = [
             seconds
             for s in codes.by_storage
-            for seconds in (self._coders[s].encode_seconds, self._coders[s].decode_seconds)
+            for seconds in (self._codecs[s].encode_seconds, self._codecs[s].decode_seconds)
         ]
-        return self._roads.travelled(
-            far,
-            wanted={s: self._first_late_read(s, copies) for s in far},
+        return self._links.schedule(
+            offloaded,
+            needed_at={s: self._first_backward_read(s, copies) for s in offloaded},
             forward_last=self.forward_last,
             shift=copies.shift,
-            copies=[*copies.lines, *added],
-            copy_seconds=[*seconds, *takes],
+            copies=[*copies.lines, *codec_lines],
+            copy_seconds=[*seconds, *codec_seconds],
             added_early=len(codes.by_storage),
         )
 
-    def _first_late_read(self, storage: int, copies: Copies) -> int:
-        line = self.late_first[storage]
+    def _first_backward_read(self, storage: int, copies: Copies) -> int:
+        line = self.backward_first[storage]
         own = line if line == NEVER else line + int(copies.shift[line])
         return min(own, copies.first_read.get(storage, NEVER))
 
-    def _code(self, coded: tuple[int, ...], copies: Copies) -> Codes:
-        """Where values are written down and read back, and all lines moved by that."""
-        wanted = {s: self._first_late_read(s, copies) for s in coded}
+    def _place_codecs(self, quantized: tuple[int, ...], copies: Copies) -> Codes:
+        """Insert the lines that encode and decode values, and shift all other lines."""
+        needed_at = {s: self._first_backward_read(s, copies) for s in quantized}
         return placed(
-            [s for s in coded if wanted[s] < NEVER],
+            [s for s in quantized if needed_at[s] < NEVER],
             copies,
             num_lines=self.num_lines,
             nbytes=self.nbytes,
-            behind=self.forward_last,
-            before=wanted,
+            after_line=self.forward_last,
+            before_line=needed_at,
         )
 
     def seconds_of(self, units: Iterable[int]) -> float:
         return self._factor * sum(self.units[u].seconds for u in units)
 
-    def _made_often(self, times: Mapping[int, int], copies: Copies) -> tuple[int, ...]:
-        made = Counter(storage for storage, _ in copies.often)
+    def _repeated_choices(self, times: Mapping[int, int], copies: Copies) -> tuple[int, ...]:
+        num_copies = Counter(storage for storage, _ in copies.repeated_last_read)
         return tuple(
-            self.often(s, more) for s in times for more in range(2, 1 + min(times[s], made[s]))
+            self.repeat_choice(s, more)
+            for s in times
+            for more in range(2, 1 + min(times[s], num_copies[s]))
         )
 
-    def _held(
-        self, again: frozenset[int], copies: Copies, codes: Codes, trips: TransferPlans
+    def _live_bytes(
+        self, recomputed: frozenset[int], copies: Copies, codes: Codes, transfers: TransferPlans
     ) -> tuple[Floats, Floats]:
-        """Bytes above the resident ones at each line, copies among them: in the first micro-batch,
-        and in those that add to its gradients."""
-        lives = self._lives(again, copies, codes)
+        """Return the bytes above the resident ones at each line, copies included.
+
+        The first array is for the first micro-batch, the second for the later ones, which add to
+        its gradients.
+        """
+        lifetimes = self._lifetimes(recomputed, copies, codes)
         slices: list[tuple[int, int, SlicedRead]] = []
-        for storage, trip in trips.by_storage.items():
-            lives.leave(self._row[storage], gone=trip.gone, back=None if trip.slices else trip.back)
-            slices += trip.slices
+        for storage, transfer in transfers.by_storage.items():
+            lifetimes.evict(
+                self._row[storage],
+                evicted_at=transfer.evicted_at,
+                restored_at=None if transfer.slices else transfer.restored_at,
+            )
+            slices += transfer.slices
         for storage, (encode, decode) in codes.by_storage.items():
-            lives.leave(self._row[storage], gone=encode, back=decode)
+            lifetimes.evict(self._row[storage], evicted_at=encode, restored_at=decode)
         length = self.num_lines + len(copies.units) + 2 * len(codes.by_storage)
-        workspace = self._workspace_at(copies, codes, length)
-        more = np.zeros(length + 1)
+        workspace = self._workspace_by_line(copies, codes, length)
+        changes = np.zeros(length + 1)
         for storage, (encode, decode) in codes.by_storage.items():
-            more[encode] += self._coders[storage].nbytes
-            more[decode + 1] -= self._coders[storage].nbytes
-        for issue, wait, nbytes in self._underway:
-            more[issue + copies.shift[issue]] += nbytes
-            more[wait + copies.shift[wait] + 1] -= nbytes
+            changes[encode] += self._codecs[storage].nbytes
+            changes[decode + 1] -= self._codecs[storage].nbytes
+        for issue, wait, nbytes in self._exchange_buffers:
+            changes[issue + copies.shift[issue]] += nbytes
+            changes[wait + copies.shift[wait] + 1] -= nbytes
         for begin, end, read in slices:
-            more[begin] += read.room_bytes
-            more[end + 1] -= read.room_bytes
+            changes[begin] += read.room_bytes
+            changes[end + 1] -= read.room_bytes
             workspace[end] += read.more_workspace
 
-        def total(stays: NDArray[np.bool_]) -> Floats:
-            summed: Floats = np.cumsum(lives.held(self._bytes, length, stays=stays) + more)
+        def total(persistent: NDArray[np.bool_]) -> Floats:
+            summed: Floats = np.cumsum(
+                lifetimes.byte_changes(self._bytes, length, persistent=persistent) + changes
+            )
             return summed[:length] + workspace
 
-        first = total(self._stays)
-        return first, total(self._stays & ~self._gradients) if self.program.repeats > 1 else first
+        first = total(self._is_persistent)
+        return first, total(
+            self._is_persistent & ~self._is_gradient
+        ) if self.program.repeats > 1 else first
 
-    def _lives(self, again: frozenset[int], copies: Copies, codes: Codes) -> Lifetimes:
-        """From which line to which each storage is there, and each copy of what is made again."""
+    def _lifetimes(self, recomputed: frozenset[int], copies: Copies, codes: Codes) -> Lifetimes:
+        """Return the line intervals of all storages and of all recomputed copies."""
         shift, row = copies.shift, self._row
-        late = np.where(self._late_last >= 0, self._late_last + shift[self._late_last], -1)
+        backward_last = np.where(
+            self._backward_last >= 0, self._backward_last + shift[self._backward_last], -1
+        )
         forward_last = self._forward_last
         if codes.by_storage:
             forward_last = np.where(forward_last >= 0, forward_last + shift[forward_last], -1)
-        lives = Lifetimes(
-            self._born + shift[self._born], np.maximum(forward_last, late), forward_last
+        lifetimes = Lifetimes(
+            self._born + shift[self._born], np.maximum(forward_last, backward_last), forward_last
         )
-        come = lives.come
-        often, last_read = copies.often, copies.last_read
-        last_late: list[int] = late.tolist()
+        add_copy = lifetimes.add_copy
+        repeated_last_read, last_read = copies.repeated_last_read, copies.last_read
+        backward_end: list[int] = backward_last.tolist()
         for number, line in zip(copies.units, copies.lines):
             for storage in self.units[number].makes:
                 at, end = row[storage], line
-                if storage in again:
-                    end = often.get((storage, line), -1)
+                if storage in recomputed:
+                    end = repeated_last_read.get((storage, line), -1)
                     if end < 0:
-                        end = max(line, last_late[at], last_read.get(storage, -1))
-                come(at, line, end)
-        forgotten = [row[s] for u in set(copies.units) for s in self.units[u].makes if s in again]
-        lives.dies[forgotten] = forward_last[forgotten]
+                        end = max(line, backward_end[at], last_read.get(storage, -1))
+                add_copy(at, line, end)
+        dropped = [
+            row[s] for u in set(copies.units) for s in self.units[u].makes if s in recomputed
+        ]
+        lifetimes.dies[dropped] = forward_last[dropped]
         for storage, line in last_read.items():
             at = row[storage]
-            if storage not in again and line > lives.dies[at]:
-                lives.dies[at] = line
-        return lives
+            if storage not in recomputed and line > lifetimes.dies[at]:
+                lifetimes.dies[at] = line
+        return lifetimes
 
-    def _workspace_at(self, copies: Copies, codes: Codes, length: int) -> Floats:
+    def _workspace_by_line(self, copies: Copies, codes: Codes, length: int) -> Floats:
         workspace = np.zeros(length)
         workspace[np.arange(self.num_lines) + copies.shift] = self.workspace
         workspace[list(copies.lines)] = [self.units[u].workspace_bytes for u in copies.units]
         for storage, (encode, decode) in codes.by_storage.items():
-            workspace[encode] = self._coders[storage].encode_workspace
-            workspace[decode] = self._coders[storage].decode_workspace
+            workspace[encode] = self._codecs[storage].encode_workspace
+            workspace[decode] = self._codecs[storage].decode_workspace
         return workspace

@@ -1,4 +1,4 @@
-"""How much of what could be cut, sliced or moved is looked at: few levels of each.
+"""The few levels of micro-batches, chunks and offloaded state that the search explores.
 
 Each level is a step of its own to explore. Not for choosing among them: see search.py.
 """
@@ -11,19 +11,19 @@ from steelyard.ir.optimizer_update import WEIGHT, parameter_of, states
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 
-# Each number of micro-batches is another capture, which takes seconds. What fits in few parts is
-# fastest in the fewest: those are all looked at, and of the others some.
+# Each number of micro-batches needs another capture, which takes seconds. A step that fits in few
+# parts is fastest in the fewest, so all coarse splits are explored, and only some finer ones.
 _COARSEST, _FINER = 5, 3
 _OPTIMIZER, _GRADIENT, _WEIGHT = "optimizer", "gradient", "weight"
-# Of the bytes of each, those moved before all of them are.
+# Shares of the bytes of each kind that are offloaded before all of them are.
 _SHARES: Mapping[str, tuple[float, ...]] = {
     _OPTIMIZER: (0.25, 0.5, 0.75), _GRADIENT: (), _WEIGHT: (0.5,)
 }  # fmt: skip
 _ALONE = (_GRADIENT, _WEIGHT)
 
 
-def splits(degrees: Sequence[int]) -> tuple[int, ...]:
-    """Few numbers of parts from all that are possible, the coarsest and the finest among them."""
+def micro_batch_counts(degrees: Sequence[int]) -> tuple[int, ...]:
+    """Return a few of the possible numbers of micro-batches, with the coarsest and the finest."""
     ordered = sorted(set(degrees))
     coarsest, finer = ordered[:_COARSEST], ordered[_COARSEST:]
     if len(finer) > _FINER:
@@ -31,8 +31,8 @@ def splits(degrees: Sequence[int]) -> tuple[int, ...]:
     return (*coarsest, *finer)
 
 
-def slices(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
-    """Nothing sliced; all that can be, in as few slices as are offered; in as many."""
+def chunk_levels(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
+    """Return three levels: no chunks, all chunks in the fewest slices, all in the most."""
     by_spot: dict[Rule, list[Rule]] = {}
     for rule in rules:
         by_spot.setdefault(replace(rule, degree=0), []).append(rule)
@@ -41,92 +41,98 @@ def slices(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
     return tuple(dict.fromkeys(((), fewest, most)))
 
 
-def numbers_of_slices(rules: Sequence[Rule]) -> dict[Rule, tuple[int, ...]]:
-    """Of each rule but for its number of slices, those that are offered."""
+def slice_counts(rules: Sequence[Rule]) -> dict[Rule, tuple[int, ...]]:
+    """Map each rule, without its number of slices, to the numbers that are offered."""
     found: dict[Rule, list[int]] = {}
     for rule in rules:
         found.setdefault(replace(rule, degree=0), []).append(rule.degree)
     return {rule: tuple(sorted(degrees)) for rule, degrees in found.items()}
 
 
-def moved_states(
+def offload_levels(
     program: Program,
     rules: Sequence[Rule],
     finer: Sequence[Mapping[Rule, int]] = (),
 ) -> tuple[tuple[Rule, ...], ...]:
-    """What is moved of weights, gradients and what the optimizer keeps, from nothing to all.
+    """Return the levels of offloaded optimizer state, gradients and parameters, from none to all.
 
-    What the optimizer keeps first, some of it, the largest first: it is wanted once a step. Then
-    gradients, then weights, which each pass wants again; each of the two alone as well. At last all
-    of the first, of the first two and of all three with only one parameter's near. ``rules`` have
-    each weight once; with each of the ``finer`` numbers of slices each level is looked at too. A
-    parameter is in slices where all of it moves.
+    Optimizer state comes first, in parts, the largest first: it is needed once a step. Then come
+    gradients, then parameters, which each pass needs; each of these two also alone. The last
+    levels offload all optimizer state, that with all gradients, and all three, with the data of
+    only one parameter on the device.
+
+    ``rules`` contain each parameter once. Each level is repeated with each of the ``finer``
+    numbers of slices. A parameter is sliced only where all its data is offloaded.
     """
-    nbytes = moved_bytes(program, rules)
-    by_what: dict[str, list[Rule]] = {}
+    nbytes = offloaded_bytes(program, rules)
+    by_op: dict[str, list[Rule]] = {}
     for rule in sorted(rules, key=lambda rule: (-nbytes[rule], rule)):
-        by_what.setdefault(rule.op, []).append(rule)
+        by_op.setdefault(rule.op, []).append(rule)
     levels: list[Sequence[Rule]] = [()]
-    whole: list[Sequence[Rule]] = []
-    for what, shares in _SHARES.items():
+    full: list[Sequence[Rule]] = []
+    for op, shares in _SHARES.items():
         before = levels[-1]
-        own = by_what.get(what, ())
-        levels += [(*before, *_share_of(own, share, nbytes)) for share in shares]
-        levels.append((*before, *own))
-        whole.append(levels[-1])
-    levels += [by_what.get(what, ()) for what in _ALONE]
-    # Where parameters are few and large, what is fetched ahead is most of what was moved.
-    levels += [[replace(rule, lead=0) for rule in level] for level in whole]
-    first = tuple(levels)
+        rules_of_op = by_op.get(op, ())
+        levels += [(*before, *_largest_share(rules_of_op, share, nbytes)) for share in shares]
+        levels.append((*before, *rules_of_op))
+        full.append(levels[-1])
+    levels += [by_op.get(op, ()) for op in _ALONE]
+    # Where parameters are few and large, prefetching takes back most of the memory just freed.
+    levels += [[replace(rule, lead=0) for rule in level] for level in full]
+    coarse = tuple(levels)
     for slices in finer:
         by_name = {(rule.module, rule.op): degree for rule, degree in slices.items()}
         levels += [
             [replace(r, degree=by_name.get((r.module, r.op), r.degree)) for r in level]
-            for level in first
+            for level in coarse
         ]
-    whats = _whats(rules)
-    return tuple(dict.fromkeys(tuple(sorted(_whole(level, whats))) for level in levels))
+    ops_by_module = _ops_by_module(rules)
+    return tuple(
+        dict.fromkeys(tuple(sorted(_drop_partial_slices(level, ops_by_module))) for level in levels)
+    )
 
 
-def _whats(rules: Iterable[Rule]) -> dict[str, set[str]]:
-    """What is moved of the parameters of each name."""
+def _ops_by_module(rules: Iterable[Rule]) -> dict[str, set[str]]:
+    """Map each parameter pattern to the kinds of data that rules offload for it."""
     found: dict[str, set[str]] = {}
     for rule in rules:
         found.setdefault(rule.module, set()).add(rule.op)
     return found
 
 
-def _whole(level: Sequence[Rule], whats: Mapping[str, set[str]]) -> Iterator[Rule]:
-    """Without slices of what does not move with all that belongs to it."""
-    own = _whats(level)
+def _drop_partial_slices(level: Sequence[Rule], all_ops: Mapping[str, set[str]]) -> Iterator[Rule]:
+    """Yield the rules, unsliced for parameters whose data is not all offloaded."""
+    ops = _ops_by_module(level)
     for rule in level:
-        yield rule if own[rule.module] == whats[rule.module] else replace(rule, degree=0)
+        yield rule if ops[rule.module] == all_ops[rule.module] else replace(rule, degree=0)
 
 
-def _share_of(
+def _largest_share(
     largest_first: Sequence[Rule], share: float, nbytes: Mapping[Rule, int]
 ) -> list[Rule]:
-    enough, so_far, chosen = share * sum(nbytes[rule] for rule in largest_first), 0, []
+    enough, nbytes_chosen, chosen = share * sum(nbytes[rule] for rule in largest_first), 0, []
     for rule in largest_first:
-        if so_far < enough:
+        if nbytes_chosen < enough:
             chosen.append(rule)
-            so_far += nbytes[rule]
+            nbytes_chosen += nbytes[rule]
     return chosen
 
 
-def moved_bytes(program: Program, rules: Sequence[Rule]) -> dict[Rule, int]:
-    """What lies far of the parameters that each rule names."""
+def offloaded_bytes(program: Program, rules: Sequence[Rule]) -> dict[Rule, int]:
+    """Map each rule to the bytes it offloads."""
     graph, update = program.graph, program.update
-    of: dict[str, dict[str, int]] = {_OPTIMIZER: {}, _GRADIENT: {}, _WEIGHT: {}}
+    bytes_by_op: dict[str, dict[str, int]] = {_OPTIMIZER: {}, _GRADIENT: {}, _WEIGHT: {}}
     for node in graph.inputs():
         if node.name.startswith(WEIGHT):
             nbytes = node.outputs[0].nbytes
-            of[_WEIGHT][parameter_of(node.name)] = of[_GRADIENT][parameter_of(node.name)] = nbytes
+            bytes_by_op[_WEIGHT][parameter_of(node.name)] = bytes_by_op[_GRADIENT][
+                parameter_of(node.name)
+            ] = nbytes
     if update is not None:
         for parameter, names in states(update.graph).items():
-            kept = (update.graph.by_name[name].outputs[0].nbytes for name in names)
-            of[_OPTIMIZER][parameter] = sum(kept)
+            sizes = (update.graph.by_name[name].outputs[0].nbytes for name in names)
+            bytes_by_op[_OPTIMIZER][parameter] = sum(sizes)
     return {
-        rule: sum(n for p, n in of[rule.op].items() if path_matches(p, rule.module))
+        rule: sum(n for p, n in bytes_by_op[rule.op].items() if path_matches(p, rule.module))
         for rule in rules
     }

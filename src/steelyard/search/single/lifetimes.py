@@ -1,6 +1,6 @@
-"""From which line to which a storage is there: the tally's part for what comes, leaves, comes back.
+"""The storage lifetimes of a program as line intervals, with evictions and recomputed copies.
 
-Not for which lines those are: that is the choice's.
+Not for choosing the lines: those follow from the choices.
 """
 
 import numpy as np
@@ -10,8 +10,7 @@ from steelyard.search.single.estimate import Floats, Ints
 
 
 class Lifetimes:
-    """The lines at which the storage of each row is born and dies; and of copies, which are there
-    besides."""
+    """The first and last line of the storage in each row, and the line intervals of its copies."""
 
     def __init__(self, born: Ints, dies: Ints, forward_last: Ints) -> None:
         self.born = born
@@ -21,25 +20,29 @@ class Lifetimes:
         self._from: list[int] = []
         self._to: list[int] = []
 
-    def come(self, row: int, begin: int, end: int) -> None:
+    def add_copy(self, row: int, begin: int, end: int) -> None:
         self._rows.append(row)
         self._from.append(begin)
         self._to.append(end)
 
-    def leave(self, row: int, *, gone: int, back: int | None) -> None:
-        """Not before the forward pass has read it for the last time; perhaps never to come back."""
-        if back is not None:
-            self.come(row, back, int(self.dies[row]))
-        self.dies[row] = max(int(self._forward_last[row]), gone)
+    def evict(self, row: int, *, evicted_at: int, restored_at: int | None) -> None:
+        """Free the storage after ``evicted_at``, but not before its last forward read.
 
-    def held(self, nbytes: Floats, length: int, *, stays: NDArray[np.bool_]) -> Floats:
-        """What each line has more than the one before; what ``stays`` is there to the end."""
-        dies = np.where(stays, length, self.dies)
-        held = np.zeros(length + 1)
-        held += np.bincount(self.born, weights=nbytes, minlength=length + 1)[: length + 1]
-        held -= np.bincount(dies + 1, weights=nbytes, minlength=length + 2)[: length + 1]
+        A copy lives from ``restored_at`` to the storage's old end; None means that it is not
+        restored.
+        """
+        if restored_at is not None:
+            self.add_copy(row, restored_at, int(self.dies[row]))
+        self.dies[row] = max(int(self._forward_last[row]), evicted_at)
+
+    def byte_changes(self, nbytes: Floats, length: int, *, persistent: NDArray[np.bool_]) -> Floats:
+        """Return the change in live bytes at each line; ``persistent`` storages live to the end."""
+        dies = np.where(persistent, length, self.dies)
+        byte_changes = np.zeros(length + 1)
+        byte_changes += np.bincount(self.born, weights=nbytes, minlength=length + 1)[: length + 1]
+        byte_changes -= np.bincount(dies + 1, weights=nbytes, minlength=length + 2)[: length + 1]
         if self._rows:
             sizes = nbytes[self._rows]
-            held += np.bincount(self._from, weights=sizes, minlength=length + 1)
-            held -= np.bincount(np.array(self._to) + 1, weights=sizes, minlength=length + 1)
-        return held
+            byte_changes += np.bincount(self._from, weights=sizes, minlength=length + 1)
+            byte_changes -= np.bincount(np.array(self._to) + 1, weights=sizes, minlength=length + 1)
+        return byte_changes

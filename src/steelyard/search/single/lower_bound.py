@@ -1,7 +1,7 @@
-"""How fast no plan can be: the Lagrangian dual of the cut, a true lower bound.
+"""A lower bound on the step time of all plans: the Lagrangian dual of the minimum cut.
 
-Counted are only bytes that every plan holds at a line whatever else it chooses; the copies' own
-transients are left out, so the bound is loose where memory is tight. Not for finding plans.
+It counts only bytes that every plan holds at a line. Transients of the copies are left out, so
+the bound is loose where memory is tight. Not for finding plans.
 """
 
 import numpy as np
@@ -18,49 +18,59 @@ _FEWEST_IMPROVEMENTS = 12
 
 
 def least_seconds(
-    tally: FastEstimator,
+    estimator: FastEstimator,
     cut: MinCut,
     *,
     limit_bytes: int,
     within_seconds: float,
     repeats: bool = False,
 ) -> float:
-    """A step that computes each value at most twice (or ``repeats``), in this order, within
-    ``limit_bytes``, takes at least this long. ``within_seconds`` is what some plan reaches; it only
-    sets the steps taken.
+    """Return a lower bound on the seconds of a step within ``limit_bytes``.
 
-    With offload memory it takes no less than its operators, nor than either link: so no less than
-    any mixture of the three. Products that are faster in slices may all be so.
+    The bound covers plans that keep the order of operators and compute each value at most twice
+    (with ``repeats``, any number of times). ``within_seconds`` is the time of some known plan; it
+    only sets the step sizes of the ascent.
+
+    With offload memory, a step takes at least as long as its operators and as either link, and so
+    as any mixture of the three. The bound assumes that all products which are faster in slices
+    use slices.
     """
-    shares = _MIXTURES if tally.far_value_on else (0.0,)
-    certain = _CertainGaps(tally, cut, repeats=repeats)
+    shares = _MIXTURES if estimator.offloadable else (0.0,)
+    gaps = _CertainGaps(estimator, cut, repeats=repeats)
     least = max(
-        _least(tally, cut, certain, limit_bytes, within_seconds, far_share=share)
+        _least(estimator, cut, gaps, limit_bytes, within_seconds, link_share=share)
         for share in shares
     )
-    return least - tally.quickened_seconds
+    return least - estimator.slicing_gain_seconds
 
 
 def _least(
-    tally: FastEstimator,
+    estimator: FastEstimator,
     cut: MinCut,
-    certain: "_CertainGaps",
+    gaps: "_CertainGaps",
     limit_bytes: int,
     within_seconds: float,
     *,
-    far_share: float,
+    link_share: float,
 ) -> float:
-    room = limit_bytes - tally.resident_bytes - certain.always
-    prices = np.zeros(tally.num_lines)
+    room = limit_bytes - estimator.resident_bytes - gaps.unavoidable
+    prices = np.zeros(estimator.num_lines)
     best, slack, stale = 0.0, 2.0, 0
-    plain = (1 - far_share) * tally.plain_seconds
+    plain = (1 - link_share) * estimator.plain_seconds
     target = within_seconds - plain
-    far = None
-    if tally.far_value_on:
-        far = tally.far_seconds(cut.kept, share=far_share * tally.program.repeats / 2)
+    offload_seconds = None
+    if estimator.offloadable:
+        offload_seconds = estimator.transfer_seconds(
+            cut.kept, share=link_share * estimator.program.repeats / 2
+        )
     for _ in range(_ROUNDS):
-        choice = cut.solve(certain.weights(prices), far=far, is_coding=True, paid=1 - far_share)
-        # Capacities are rounded to ticks; what that may add is taken off again.
+        choice = cut.solve(
+            gaps.weights(prices),
+            offload_seconds=offload_seconds,
+            allows_quantize=True,
+            compute_scale=1 - link_share,
+        )
+        # Capacities are rounded to ticks; subtract the most that rounding may have added.
         value = choice.seconds - cut.rounding_seconds - float(prices @ room)
         if value > best:
             best, stale = value, 0
@@ -68,74 +78,82 @@ def _least(
             stale += 1
             if stale >= _FEWEST_IMPROVEMENTS:
                 slack, stale = slack / 2, 0
-        slope = certain.held(choice.kept - choice.away, in_8_bits=choice.coded) - room
+        slope = gaps.saved_bytes(choice.kept - choice.offloaded, quantized=choice.quantized) - room
         slope[(slope < 0) & (prices == 0)] = 0.0
         size = float(slope @ slope)
         if size == 0.0 or target <= value:
             break
         prices = np.maximum(0.0, prices + slack * (target - value) / size * slope)
-    return max(tally.plain_seconds, plain + best)
+    return max(estimator.plain_seconds, plain + best)
 
 
 class _CertainGaps:
-    """Where a kept value surely waits, and what is surely held at each line besides."""
+    """The lines at which a saved value is certainly idle, and the bytes that every plan holds."""
 
-    def __init__(self, tally: FastEstimator, cut: MinCut, *, repeats: bool) -> None:
-        lines = tally.num_lines
+    def __init__(self, estimator: FastEstimator, cut: MinCut, *, repeats: bool) -> None:
+        lines = estimator.num_lines
         self._lines = lines
-        kept = self._kept = cut.kept
-        self._coded_shares = cut.coded_shares
-        self._nbytes = np.array([tally.nbytes[s] for s in kept], dtype=np.float64)
-        self._starts = np.array([min(tally.forward_last[s] + 1, lines) for s in kept])
-        # A value that only copies read is surely held to the end of the forward pass, no longer.
-        ends = [tally.late_first[s] if tally.late_first[s] != NEVER else tally.first_late
-                for s in kept]  # fmt: skip
+        saved = self._saved = cut.kept
+        self._quantized_shares = cut.quantized_shares
+        self._nbytes = np.array([estimator.nbytes[s] for s in saved], dtype=np.float64)
+        self._starts = np.array([min(estimator.forward_last[s] + 1, lines) for s in saved])
+        # A value that only copies read is certainly live to the end of the forward pass, no longer.
+        ends = [estimator.backward_first[s] if estimator.backward_first[s] != NEVER
+                else estimator.backward_start for s in saved]  # fmt: skip
         self._ends = np.maximum(self._starts, np.array([min(e, lines) for e in ends]))
-        self.always = surely_held(tally, tally.staying, repeats=repeats)
-        if tally.program.repeats > 1:
-            # A later micro-batch: the gradients are there already, and new ones are added to them.
-            later = surely_held(tally, tally.staying - tally.gradients, repeats=repeats)
-            self.always = np.maximum(self.always, later + tally.left_bytes)
+        self.unavoidable = unavoidable_bytes(estimator, estimator.persistent, repeats=repeats)
+        if estimator.program.repeats > 1:
+            # In later micro-batches the gradients already exist, and new ones are added to them.
+            later = unavoidable_bytes(
+                estimator, estimator.persistent - estimator.gradients, repeats=repeats
+            )
+            self.unavoidable = np.maximum(self.unavoidable, later + estimator.persistent_bytes)
 
     def weights(self, prices: Floats) -> Floats:
-        so_far = np.concatenate(([0.0], np.cumsum(prices)))
-        weights: Floats = self._nbytes * (so_far[self._ends] - so_far[self._starts])
+        price_sums = np.concatenate(([0.0], np.cumsum(prices)))
+        weights: Floats = self._nbytes * (price_sums[self._ends] - price_sums[self._starts])
         return weights
 
-    def held(self, kept: frozenset[int], *, in_8_bits: frozenset[int]) -> Floats:
-        """Bytes that wait at each line when these are kept, some in fewer."""
-        keeps = np.array([s in kept for s in self._kept], dtype=np.float64)
-        keeps *= np.where([s in in_8_bits for s in self._kept], self._coded_shares, 1.0)
+    def saved_bytes(self, saved: frozenset[int], *, quantized: frozenset[int]) -> Floats:
+        """Return the bytes of idle saved values at each line; ``quantized`` ones take fewer."""
+        saved_shares = np.array([s in saved for s in self._saved], dtype=np.float64)
+        saved_shares *= np.where([s in quantized for s in self._saved], self._quantized_shares, 1.0)
         change = np.zeros(self._lines + 1)
-        np.add.at(change, self._starts, self._nbytes * keeps)
-        np.add.at(change, self._ends, -self._nbytes * keeps)
-        held: Floats = np.cumsum(change)[:-1]
-        return held
+        np.add.at(change, self._starts, self._nbytes * saved_shares)
+        np.add.at(change, self._ends, -self._nbytes * saved_shares)
+        saved_bytes: Floats = np.cumsum(change)[:-1]
+        return saved_bytes
 
 
-def surely_held(tally: FastEstimator, staying: frozenset[int], *, repeats: bool = False) -> Floats:
-    """What every plan holds at each line, and a value is read whole that may not be in slices;
-    ``staying`` is there to the end."""
-    lines = tally.num_lines
+def unavoidable_bytes(
+    estimator: FastEstimator, persistent: frozenset[int], *, repeats: bool = False
+) -> Floats:
+    """Return the bytes that every plan holds at each line.
+
+    ``persistent`` storages live to the end. Values that cannot be sliced are whole at each read.
+    """
+    lines = estimator.num_lines
     change = np.zeros(lines + 1)
-    for storage in tally.storages:
-        born, late = tally.born[storage], tally.late_last[storage]
+    for storage in estimator.storages:
+        born, backward_last = estimator.born[storage], estimator.backward_last[storage]
         spans = []
-        if born < tally.first_late:
-            spans.append((born, tally.forward_last[storage]))
-            if repeats and storage in tally.unit_of:
-                # Between reads it may be forgotten.
-                spans += merged(tally.late_reads[storage])
-            elif late >= 0:
-                spans.append((tally.late_first[storage], late))
-            if storage in tally.sliced:
+        if born < estimator.backward_start:
+            spans.append((born, estimator.forward_last[storage]))
+            if repeats and storage in estimator.unit_of:
+                # Between its reads, the value may be dropped.
+                spans += merged(estimator.backward_reads[storage])
+            elif backward_last >= 0:
+                spans.append((estimator.backward_first[storage], backward_last))
+            if storage in estimator.sliced:
                 del spans[1:]
         else:
-            spans.append((born, late))
-        if storage in staying:
+            spans.append((born, backward_last))
+        if storage in persistent:
             spans = [(born, lines - 1)]
         for start, end in spans:
-            change[start] += tally.nbytes[storage]
-            change[end + 1] -= tally.nbytes[storage]
-    held: Floats = np.cumsum(change)[:-1] + np.minimum(tally.workspace, tally.least_workspace)
-    return held
+            change[start] += estimator.nbytes[storage]
+            change[end + 1] -= estimator.nbytes[storage]
+    nbytes: Floats = np.cumsum(change)[:-1] + np.minimum(
+        estimator.workspace, estimator.min_workspace
+    )
+    return nbytes

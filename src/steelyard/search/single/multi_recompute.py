@@ -1,7 +1,7 @@
-"""Less memory by making values again more than once: plans for tight budgets.
+"""Lower the memory of plans by recomputing values more than once, for tight budgets.
 
-It begins where the search that makes each value again once has ended, and only adds to what that
-found. Not for what is tried at each step: see local_search.py.
+It starts from the plans that recompute each value at most once, and only adds to them. Not for
+the single steps: see local_search.py.
 """
 
 from collections.abc import Iterator
@@ -12,56 +12,60 @@ from steelyard.search.single.evaluated_sets import Trials
 from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.local_search import LocalSearch
 
-# So many trials more, as a share of those made before; and so far up from the least memory: where
-# there is more room, nothing made twice ever paid (docs/log.md, 2026-11-22).
-_MORE, _FEWEST = 0.025, 400
-_TIGHT = 0.5
+# Extra trials, as a share of those made before, and their minimum. They cover only the lower part
+# of the memory range: above it, recomputing a value twice never paid (docs/log.md, 2026-11-22).
+_EXTRA_SHARE, _FEWEST = 0.025, 400
+_TIGHT_SHARE = 0.5
 _LIMITS = 5
-_MOST_TIMES = 3
-_DESCENDING = 200
+_MAX_TIMES = 3
+_DESCENT_TRIALS = 200
 
 
 def recompute_repeatedly(trials: Trials) -> None:
-    """For a number of trials."""
-    end = trials.made + max(_FEWEST, int(_MORE * trials.made))
-    moves = LocalSearch(trials, _atoms(trials.tally), are_whole=False)
+    """Search for plans that recompute values repeatedly, for a limited number of trials."""
+    end = trials.num_tried + max(_FEWEST, int(_EXTRA_SHARE * trials.num_tried))
+    local_search = LocalSearch(trials, _atoms(trials.estimator), are_block_uniform=False)
     known = trials.archive
-    tight = round(known.least.peak_bytes * (1 - _TIGHT) + known.fastest.peak_bytes * _TIGHT)
-    for plan in checkpoints_between(trials.tally):
-        trials.point(plan)
+    tight_bytes = round(
+        known.least.peak_bytes * (1 - _TIGHT_SHARE) + known.fastest.peak_bytes * _TIGHT_SHARE
+    )
+    for plan in checkpoints_between(trials.estimator):
+        trials.evaluate(plan)
     accepted, seed = -1, 0
-    while trials.made < end:
+    while trials.num_tried < end:
         is_stuck, accepted = known.accepted == accepted, known.accepted
-        moves.relink(_up_to(trials, tight))
-        moves.descend(trials=min(_DESCENDING, end - trials.made))
-        moves.relink(_up_to(trials, tight))
+        local_search.relink(_hull_up_to(trials, tight_bytes))
+        local_search.descend(trials=min(_DESCENT_TRIALS, end - trials.num_tried))
+        local_search.relink(_hull_up_to(trials, tight_bytes))
         least = known.least.peak_bytes
         for step in range(_LIMITS):
-            limit = least + (tight - least) * step // _LIMITS
-            if trials.made >= end:
+            limit = least + (tight_bytes - least) * step // _LIMITS
+            if trials.num_tried >= end:
                 break
             if is_stuck:
-                moves.kick(limit, times=1, seed=seed)
+                local_search.kick(limit, times=1, seed=seed)
             else:
-                moves.settle(limit)
+                local_search.settle(limit)
         seed += 1
-    moves.relink(_up_to(trials, tight))
+    local_search.relink(_hull_up_to(trials, tight_bytes))
 
 
-def _up_to(trials: Trials, peak_bytes: int) -> list[Point]:
+def _hull_up_to(trials: Trials, peak_bytes: int) -> list[Point]:
     return [point for point in trials.archive.hull() if point.peak_bytes <= peak_bytes]
 
 
-def _atoms(tally: FastEstimator) -> Iterator[frozenset[int]]:
-    """Single choices, those to make a value oftener as far as it is read so often."""
-    yield from (frozenset({choice}) for choice in (*tally.unit_of, *tally.elsewhere()))
+def _atoms(estimator: FastEstimator) -> Iterator[frozenset[int]]:
+    """Yield single choices, and repeat choices up to the number of reads of each value."""
+    yield from (
+        frozenset({choice}) for choice in (*estimator.unit_of, *estimator.eviction_choices())
+    )
     readers: dict[int, int] = {}
-    for unit in tally.units:
+    for unit in estimator.units:
         for storage in unit.reads:
             readers[storage] = readers.get(storage, 0) + 1
-    for storage, reads in tally.late_reads.items():
-        most = min(_MOST_TIMES, len(reads) + readers.get(storage, 0))
-        for times in range(2, 1 + most):
-            yield frozenset({tally.often(storage, times)})
-        if most > 1:
-            yield frozenset({storage, tally.often(storage, 2)})
+    for storage, reads in estimator.backward_reads.items():
+        max_times = min(_MAX_TIMES, len(reads) + readers.get(storage, 0))
+        for times in range(2, 1 + max_times):
+            yield frozenset({estimator.repeat_choice(storage, times)})
+        if max_times > 1:
+            yield frozenset({storage, estimator.repeat_choice(storage, 2)})

@@ -1,6 +1,6 @@
-"""Ask the cut at many prices: one price for every byte kept, then prices on the lines of the peak.
+"""Solve the minimum cut at many prices: one price for all saved bytes, then prices for each line.
 
-The global half of the search. Not for changes to single values: see local_search.py.
+This is the global half of the search. Not for changes to single values: see local_search.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,68 +13,77 @@ from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.min_cut import MinCut, RecomputeChoice
 from steelyard.search.single.transfer_timing import TransferMode
 
-# From where nothing is worth recomputing to where everything is, in steps of a third.
+# From a price at which nothing is worth recomputing to one at which everything is, in steps of a
+# third.
 _UNIFORM_PRICES = np.geomspace(1e-4, 1e4, 64)
 _PACKED_LEVELS = 512
 _PACKINGS = 64
 _PACKED_PRICES = (1.0, 1e4)
-# What a second on the link is worth: nothing while it would stand idle, itself where all wait.
+# Price of a second on the link: zero if the link would be idle, one if every transfer stalls.
 _LINK_PRICES = (0.0, 0.03, 0.2, 1.0)
 _GROWTH = 1.6
 _PUSH = 12.0
 
 
 class Gaps:
-    """The lines through which a kept value would only wait, and what that costs at given prices."""
+    """The lines at which a saved value is only idle, and the cost of saving it at given prices."""
 
-    def __init__(self, tally: FastEstimator, kept: Iterable[int]) -> None:
-        kept = list(kept)
-        end = tally.num_lines
-        self._nbytes = np.array([tally.nbytes[s] for s in kept], dtype=np.float64)
-        self._starts = np.array([min(tally.forward_last[s] + 1, end) for s in kept])
-        self._ends = np.array([min(tally.wanted[s], end) for s in kept])
+    def __init__(self, estimator: FastEstimator, saved: Iterable[int]) -> None:
+        saved = list(saved)
+        end = estimator.num_lines
+        self._nbytes = np.array([estimator.nbytes[s] for s in saved], dtype=np.float64)
+        self._starts = np.array([min(estimator.forward_last[s] + 1, end) for s in saved])
+        self._ends = np.array([min(estimator.needed_at[s], end) for s in saved])
 
     def weights(self, prices: Floats) -> Floats:
-        """Seconds for each kept value, from seconds per byte on each line."""
-        so_far = np.concatenate(([0.0], np.cumsum(prices)))
-        waited: Floats = np.maximum(0.0, so_far[self._ends] - so_far[self._starts])
-        return self._nbytes * waited
+        """Return the seconds for each saved value, given seconds per byte on each line."""
+        price_sums = np.concatenate(([0.0], np.cumsum(prices)))
+        gap_prices: Floats = np.maximum(0.0, price_sums[self._ends] - price_sums[self._starts])
+        return self._nbytes * gap_prices
 
     def uniform(self, price: float) -> Floats:
-        """Seconds for each kept value at one price per byte, however long it waits."""
+        """Return the seconds for each saved value at one price per byte, however long its gap."""
         return self._nbytes * price
 
 
 def uniform_sweep(trials: Trials, cut: MinCut, gaps: Gaps) -> None:
-    """torch's min-cut over all its memory ratios, and beyond."""
+    """Try torch's min-cut over all its memory ratios, and beyond."""
     seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
     for price in _UNIFORM_PRICES:
-        trials.point(cut.solve(gaps.uniform(seconds_per_byte * price)).again)
+        trials.evaluate(cut.solve(gaps.uniform(seconds_per_byte * price)).again)
 
 
 def packed_sweep(trials: Trials, cut: MinCut, gaps: Gaps) -> None:
-    """torch's second step (2.13, ``knapsack_solver="dp"``): pack the outputs of the dear operators
-    into ever less memory, and cut with those that found no room free to run again."""
-    tally = trials.tally
-    graph = tally.program.graph
-    dear = [n for n, unit in enumerate(tally.units) if graph.by_name[unit.node].flops > 0]
-    if not dear:
+    """Try torch's second step (2.13, ``knapsack_solver="dp"``) for ever less memory.
+
+    A knapsack chooses the expensive operators whose outputs are saved; the cut is free to
+    recompute all others.
+    """
+    estimator = trials.estimator
+    graph = estimator.program.graph
+    expensive = [n for n, unit in enumerate(estimator.units) if graph.by_name[unit.node].flops > 0]
+    if not expensive:
         return
-    nbytes = [sum(tally.nbytes[s] for s in tally.units[n].makes) for n in dear]
-    seconds = np.array([tally.seconds_of((n,)) for n in dear])
+    nbytes = [sum(estimator.nbytes[s] for s in estimator.units[n].makes) for n in expensive]
+    seconds = np.array([estimator.seconds_of((n,)) for n in expensive])
     size = max(1.0, sum(nbytes) / _PACKED_LEVELS)
     sizes = [max(1, round(b / size)) for b in nbytes]
-    kept = _packed(sizes, seconds, room=_PACKED_LEVELS)
+    saved_within = _knapsack(sizes, seconds, room=_PACKED_LEVELS)
     seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
     for room in range(0, _PACKED_LEVELS + 1, _PACKED_LEVELS // _PACKINGS):
-        never = [n for n, stays in zip(dear, kept(room), strict=True) if stays]
+        not_recomputed = [
+            n for n, is_saved in zip(expensive, saved_within(room), strict=True) if is_saved
+        ]
         for price in _PACKED_PRICES:
             weights = gaps.uniform(seconds_per_byte * price)
-            trials.point(cut.solve(weights, never=never).again)
+            trials.evaluate(cut.solve(weights, not_recomputed=not_recomputed).again)
 
 
-def _packed(sizes: list[int], worth: Floats, *, room: int) -> Callable[[int], list[bool]]:
-    """The knapsack by dynamic programming: what to take into any room up to the given one."""
+def _knapsack(sizes: list[int], worth: Floats, *, room: int) -> Callable[[int], list[bool]]:
+    """Solve the knapsack by dynamic programming.
+
+    The returned function gives the items to take for any room up to ``room``.
+    """
     best = np.zeros(room + 1)
     takes = np.zeros((len(sizes), room + 1), dtype=bool)
     for item, size in enumerate(sizes):
@@ -82,7 +91,7 @@ def _packed(sizes: list[int], worth: Floats, *, room: int) -> Callable[[int], li
         takes[item] = with_it[: room + 1] > best
         best = np.where(takes[item], with_it[: room + 1], best)
 
-    def taken(room: int) -> list[bool]:
+    def solve(room: int) -> list[bool]:
         chosen = [False] * len(sizes)
         for item in reversed(range(len(sizes))):
             if takes[item, room]:
@@ -90,46 +99,65 @@ def _packed(sizes: list[int], worth: Floats, *, room: int) -> Callable[[int], li
                 room -= sizes[item]
         return chosen
 
-    return taken
+    return solve
 
 
-def coded_sweep(
+def quantize_sweep(
     trials: Trials, cut: MinCut, gaps: Gaps, *, limits: Sequence[int], rounds: int
 ) -> None:
-    """The same where values may wait in 8 bits instead."""
+    """Repeat the sweeps with values that may be saved in 8 bits."""
     seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
     for price in _UNIFORM_PRICES[::2]:
-        _note(trials, cut.solve(gaps.uniform(seconds_per_byte * price), is_coding=True))
-    priced_sweep(trials, cut, gaps, limits=limits, rounds=rounds, is_coding=True)
+        _try_choice(trials, cut.solve(gaps.uniform(seconds_per_byte * price), allows_quantize=True))
+    priced_sweep(trials, cut, gaps, limits=limits, rounds=rounds, allows_quantize=True)
 
 
-def far_sweep(
+def offload_sweep(
     trials: Trials, cut: MinCut, gaps: Gaps, *, limits: Sequence[int], rounds: int
 ) -> None:
-    """The same with offload memory: at several prices of the link, from nothing to all it takes."""
-    is_coding = bool(trials.tally.coded_value_on)
+    """Repeat the sweeps with offload memory, at link prices from zero to the full transfer time."""
+    allows_quantize = bool(trials.estimator.quantizable)
     for share in _LINK_PRICES:
-        far = trials.tally.far_seconds(cut.kept, share=share)
+        offload_seconds = trials.estimator.transfer_seconds(cut.kept, share=share)
         for price in _UNIFORM_PRICES[::8]:
             seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
             weights = gaps.uniform(seconds_per_byte * price)
-            _note(trials, cut.solve(weights, far=far, is_coding=is_coding))
-        priced_sweep(trials, cut, gaps, limits=limits, rounds=rounds, far=far, is_coding=is_coding)
+            _try_choice(
+                trials,
+                cut.solve(
+                    weights, offload_seconds=offload_seconds, allows_quantize=allows_quantize
+                ),
+            )
+        priced_sweep(
+            trials,
+            cut,
+            gaps,
+            limits=limits,
+            rounds=rounds,
+            offload_seconds=offload_seconds,
+            allows_quantize=allows_quantize,
+        )
 
 
-def _note(trials: Trials, choice: RecomputeChoice) -> PeakEstimate:
-    """Of those that go far, also only those for whom the road is long: they hardly meet on it."""
-    tally = trials.tally
-    near = choice.again | {tally.coded(s) for s in choice.coded}
-    longest = sorted(choice.away, key=lambda s: tally.born[s])
-    counted = None
-    for number in dict.fromkeys(len(longest) * quarters // 4 for quarters in (4, 3, 2, 1)):
-        chosen = near | {tally.far(s, TransferMode.EASY) for s in longest[:number]}
-        found = trials.counted(chosen)
-        trials.noted(chosen, found)
-        counted = counted or found
-    assert counted is not None
-    return counted
+def _try_choice(trials: Trials, choice: RecomputeChoice) -> PeakEstimate:
+    """Record the choice, also with only some of its offloaded values, and return its estimate.
+
+    The values made first are kept: they have the longest gaps, so their transfers hardly compete
+    for the link.
+    """
+    estimator = trials.estimator
+    resident = choice.again | {estimator.quantize_choice(s) for s in choice.quantized}
+    by_birth = sorted(choice.offloaded, key=lambda s: estimator.born[s])
+    first_estimate = None
+    for number in dict.fromkeys(len(by_birth) * quarters // 4 for quarters in (4, 3, 2, 1)):
+        chosen = resident | {
+            estimator.offload_choice(s, TransferMode.HIDDEN) for s in by_birth[:number]
+        }
+        estimate = trials.estimate(chosen)
+        trials.record(chosen, estimate)
+        first_estimate = first_estimate or estimate
+    assert first_estimate is not None
+    return first_estimate
 
 
 def priced_sweep(
@@ -139,19 +167,29 @@ def priced_sweep(
     *,
     limits: Iterable[int],
     rounds: int,
-    far: Floats | None = None,
-    is_coding: bool = False,
+    offload_seconds: Floats | None = None,
+    allows_quantize: bool = False,
 ) -> None:
-    """Multiplicative weights: lines above the limit grow dearer, the total follows the peak."""
-    lines = trials.tally.num_lines
-    dearness = np.zeros(lines)
+    """Search line prices by multiplicative weights.
+
+    Lines above the limit become more expensive, and the total price follows the peak.
+    """
+    lines = trials.estimator.num_lines
+    log_weights = np.zeros(lines)
     total = trials.plain.seconds / max(1, trials.plain.peak_bytes)
     for limit in limits:
-        dearness *= 0.5
+        log_weights *= 0.5
         for number in range(rounds):
-            shares = np.exp(dearness - dearness.max())
+            shares = np.exp(log_weights - log_weights.max())
             prices = shares * (total / shares.sum())
-            counted = _note(trials, cut.solve(gaps.weights(prices), far=far, is_coding=is_coding))
-            over = np.clip(counted.folded() / limit - 1.0, -0.5, 0.5)
-            dearness += over * (_PUSH / (1 + number / 10))
-            total *= _GROWTH if counted.peak_bytes > limit else 1 / _GROWTH
+            estimate = _try_choice(
+                trials,
+                cut.solve(
+                    gaps.weights(prices),
+                    offload_seconds=offload_seconds,
+                    allows_quantize=allows_quantize,
+                ),
+            )
+            excess = np.clip(estimate.folded() / limit - 1.0, -0.5, 0.5)
+            log_weights += excess * (_PUSH / (1 + number / 10))
+            total *= _GROWTH if estimate.peak_bytes > limit else 1 / _GROWTH

@@ -1,6 +1,6 @@
-"""Which trades to apply: the fastest program within the budget, from one exploration of all.
+"""Choose the trades to apply: the fastest program within the budget, from one exploration.
 
-Not for looking at single plans (explore.py) or for saying why (explain.py).
+Not for exploring plans (explore.py) or for explaining them (explain.py).
 """
 
 import copy
@@ -34,10 +34,22 @@ from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.result import Gap, SearchResult
 from steelyard.search.single.evaluated_sets import Trials
-from steelyard.search.single.explain import refused, taken
-from steelyard.search.single.explore import Explored, again_rules, explore, few, reapplied, sketch
+from steelyard.search.single.explain import explain_rejected, explain_selected
+from steelyard.search.single.explore import (
+    Explored,
+    explore,
+    recompute_rules,
+    reevaluate,
+    sketch,
+    spread,
+)
 from steelyard.search.single.fast_estimator import FastEstimator
-from steelyard.search.single.granularity import moved_states, numbers_of_slices, slices, splits
+from steelyard.search.single.granularity import (
+    chunk_levels,
+    micro_batch_counts,
+    offload_levels,
+    slice_counts,
+)
 from steelyard.search.single.lower_bound import least_seconds
 from steelyard.search.single.min_cut import MinCut
 from steelyard.search.single.slicing_candidates import worth_slicing
@@ -45,8 +57,8 @@ from steelyard.search.single.variant import Variant
 from steelyard.units import format_bytes
 
 _POINTS = 16
-# Plans that are looked at again with weights or gradients moved; each is written out whole.
-_MOVED_POINTS = 8
+# Plans that are tried with offloaded parameters or gradients; each is rewritten in full.
+_STATE_POINTS = 8
 _RECOMPUTE, _CHUNK, _QUANTIZE = "recompute", "chunk", "quantize_activations"
 _ACCUMULATE = "accumulate"
 _OFFLOAD, _STATE = "offload", "offload_state"
@@ -63,17 +75,18 @@ def search(
     costs: CostTable,
     budget: Budget,
 ) -> SearchResult:
-    """The fastest program within the budget; raises Infeasible where there is none."""
+    """Return the fastest program within the budget; raise Infeasible if there is none."""
     return StepSearch(program, trades=trades, source=source, costs=costs).find(budget)
 
 
 class StepSearch:
-    """One training step, explored once for all budgets; more micro-batches only when asked for.
+    """The search over one training step, explored once for all budgets.
 
-    ``lossy`` are the values that a lossy trade may be applied on, by where they are made; without
-    any, such trades are offered and refused for the reason that ``find`` is told. ``repeats``: a
-    value may be made again more than once. ``layout``: rules that lay the step on several ranks;
-    what is searched then is the program of one of them.
+    More micro-batches are explored only on demand. ``lossy`` are the call sites of the values
+    that a lossy trade may change; without any, lossy trades are offered and refused for the
+    reason given to ``find``. With ``repeats``, a value may be recomputed more than once.
+    ``layout`` are rules that shard the step over several ranks; the search then plans the program
+    of one of them.
     """
 
     def __init__(
@@ -87,10 +100,10 @@ class StepSearch:
         repeats: bool = True,
         layout: Sequence[Rule] = (),
     ) -> None:
-        # Of unequal shares of the batch the largest: memory is shortest there.
+        # With unequal shares of the batch, plan the rank with the largest: it has the least memory.
         rank, *others = ParallelLayout.of(layout).unequal_ranks
-        self._whole = replace(program, rank=rank) if others else program
-        self._whole_source = source
+        self._base = replace(program, rank=rank) if others else program
+        self._base_source = source
         self.layout = tuple(layout)
         self._trades = {trade.name: trade for trade in trades}
         self.program = self._apply(())
@@ -100,70 +113,80 @@ class StepSearch:
         self._all_costs = costs = costs.on(self.program.layout.num_ranks)
         self._costs = costs.of_rank(self.program.rank) if layout else costs
         self._lossy = lossy
-        self._oftener = repeats
+        self._allows_repeats = repeats
         self.offers: list[Offer] = []
         self.refusals: list[Rejection] = []
         for trade in trades:
             if trade.name in LAYOUT_TRADES or (
                 trade.name in OFFLOAD_TRADES and not costs.far_bytes
             ):
-                continue  # nobody asked for it, or whoever did has chosen
+                continue  # not requested, or already fixed by ``layout``
             offers, refusals = trade.offers(self.program, self._source)
             if trade.is_exact:
                 self.offers += offers
             elif lossy:
-                able = self._allowed(self.program.graph, offers)
-                self.offers += offers_of(trade.name, self.program.graph, able)
+                allowed = self._allowed_values(self.program.graph, offers)
+                self.offers += offers_of(trade.name, self.program.graph, allowed)
             self.refusals += [replace(refusal, left=Remaining.NEVER) for refusal in refusals]
         rules = [rule for offer in self.offers for rule in offer.rules]
-        self._splits = splits([r.degree for r in rules if r.trade == _ACCUMULATE and r.degree > 1])
-        self._streams = slices([r for r in rules if r.trade == _CHUNK])
-        self._moving = [r for r in rules if r.trade == _STATE]
+        self._micro_batch_counts = micro_batch_counts(
+            [r.degree for r in rules if r.trade == _ACCUMULATE and r.degree > 1]
+        )
+        self._chunk_levels = chunk_levels([r for r in rules if r.trade == _CHUNK])
+        self._state_rules = [r for r in rules if r.trade == _STATE]
         self._is_brief = False
         self._explored: dict[Variant, Explored] = {}
-        self._written: dict[Variant, list[tuple[frozenset[int], Program]]] = {}
+        self._applied: dict[Variant, list[tuple[frozenset[int], Program]]] = {}
 
     @cached_property
-    def _states(self) -> tuple[tuple[Rule, ...], ...]:
-        """What is moved of weights, gradients and what the optimizer keeps."""
-        numbers = numbers_of_slices(self._moving)
-        sliced = {rule: degrees for rule, degrees in numbers.items() if degrees[-1]}
-        slices = self._fastest(sliced)
-        rules = [replace(rule, degree=slices.get(rule, 0)) for rule in numbers]
-        most = max((len(degrees) for degrees in sliced.values()), default=0)
+    def _state_levels(self) -> tuple[tuple[Rule, ...], ...]:
+        """The levels of offloaded parameters, gradients and optimizer state to explore."""
+        counts = slice_counts(self._state_rules)
+        sliced = {rule: degrees for rule, degrees in counts.items() if degrees[-1]}
+        chosen = self._fastest_slice_counts(sliced)
+        rules = [replace(rule, degree=chosen.get(rule, 0)) for rule in counts]
+        max_counts = max((len(degrees) for degrees in sliced.values()), default=0)
         finer = [
-            {rule: _finer(degrees, slices[rule], step) for rule, degrees in sliced.items()}
-            for step in range(1, most)
+            {rule: _finer_count(degrees, chosen[rule], step) for rule, degrees in sliced.items()}
+            for step in range(1, max_counts)
         ]
-        return moved_states(self.program, rules, finer)
+        return offload_levels(self.program, rules, finer)
 
-    def _fastest(self, numbers: Mapping[Rule, Sequence[int]]) -> dict[Rule, int]:
-        """Into how many slices each of these weights is parted so that most of its copying goes on
-        while it is computed with; each in turn, beside the others."""
-        slices = {rule: degrees[-1] for rule, degrees in numbers.items() if len(degrees) > 1}
-        for rule in slices:
-            tried = {}
-            for degree in numbers[rule]:
-                slices[rule] = degree
-                program = self._apply([replace(r, degree=n) for r, n in slices.items()])
-                tried[degree] = step_seconds(program, self._costs).value
-            slices[rule] = min(tried, key=tried.__getitem__)
-        return {rule: slices.get(rule, degrees[-1]) for rule, degrees in numbers.items()}
+    def _fastest_slice_counts(self, counts: Mapping[Rule, Sequence[int]]) -> dict[Rule, int]:
+        """Return the number of slices of each parameter that hides most of its transfers.
+
+        The parameters are tried in turn, each with the current choice of the others.
+        """
+        chosen = {rule: degrees[-1] for rule, degrees in counts.items() if len(degrees) > 1}
+        for rule in chosen:
+            seconds_of = {}
+            for degree in counts[rule]:
+                chosen[rule] = degree
+                program = self._apply([replace(r, degree=n) for r, n in chosen.items()])
+                seconds_of[degree] = step_seconds(program, self._costs).value
+            chosen[rule] = min(seconds_of, key=seconds_of.__getitem__)
+        return {rule: chosen.get(rule, degrees[-1]) for rule, degrees in counts.items()}
 
     def explored(self, variant: Variant = _PLAIN) -> Explored:
-        """The plans of recomputation on this variant of the step."""
+        """Return the explored plans of this variant of the step."""
         known = self._explored.get(variant)
         if known is None:
             known = self._explored[variant] = self._explore(variant)
         return known
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> SearchResult:
-        """The plan for one budget, in the same words for any. ``barred`` says why no lossy trade
-        may be applied, where none may."""
-        if not self._is_brief and _PLAIN not in self._explored and self._is_kept_untraded(budget):
-            return self._briefly.find(budget, barred=barred)
+        """Return the plan for one budget.
+
+        ``barred`` is the reason for refusing lossy trades where none may be applied.
+        """
+        if (
+            not self._is_brief
+            and _PLAIN not in self._explored
+            and self._meets_budget_untraded(budget)
+        ):
+            return self._brief_search.find(budget, barred=barred)
         variant, point = self._best(budget)
-        self.explored(variant.at_home.whole)  # which what is taken is priced beside
+        self.explored(variant.unoffloaded.unsplit)  # the baseline of the explanation
         rules = self._rules(variant, point)
         program = self._apply_on_ranks(rules)
         prediction = predict(program, self._all_costs)
@@ -172,43 +195,44 @@ class StepSearch:
             "the tally is off"
         )
         if budget.memory_bytes is not None and prediction.peak.nbytes > budget.memory_bytes:
-            raise self._beyond(prediction.peak, budget, parts=variant.parts)
-        slow = too_slow(prediction, budget)
-        if slow is not None:
-            raise slow
+            raise self._infeasible(prediction.peak, budget, parts=variant.parts)
+        violation = too_slow(prediction, budget)
+        if violation is not None:
+            raise violation
         least_variant, least = self._least()
-        lossless = () if self._lossy else self._barred(variant, barred)
+        lossy_rejections = () if self._lossy else self._lossy_rejections(variant, barred)
         return SearchResult(
             program=program,
             rules=rules,
             prediction=prediction,
             micro_batches=variant.parts,
-            taken=taken(self._explored, variant, point),
+            taken=explain_selected(self._explored, variant, point),
             refused=(
                 *self.refusals,
-                *refused(self.offers, self._explored, variant, point, budget),
-                *lossless,
+                *explain_rejected(self.offers, self._explored, variant, point, budget),
+                *lossy_rejections,
             ),
-            num_offers=len(self.offers) + len(lossless),
+            num_offers=len(self.offers) + len(lossy_rejections),
             frontier=self.frontier(),
             least=predict(self._apply(self._rules(least_variant, least)), self._costs).peak,
             least_within=self._least_within(),
-            next_cent=self._next_cent(point, budget),
-            gap=_gap(explored, point, budget, is_moved=variant.moves_in_passes),
+            next_cent=self._marginal_saving(point, budget),
+            gap=_gap(explored, point, budget, has_offloaded_states=variant.offloads_in_passes),
         )
 
     @cached_property
-    def _briefly(self) -> "StepSearch":
-        """This search without its long exploration of plans that save memory, for budgets that ask
-        for none of them."""
+    def _brief_search(self) -> "StepSearch":
+        """This search without the long exploration, for budgets that do not need to save memory."""
         brief = copy.copy(self)
         brief._is_brief = True
-        brief._explored, brief._written = {}, {}
+        brief._explored, brief._applied = {}, {}
         return brief
 
-    def _is_kept_untraded(self, budget: Budget) -> bool:
-        """Whether the step keeps every bound of the budget with no trade applied: all that is left
-        to win is time."""
+    def _meets_budget_untraded(self, budget: Budget) -> bool:
+        """True if the step meets every bound of the budget with no trade applied.
+
+        Only time can then be saved.
+        """
         limit = budget.memory_bytes
         if limit is not None and self.untraded_bytes > limit:
             return False
@@ -221,16 +245,16 @@ class StepSearch:
         """The peak of the step with no trade applied."""
         return Trials(FastEstimator(self.program, self._costs, ())).plain.peak_bytes
 
-    def _barred(self, variant: Variant, reason: str) -> tuple[Rejection, ...]:
-        """The widest offer of each lossy trade, and what it would buy if it were the only trade.
+    def _lossy_rejections(self, variant: Variant, reason: str) -> tuple[Rejection, ...]:
+        """Return the widest offer of each lossy trade, with its saving as the only trade.
 
-        One look at the peak, for what is not to be applied is not worth exploring.
+        A single estimate of the peak is enough, because these trades are not applied.
         """
-        told = []
+        rejections = []
         for trade in self._trades.values():
             if trade.is_exact or trade.name in LAYOUT_TRADES:
                 continue
-            program = self._apply(variant.at_home.rules)
+            program = self._apply(variant.unoffloaded.rules)
             offers, _ = trade.offers(program, self._source)
             if not offers:
                 continue
@@ -238,46 +262,51 @@ class StepSearch:
             rules = to_rules(program.graph, values, trade=trade.name)
             applied = trade.rewrite(program, rules, self._source)
             before, after = (peak_bytes(p, self._costs) for p in (program, applied))
-            bought = "no memory at the peak"
+            saving = "no memory at the peak"
             if after < before:
-                bought = f"~{format_bytes(before - after)} of memory"
+                saving = f"~{format_bytes(before - after)} of memory"
             widest = max(offers, key=lambda o: sum(r.count for r in o.rules))
-            said = f"would alone buy {bought}, but {reason}"
-            told.append(Rejection(trade=trade.name, label=widest.label, reason=said))
-        return tuple(told)
+            text = f"would alone buy {saving}, but {reason}"
+            rejections.append(Rejection(trade=trade.name, label=widest.label, reason=text))
+        return tuple(rejections)
 
     def least_bytes(self, *, enough_bytes: int) -> int:
-        """The least memory of the whole batch; where some variant needs no more than is enough, of
-        the first that does."""
-        found = []
-        for variant in self._levels_of(1):
-            found.append(self.explored(variant).least.peak_bytes)
-            if found[-1] <= enough_bytes:
+        """Return the least memory of the whole batch.
+
+        The search ends early at the first variant that needs at most ``enough_bytes``.
+        """
+        peaks = []
+        for variant in self._variants_of(1):
+            peaks.append(self.explored(variant).least.peak_bytes)
+            if peaks[-1] <= enough_bytes:
                 break
-        return min(found)
+        return min(peaks)
 
     def plans_of_recomputation(self, parts: int, *, count: int) -> Iterator[tuple[Rule, ...]]:
-        """What some plans of the step in so many parts make again, and do nothing besides."""
+        """Yield the recompute rules of some plans with ``parts`` micro-batches.
+
+        These plans apply no other trade.
+        """
         program = self._apply(Variant(parts=parts).rules)
         sketched = sketch(program, self._costs, self._offered(_RECOMPUTE, program))
-        for point in few(sketched.chain, count):
-            if again := again_rules(program.graph, sketched.values(point)):
-                yield again
+        for point in spread(sketched.chain, count):
+            if rules := recompute_rules(program.graph, sketched.recomputed(point)):
+                yield rules
 
     def explore_all(self) -> None:
-        """Every variant that is ever looked at, for the whole curve."""
-        for parts in (1, *self._splits):
-            for variant in self._levels_of(parts):
+        """Explore every variant that the search may use, for the whole curve."""
+        for parts in (1, *self._micro_batch_counts):
+            for variant in self._variants_of(parts):
                 self.explored(variant)
 
     def _least_within(self) -> int:
         tried = {variant.parts for variant in self._explored}
         if self._is_brief:
-            return max(tried)  # not even there all was tried
-        return max(tried) if set(self._splits) - tried else 0
+            return max(tried)  # even these were not explored in full
+        return max(tried) if set(self._micro_batch_counts) - tried else 0
 
     def frontier(self, *, points: int = _POINTS) -> tuple[FrontierPoint, ...]:
-        """The memory-time curve over all that was explored; more memory is never slower."""
+        """Return the memory-time curve over all explored plans; more memory is never slower."""
         curve = self._curve()
         low, high = curve[0][1].peak_bytes, curve[-1][1].peak_bytes
         chosen: dict[int, tuple[Variant, Point]] = {}
@@ -292,43 +321,43 @@ class StepSearch:
         return FrontierPoint(
             memory_bytes=point.peak_bytes,
             step_seconds=point.seconds,
-            accuracy_loss=UNKNOWN if explored.coded(point) else EXACT,
-            flops=explored.tally.flops_of(point.again),
+            accuracy_loss=UNKNOWN if explored.quantized(point) else EXACT,
+            flops=explored.estimator.flops_of(point.choices),
             micro_batches=variant.parts,
             rules=self._rules(variant, point),
         )
 
     def _best(self, budget: Budget) -> tuple[Variant, Point]:
-        """The fastest over all variants that could be it.
+        """Return the fastest plan over all variants that could contain it.
 
-        Cutting the batch or slicing costs time even where nothing is recomputed, and from some
-        number on the more the finer it is: once that alone is no faster than the best, finer cuts
-        are not looked at.
+        Splitting the batch or chunking costs time even if nothing is recomputed, and from some
+        number on it costs more the finer it is. Once that alone is no faster than the best plan,
+        finer splits are skipped.
         """
         limit = budget.memory_bytes
         best: tuple[Variant, Point] | None = None
-        for variants in self._codec_fallbacks(budget):
-            worth = False
+        for variants in self._variant_groups(budget):
+            is_finer_worthwhile = False
             for variant in variants:
-                if best is not None and self._is_idle(variant, best[1], limit):
+                if best is not None and self._is_not_worth_exploring(variant, best[1], limit):
                     continue
                 explored = self.explored(variant)
                 if best is not None and not _is_faster(explored.plain, best[1]):
                     continue
-                worth = True
+                is_finer_worthwhile = True
                 point = explored.within(limit)
                 if point is not None and (best is None or _is_faster(point, best[1])):
                     best = variant, point
-            if not worth and variants[0].parts > 1:
+            if not is_finer_worthwhile and variants[0].parts > 1:
                 break
         if best is None:
             variant, least = self._least()
             program = self._apply(self._rules(variant, least))
             peak = predict(program, self._costs).peak
-            raise self._beyond(peak, budget, parts=variant.parts)
+            raise self._infeasible(peak, budget, parts=variant.parts)
         return best
 
-    def _beyond(self, peak: PeakMemory, budget: Budget, *, parts: int) -> Infeasible:
+    def _infeasible(self, peak: PeakMemory, budget: Budget, *, parts: int) -> Infeasible:
         return beyond_budget(
             peak,
             budget,
@@ -338,51 +367,60 @@ class StepSearch:
             leaner_settings=self._source.leaner_settings(),
         )
 
-    def _codec_fallbacks(self, budget: Budget) -> Iterator[tuple[Variant, ...]]:
-        """Variants in the order in which they are looked at, those of one cut together.
+    def _variant_groups(self, budget: Budget) -> Iterator[tuple[Variant, ...]]:
+        """Yield the variants in the order of the search, grouped by number of micro-batches.
 
-        The same for every budget: or a larger one could be answered by a slower plan.
+        The order is the same for every budget; otherwise a larger budget could get a slower plan.
         """
         yield (_PLAIN,)
         if budget == Budget():
-            return  # nothing is asked for, so nothing is traded
-        is_kept = self._is_kept_untraded(budget)
-        for parts in (1, *self._splits):
-            if not is_kept:
-                yield self._levels_of(parts)
+            return  # without bounds, no trade is needed
+        is_met = self._meets_budget_untraded(budget)
+        for parts in (1, *self._micro_batch_counts):
+            if not is_met:
+                yield self._variants_of(parts)
                 continue
             if parts > 1 and self._source.is_no_faster(micro_batches=parts):
                 return
-            near = (variant for variant in self._levels_of(parts) if not variant.states)
-            yield tuple(near)
+            unoffloaded = (variant for variant in self._variants_of(parts) if not variant.states)
+            yield tuple(unoffloaded)
 
-    def _levels_of(self, parts: int) -> tuple[Variant, ...]:
-        """So many parts with each level of slices; of small parts some levels are the same."""
-        levels = (
-            replace(self._possible(parts, streams), states=states)
-            for states in self._states
-            for streams in self._streams
+    def _variants_of(self, parts: int) -> tuple[Variant, ...]:
+        """Return the variants with this many micro-batches.
+
+        With small micro-batches, some levels of chunks are the same.
+        """
+        variants = (
+            replace(self._with_chunks(parts, chunks), states=states)
+            for states in self._state_levels
+            for chunks in self._chunk_levels
         )
-        return tuple({variant.rules: variant for variant in levels}.values())
+        return tuple({variant.rules: variant for variant in variants}.values())
 
-    def _is_idle(self, variant: Variant, best: Point, limit: int | None) -> bool:
-        """What is no faster where memory is not bounded; else, of that, slices of parts or where no
-        memory asks for them, and moved states: not worth exploring."""
+    def _is_not_worth_exploring(self, variant: Variant, best: Point, limit: int | None) -> bool:
+        """True if the variant is optional and, before other trades, no faster than the best plan.
+
+        Without a memory limit, every variant is optional. Within a limit, these are optional:
+        offloaded states, chunked micro-batches, and chunks where the plain step fits.
+        """
         if limit is not None and not variant.states:
-            is_asked = self.explored().plain.peak_bytes > limit
-            if not variant.streams or (variant.parts == 1 and is_asked):
+            exceeds_limit = self.explored().plain.peak_bytes > limit
+            if not variant.chunks or (variant.parts == 1 and exceeds_limit):
                 return False
         program = self._apply(variant.rules)
         return step_seconds(program, self._costs).value >= best.seconds
 
-    def _possible(self, parts: int, streams: tuple[Rule, ...]) -> Variant:
-        """In slices where the parts can be sliced as the whole batch can: rows may be too few."""
-        variant = Variant(parts=parts, streams=streams)
-        if streams and variant not in self._explored:
+    def _with_chunks(self, parts: int, chunks: tuple[Rule, ...]) -> Variant:
+        """Return the variant with chunks if its micro-batches can be chunked, else without.
+
+        A micro-batch may have too few rows.
+        """
+        variant = Variant(parts=parts, chunks=chunks)
+        if chunks and variant not in self._explored:
             try:
                 self._apply(variant.rules)
             except Mismatch:
-                return variant.unsliced
+                return variant.unchunked
         return variant
 
     def _least(self) -> tuple[Variant, Point]:
@@ -390,7 +428,7 @@ class StepSearch:
         return min(leasts, key=lambda found: (found[1].peak_bytes, found[0]))
 
     def _curve(self) -> list[tuple[Variant, Point]]:
-        """All variants that were explored, in one chain."""
+        """Return the Pareto front over all explored variants."""
         owner: dict[int, tuple[Variant, Point]] = {}
         archive = ParetoFront()
         for variant, explored in sorted(self._explored.items() or [(_PLAIN, self.explored())]):
@@ -399,31 +437,33 @@ class StepSearch:
                     owner[id(point)] = variant, point
         return [owner[id(point)] for point in archive]
 
-    def _next_cent(self, point: Point, budget: Budget) -> NextCent | None:
-        """The steepest way up from here: most seconds for each further byte."""
+    def _marginal_saving(self, point: Point, budget: Budget) -> NextCent | None:
+        """Return the largest saving of seconds per byte above the memory limit."""
         limit = budget.memory_bytes
         if limit is None:
             return None
-        ways = [
+        candidates = [
             NextCent(more_bytes=p.peak_bytes - limit, saved_seconds=point.seconds - p.seconds)
             for _, p in self._curve()
             if p.peak_bytes > limit and p.seconds < point.seconds
         ]
-        return max(ways, key=lambda w: (w.saved_seconds / w.more_bytes, w.more_bytes), default=None)
+        return max(
+            candidates, key=lambda c: (c.saved_seconds / c.more_bytes, c.more_bytes), default=None
+        )
 
     def _explore(self, variant: Variant) -> Explored:
         program = self._apply(variant.rules)
-        if variant.moves_in_passes:
-            return self._with_moves(variant)
+        if variant.offloads_in_passes:
+            return self._explore_with_offloaded_states(variant)
         if variant.states:
-            return reapplied(program, self._costs, known=self.explored(variant.at_home))
+            return reevaluate(program, self._costs, known=self.explored(variant.unoffloaded))
         known = self.explored() if variant != _PLAIN and not self._is_brief else None
-        again = self._offered(_RECOMPUTE, program)
-        coded = self._offered(_QUANTIZE, program) if self._lossy else frozenset()
-        if coded:
-            again -= settled(program.graph)
-            rules = to_rules(program.graph, coded, trade=_QUANTIZE)
-            # So that what they cost is known.
+        recomputable = self._offered(_RECOMPUTE, program)
+        quantizable = self._offered(_QUANTIZE, program) if self._lossy else frozenset()
+        if quantizable:
+            recomputable -= settled(program.graph)
+            rules = to_rules(program.graph, quantizable, trade=_QUANTIZE)
+            # Makes the source price the codec operators.
             self._source.rewritten(
                 self._trades[_QUANTIZE].rewrite(program, rules, self._source).graph
             )
@@ -431,114 +471,121 @@ class StepSearch:
         return explore(
             program,
             self._costs,
-            again,
+            recomputable,
             self._offered(_OFFLOAD, program) if has_offload_memory else (),
-            coded,
+            quantizable,
             self._sliceable(program) if has_offload_memory else {},
             known=known,
             thorough=variant.parts == 1,
-            repeats=self._oftener,
-            briefly=self._is_brief,
+            repeats=self._allows_repeats,
+            known_plans_only=self._is_brief,
         )
 
-    def _with_moves(self, variant: Variant) -> Explored:
-        """Some plans of the same step with all near, each predicted anew: where weights come and go
-        depends on what else runs."""
-        home = self.explored(variant.at_home)
+    def _explore_with_offloaded_states(self, variant: Variant) -> Explored:
+        """Offload states in some plans of the same step, and predict each plan anew.
+
+        The timing of parameter transfers depends on everything else that runs.
+        """
+        unoffloaded = self.explored(variant.unoffloaded)
         archive = ParetoFront()
-        for again, near in self._written_out(variant.at_home):
-            program = self._trades[_STATE].rewrite(near, variant.states, self._source)
+        for choices, resident in self._applied_plans(variant.unoffloaded):
+            program = self._trades[_STATE].rewrite(resident, variant.states, self._source)
             if program.far_bytes <= self._costs.far_bytes:
                 nbytes = peak_bytes(program, self._costs)
                 seconds = step_seconds(program, self._costs).value
-                archive.add(Point(peak_bytes=nbytes, seconds=seconds, again=again))
-        return replace(home, chain=tuple(archive), groups=(), trials=len(archive))
+                archive.add(Point(peak_bytes=nbytes, seconds=seconds, choices=choices))
+        return replace(unoffloaded, chain=tuple(archive), groups=(), trials=len(archive))
 
-    def _written_out(self, home: Variant) -> list[tuple[frozenset[int], Program]]:
-        """A few of its plans, as choices and as programs."""
-        if home not in self._written:
-            explored = self.explored(home)
-            points = few(explored.chain, _MOVED_POINTS)
-            if any(rule.op == "gradient" and rule.degree for rule in self._moving):
-                # The result of a product that reads slices is not made in slices.
-                points += [explored.unsliced(p) for p in points if explored.in_slices(p)]
+    def _applied_plans(self, variant: Variant) -> list[tuple[frozenset[int], Program]]:
+        """Return a few plans of the variant, as choices and as programs."""
+        if variant not in self._applied:
+            explored = self.explored(variant)
+            points = spread(explored.chain, _STATE_POINTS)
+            if any(rule.op == "gradient" and rule.degree for rule in self._state_rules):
+                # A product that reads slices cannot make its result in slices: try whole reads.
+                points += [explored.unsliced(p) for p in points if explored.slice_counts(p)]
             found = []
             for point in points:
-                again = explored.choice(point)
-                own = self._own_rules(explored, replace(point, again=again))
-                found.append((again, self._apply((*home.rules, *own))))
-            self._written[home] = found
-        return self._written[home]
+                choices = explored.choices_of(point)
+                rules = self._plan_rules(explored, replace(point, choices=choices))
+                found.append((choices, self._apply((*variant.rules, *rules))))
+            self._applied[variant] = found
+        return self._applied[variant]
 
     def _offered(self, trade: str, program: Program) -> frozenset[str]:
-        """The values that this trade offers something for."""
+        """Return the values that this trade offers something for."""
         if trade not in self._trades:
             return frozenset()
         offers, _ = self._trades[trade].offers(program, self._source)
         if not self._trades[trade].is_exact:
-            return self._allowed(program.graph, offers)
+            return self._allowed_values(program.graph, offers)
         return matching(program.graph, _rules_of(offers))
 
     def _sliceable(self, program: Program) -> dict[str, int]:
-        """The values that may come back in slices, and in how many."""
+        """Return the values that may be fetched in slices, with the number of slices of each."""
         if _OFFLOAD not in self._trades:
             return {}
         offers, _ = self._trades[_OFFLOAD].offers(program, self._source)
         graph, rules = program.graph, [rule for rule in _rules_of(offers) if rule.degree]
-        able = {value: rule.degree for value, rule in rule_of(graph, rules).items()}
-        slices = worth_slicing(FastEstimator(program, self._costs, ()), able) if able else {}
-        rules = [r for r in rules if rule_of(graph, [r]).keys() & slices.keys()]
-        # So that what it costs to read them so is known.
+        counts = {value: rule.degree for value, rule in rule_of(graph, rules).items()}
+        worthwhile = (
+            worth_slicing(FastEstimator(program, self._costs, ()), counts) if counts else {}
+        )
+        rules = [r for r in rules if rule_of(graph, [r]).keys() & worthwhile.keys()]
+        # Makes the source price the sliced reads.
         self._trades[_OFFLOAD].rewrite(program, rules, self._source)
-        return slices
+        return worthwhile
 
-    def _allowed(self, graph: Graph, offers: Sequence[Offer]) -> frozenset[str]:
-        """Of what a lossy trade offers: the values that may lose something."""
+    def _allowed_values(self, graph: Graph, offers: Sequence[Offer]) -> frozenset[str]:
+        """Return the values that a lossy trade offers and that may be changed."""
         values = matching(graph, _rules_of(offers))
         return frozenset(v for v in values if spot_of(graph, graph.by_name[v]) in self._lossy)
 
     def _rules(self, variant: Variant, point: Point) -> tuple[Rule, ...]:
-        own = self._own_rules(self._explored[variant], point)
-        return (*self.layout, *variant.rules, *own)
+        plan_rules = self._plan_rules(self._explored[variant], point)
+        return (*self.layout, *variant.rules, *plan_rules)
 
-    def _own_rules(self, explored: Explored, point: Point) -> tuple[Rule, ...]:
-        """What is recomputed, kept in 8 bits and moved within the variant."""
-        graph = explored.tally.program.graph
-        rules = again_rules(graph, explored.values(point))
-        coded = to_rules(graph, explored.coded(point), trade=_QUANTIZE)
-        moving = _moving(graph, explored.moved(point), explored.in_slices(point))
-        return (*rules, *coded, *moving)
+    def _plan_rules(self, explored: Explored, point: Point) -> tuple[Rule, ...]:
+        """Return the rules for recompute, 8-bit quantization and offload within the variant."""
+        graph = explored.estimator.program.graph
+        rules = recompute_rules(graph, explored.recomputed(point))
+        quantized = to_rules(graph, explored.quantized(point), trade=_QUANTIZE)
+        offloaded = _offload_rules(graph, explored.offloaded(point), explored.slice_counts(point))
+        return (*rules, *quantized, *offloaded)
 
     def _apply(self, rules: Sequence[Rule]) -> Program:
-        every = tuple(dict.fromkeys((*self.layout, *rules)))
+        all_rules = tuple(dict.fromkeys((*self.layout, *rules)))
         trades = tuple(self._trades.values())
-        return apply_rules(self._whole, every, trades=trades, source=self._whole_source)
+        return apply_rules(self._base, all_rules, trades=trades, source=self._base_source)
 
     def _apply_on_ranks(self, rules: Sequence[Rule]) -> Program:
-        every = tuple(dict.fromkeys((*self.layout, *rules)))
+        all_rules = tuple(dict.fromkeys((*self.layout, *rules)))
         trades = tuple(self._trades.values())
-        return apply_rules_on_ranks(self._whole, every, trades=trades, source=self._whole_source)
+        return apply_rules_on_ranks(self._base, all_rules, trades=trades, source=self._base_source)
 
 
 def _is_faster(one: Point, other: Point) -> bool:
-    """By more than sums of seconds are rounded by: what only looks faster so wins nothing."""
+    """True if the difference exceeds the rounding error of summed seconds.
+
+    A smaller difference is no gain.
+    """
     return one.seconds < other.seconds * (1 - _ROUNDING)
 
 
-def _finer(degrees: Sequence[int], degree: int, step: int) -> int:
-    """So many steps finer than this number of slices, as far as there are."""
+def _finer_count(degrees: Sequence[int], degree: int, step: int) -> int:
+    """Return the number of slices ``step`` positions finer, or the finest."""
     return degrees[min(degrees.index(degree) + step, len(degrees) - 1)]
 
 
-def _moving(
-    graph: Graph, moved: Mapping[str, tuple[int, int]], slices: Mapping[str, int]
+def _offload_rules(
+    graph: Graph, offloaded: Mapping[str, tuple[int, int]], slices: Mapping[str, int]
 ) -> tuple[Rule, ...]:
-    alike: dict[tuple[int, int, int], list[str]] = {}
-    for value, times in moved.items():
-        alike.setdefault((*times, slices.get(value, 0)), []).append(value)
+    by_timing: dict[tuple[int, int, int], list[str]] = {}
+    for value, lag_and_lead in offloaded.items():
+        by_timing.setdefault((*lag_and_lead, slices.get(value, 0)), []).append(value)
     return tuple(
         rule
-        for (lag, lead, count), values in sorted(alike.items())
+        for (lag, lead, count), values in sorted(by_timing.items())
         for rule in to_rules(graph, values, trade=_OFFLOAD, lag=lag, lead=lead, degree=count)
     )
 
@@ -547,20 +594,25 @@ def _rules_of(offers: Sequence[Offer]) -> list[Rule]:
     return sorted({rule for offer in offers for rule in offer.rules})
 
 
-def _gap(explored: Explored, point: Point, budget: Budget, *, is_moved: bool) -> Gap | None:
-    """None where no memory is bounded. With weights or gradients moved, the bound is the step in
-    which nothing is: the tally knows no memory without them."""
-    tally = explored.tally
-    is_often = bool(tally.times_of(point.again))
-    if budget.memory_bytes is None or not (tally.unit_of or tally.elsewhere()):
+def _gap(
+    explored: Explored, point: Point, budget: Budget, *, has_offloaded_states: bool
+) -> Gap | None:
+    """Return the gap to the lower bound; None if memory is not bounded.
+
+    With offloaded parameters or gradients, the bound is the plain step: the estimator does not
+    model memory without them.
+    """
+    estimator = explored.estimator
+    is_often = bool(estimator.times_of(point.choices))
+    if budget.memory_bytes is None or not (estimator.unit_of or estimator.eviction_choices()):
         return None
-    least = min(tally.plain_seconds, point.seconds)
-    # No plan takes less than one that makes nothing again and moves nothing; slices may be faster.
-    is_plain = not point.again and not tally.quickened_seconds
-    if not is_moved and not is_plain:
+    least = min(estimator.plain_seconds, point.seconds)
+    # No plan is faster than one without recompute and offload, except by faster sliced products.
+    is_plain = not point.choices and not estimator.slicing_gain_seconds
+    if not has_offloaded_states and not is_plain:
         least = least_seconds(
-            tally,
-            MinCut(tally),
+            estimator,
+            MinCut(estimator),
             limit_bytes=budget.memory_bytes,
             within_seconds=point.seconds,
             repeats=is_often,
@@ -569,6 +621,6 @@ def _gap(explored: Explored, point: Point, budget: Budget, *, is_moved: bool) ->
         step_seconds=point.seconds,
         least_seconds=least,
         is_often=is_often,
-        has_offload_memory=bool(tally.far_value_on),
-        has_codes=bool(tally.coded_value_on),
+        has_offload_memory=bool(estimator.offloadable),
+        has_codes=bool(estimator.quantizable),
     )

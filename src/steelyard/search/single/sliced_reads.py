@@ -1,7 +1,6 @@
-"""What it takes to read a value slice by slice, for each product that may: the tally's part for
-values that come back so.
+"""The cost of reading an offloaded value slice by slice, for each product that supports it.
 
-Not for which do: that is a choice.
+Part of the fast estimator. Not for choosing the products: that is a choice of the search.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,11 @@ from steelyard.predict.cost_table import CostTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedRead:
-    """A product that may read a value in ``pieces``, in room for two: its line in the plain
-    program, what it takes so, and how much more that is than on the whole value."""
+    """A product that may read a value in ``pieces`` slices, through a buffer for two of them.
+
+    ``line`` is its line in the plain program. ``more_seconds`` and ``more_workspace`` compare it
+    to the product on the whole value.
+    """
 
     line: int
     pieces: int
@@ -27,27 +29,29 @@ class SlicedRead:
     more_workspace: int
 
     @classmethod
-    def of(cls, read: Read, line: int, whole: Node, costs: CostTable) -> Self:
+    def of(cls, read: Read, line: int, unsliced: Node, costs: CostTable) -> Self:
         seconds = costs.seconds(read.call).value
         return cls(
             line=line,
             pieces=read.link.hops,
             room_bytes=read.room.nbytes,
             seconds=seconds,
-            more_seconds=seconds - costs.seconds(whole).value,
-            more_workspace=costs.workspace_bytes(read.call) - costs.workspace_bytes(whole),
+            more_seconds=seconds - costs.seconds(unsliced).value,
+            more_workspace=costs.workspace_bytes(read.call) - costs.workspace_bytes(unsliced),
         )
 
 
 def sliced_reads(
     program: Program, lines: Sequence[Instruction], slices: Mapping[str, int], costs: CostTable
 ) -> dict[str, tuple[SlicedRead, ...]]:
-    """By value; ``lines`` are those that compute, as they are counted."""
+    """Return the sliced reads of each value; ``lines`` are the computed lines, as numbered here."""
     slots = {value: slot for slot, value in enumerate(slices)}
     reads = with_inputs_in_slices(program, slices, slots).reads
-    place = {line.value: number for number, line in enumerate(lines)}
-    node = {line.value: program.graph.by_name[line.node] for line in lines}
+    line_of = {line.value: number for number, line in enumerate(lines)}
+    node_of = {line.value: program.graph.by_name[line.node] for line in lines}
     return {
-        value: tuple(SlicedRead.of(r, place[r.result], node[r.result], costs) for r in own)
-        for value, own in reads.items()
+        value: tuple(
+            SlicedRead.of(r, line_of[r.result], node_of[r.result], costs) for r in reads_of_value
+        )
+        for value, reads_of_value in reads.items()
     }

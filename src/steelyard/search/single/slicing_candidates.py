@@ -1,28 +1,33 @@
-"""Which values are worth reading in slices: those that, whole, are near where most must be.
+"""The values worth reading in slices: those that, whole, would be live near the peak.
 
-A product that has room enough in every plan gains nothing, and each way for a value to go makes the
-search look at more. Not for how many slices: see trades/.
+A product with enough memory in every plan gains nothing from slices, and each further mode of a
+value enlarges the search. Not for the number of slices: see trades/.
 """
 
 from collections.abc import Mapping
 
 from steelyard.search.single.fast_estimator import FastEstimator
-from steelyard.search.single.lower_bound import surely_held
+from steelyard.search.single.lower_bound import unavoidable_bytes
 
-# Of what some line holds in every plan; a line that must hold less has room where others have none.
-_SHARE = 0.9
+# Share of the maximum over all lines. A line with fewer unavoidable bytes has free memory when the
+# peak line has none.
+_THRESHOLD_SHARE = 0.9
 
 
-def worth_slicing(tally: FastEstimator, slices: Mapping[str, int]) -> dict[str, int]:
-    """Of these values, those read where at least so much is held whatever is made again or moved:
-    with all gradients near, or with none."""
+def worth_slicing(estimator: FastEstimator, slices: Mapping[str, int]) -> dict[str, int]:
+    """Return the values read at a line where every plan holds nearly the maximum.
+
+    This is checked with all gradients on the device, and with none.
+    """
     found: dict[str, int] = {}
-    for staying in (tally.staying, tally.staying - tally.gradients):
-        held = surely_held(tally, staying)
-        enough = _SHARE * float(held.max(initial=0.0))
+    for persistent in (estimator.persistent, estimator.persistent - estimator.gradients):
+        nbytes = unavoidable_bytes(estimator, persistent)
+        threshold = _THRESHOLD_SHARE * float(nbytes.max(initial=0.0))
         for value in slices.keys() - found.keys():
-            (storage,) = tally.storages_of([value])
-            late = held[tally.late_first[storage] : tally.late_last[storage] + 1]
-            if late.max(initial=0.0) >= enough:
+            (storage,) = estimator.storages_of([value])
+            in_backward = nbytes[
+                estimator.backward_first[storage] : estimator.backward_last[storage] + 1
+            ]
+            if in_backward.max(initial=0.0) >= threshold:
                 found[value] = slices[value]
     return found

@@ -1,8 +1,7 @@
-"""When values leave for offload memory and come back: lags and leads, and how long the device
-waits.
+"""The schedule of transfers to and from offload memory: lags, leads and device stalls.
 
-The tally's part for transfers: it mirrors what the offload trade writes and what predict/ plays.
-Not for choosing what is moved.
+Part of the fast estimator: it mirrors the programs that the offload trade writes and the timeline
+of predict/. Not for choosing the values to offload.
 """
 
 from collections import deque
@@ -22,84 +21,100 @@ from steelyard.search.single.sliced_reads import SlicedRead
 
 
 class TransferMode(IntEnum):
-    """How a value is moved: without ever waiting; away by the end of the forward pass at the
-    latest, and not back before; or at the cost of all its way, so that it is here no line longer.
-    Or back in slices, for each product that reads it: away without waiting, or at once.
+    """The timing of a value's transfers.
+
+    - HIDDEN: transfers overlap fully with compute, so the device never stalls.
+    - BETWEEN_PASSES: evicted by the end of the forward pass, and not fetched before the backward
+      pass.
+    - IMMEDIATE: on the device no longer than needed, at the cost of the full transfer time.
+    - SLICED and SLICED_IMMEDIATE: fetched in slices by each product that reads it; evicted as in
+      HIDDEN or as in IMMEDIATE.
     """
 
-    EASY = 0
-    OVER_THE_TURN = 1
-    AT_ONCE = 2
-    IN_SLICES = 3
-    IN_SLICES_AT_ONCE = 4
+    HIDDEN = 0
+    BETWEEN_PASSES = 1
+    IMMEDIATE = 2
+    SLICED = 3
+    SLICED_IMMEDIATE = 4
 
     @property
     def is_sliced(self) -> bool:
-        return self >= TransferMode.IN_SLICES
+        return self >= TransferMode.SLICED
 
     @property
-    def whole(self) -> "TransferMode":
-        """How a value is moved instead that cannot be sliced."""
+    def unsliced(self) -> "TransferMode":
+        """The corresponding mode for a value that cannot be sliced."""
         return {
-            TransferMode.IN_SLICES: TransferMode.EASY,
-            TransferMode.IN_SLICES_AT_ONCE: TransferMode.AT_ONCE,
+            TransferMode.SLICED: TransferMode.HIDDEN,
+            TransferMode.SLICED_IMMEDIATE: TransferMode.IMMEDIATE,
         }.get(self, self)
 
 
-# Slices begin to be fetched so many operators before they are read: most come while that goes on.
-_LEAD_OF_SLICES = 1
+# Fetching starts this many operators before the product: most slices arrive while it runs.
+_SLICE_LEAD = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """``gone`` is the last line at which the near copy is there, ``back`` the first at which there
-    is one again; both count copies. In slices there is none: some are there between two lines, for
-    each product that reads them.
+    """The transfers of one offloaded value.
+
+    ``evicted_at`` is the last line at which the device copy exists, ``restored_at`` the first
+    line at which it exists again; both count copies. A sliced value is never restored: each of
+    its ``slices`` is a first line, a last line and the product for which slices are on the device
+    between them.
     """
 
     lag: int
     lead: int
-    gone: int
-    back: int
+    evicted_at: int
+    restored_at: int
     slices: tuple[tuple[int, int, SlicedRead], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlans:
-    """``seconds`` are those of one pass: waiting, and the calls themselves."""
+    """The transfers of all values.
+
+    ``seconds`` are those of one pass: stalls, and the device time of the calls themselves.
+    """
 
     by_storage: Mapping[int, TransferPlan] = field(default_factory=dict)
     seconds: float = 0.0
     nbytes: int = 0
 
 
-NO_TRIPS = TransferPlans()
+NO_TRANSFERS = TransferPlans()
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """One value on its way; the rest are numbers of running operators, each the next to run."""
+    """The transfers of one value, timed by kernels.
+
+    Each number is the index of the kernel that runs next.
+    """
 
     storage: int
-    way: TransferMode
-    made: int
-    freed: int
-    wanted: int
+    mode: TransferMode
+    send_issue: int
+    forward_end: int
+    fetch_wait: int
     reads: Sequence[tuple[int, SlicedRead]] = ()
-    sent: int = 0
-    fetch: int = 0
+    send_wait: int = 0
+    fetch_issue: int = 0
 
     @property
     def lead(self) -> int:
-        return self.wanted - self.fetch
+        return self.fetch_wait - self.fetch_issue
 
     def slices(self) -> list[tuple[int, int, SlicedRead]]:
-        """In slices: when each product's begin to be fetched, and when it runs."""
-        return [(max(self.made, number - self.lead), number, read) for number, read in self.reads]
+        """Return the kernel of the first fetch, and the product, for each sliced read."""
+        return [
+            (max(self.send_issue, number - self.lead), number, read) for number, read in self.reads
+        ]
 
 
 class TransferLinks:
-    """The two links of one program, and what runs beside them."""
+    """The two offload links of one program, and the compute that overlaps with them."""
 
     def __init__(
         self,
@@ -110,194 +125,250 @@ class TransferLinks:
         sliced: Mapping[int, Sequence[SlicedRead]],
     ) -> None:
         graph = program.graph
-        whole = costs.whole_step_in(program.parts).value
+        step_factor = costs.whole_step_in(program.parts).value
         nodes = [graph.by_name[i.node] for i in lines]
-        self._whole = whole
-        self._seconds = np.array([costs.seconds(n).value for n in nodes]) * whole
-        self._runs = np.array([not n.is_free for n in nodes], dtype=bool)
-        late = [i for i, line in enumerate(lines) if line.phase is Phase.BACKWARD]
-        self._first_late = late[0] if late else len(lines)
-        place = {line.value: i for i, line in enumerate(lines)}
-        self._made = {s: place[v] for s, v in values.items()}
+        self._step_factor = step_factor
+        self._seconds = np.array([costs.seconds(n).value for n in nodes]) * step_factor
+        self._is_kernel = np.array([not n.is_free for n in nodes], dtype=bool)
+        backward = [i for i, line in enumerate(lines) if line.phase is Phase.BACKWARD]
+        self._backward_start = backward[0] if backward else len(lines)
+        line_of = {line.value: i for i, line in enumerate(lines)}
+        self._made_at = {s: line_of[v] for s, v in values.items()}
         self._nbytes = {s: graph.storages[s].nbytes for s in values}
-        self._out = {s: _takes(costs, FAR_OUT, Exchange.SEND, b) for s, b in self._nbytes.items()}
-        self._in = {s: _takes(costs, FAR_IN, Exchange.FETCH, b) for s, b in self._nbytes.items()}
+        self._send_seconds = {
+            s: _exchange_seconds(costs, FAR_OUT, Exchange.SEND, b) for s, b in self._nbytes.items()
+        }
+        self._fetch_seconds = {
+            s: _exchange_seconds(costs, FAR_IN, Exchange.FETCH, b) for s, b in self._nbytes.items()
+        }
         self._sliced = sliced
-        self._piece = {
-            (s, read.pieces): _takes(costs, FAR_IN, Exchange.FETCH, self._nbytes[s] // read.pieces)
+        self._slice_seconds = {
+            (s, read.pieces): _exchange_seconds(
+                costs, FAR_IN, Exchange.FETCH, self._nbytes[s] // read.pieces
+            )
             for s, reads in sliced.items()
             for read in reads
         }
-        out, back = links = costs.links[FAR_OUT], costs.links[FAR_IN]
-        # While the device waits, there is nothing that a transfer could slow.
-        self._spared = {1: whole * out.disturbs, 3: whole * back.disturbs}
-        # What the transfers of each slow beside them, and what the calls take of the device: whole,
-        # and in slices.
-        self._slowed: dict[tuple[int, bool], float] = {}
-        self._own: dict[tuple[int, bool], float] = {}
+        out_link, in_link = links = costs.links[FAR_OUT], costs.links[FAR_IN]
+        # While the device stalls, a transfer has no kernel to slow down.
+        self._slowdown_rate = {
+            1: step_factor * out_link.disturbs,
+            3: step_factor * in_link.disturbs,
+        }
+        # The slowdown that each value's transfers cause to concurrent kernels, and the device time
+        # of the calls: for a whole fetch and for a sliced one.
+        self._slowdown_seconds: dict[tuple[int, bool], float] = {}
+        self._call_seconds: dict[tuple[int, bool], float] = {}
         for s, b in self._nbytes.items():
             for is_sliced, pieces in (False, [1]), (True, [r.pieces for r in sliced.get(s, ())]):
-                came = sum(count * (b // count) for count in pieces)
-                slow = [link.disturbs / link.bytes_per_second for link in links]
-                self._slowed[s, is_sliced] = whole * (slow[0] * b + slow[1] * came)
-                calls = sum(back.device_seconds(b, messages=count) for count in pieces)
-                self._own[s, is_sliced] = whole * (out.device_seconds(b, messages=1) + calls)
+                fetched_bytes = sum(count * (b // count) for count in pieces)
+                seconds_per_byte = [link.disturbs / link.bytes_per_second for link in links]
+                self._slowdown_seconds[s, is_sliced] = step_factor * (
+                    seconds_per_byte[0] * b + seconds_per_byte[1] * fetched_bytes
+                )
+                calls = sum(in_link.device_seconds(b, messages=count) for count in pieces)
+                self._call_seconds[s, is_sliced] = step_factor * (
+                    out_link.device_seconds(b, messages=1) + calls
+                )
 
     def seconds_of(self, storage: int) -> float:
-        return self._out[storage] + self._in[storage]
+        return self._send_seconds[storage] + self._fetch_seconds[storage]
 
-    def travelled(
+    def schedule(
         self,
-        far: Mapping[int, TransferMode],
+        modes: Mapping[int, TransferMode],
         *,
-        wanted: Mapping[int, int],
+        needed_at: Mapping[int, int],
         forward_last: Sequence[int],
         shift: Ints,
         copies: Sequence[int],
         copy_seconds: Sequence[float],
         added_early: int,
     ) -> TransferPlans:
-        """``wanted`` is the line, copies counted, that first reads each value late; ``copies`` are
-        all lines that were added, so many of them before the turn."""
+        """Return the transfers of the values in ``modes``, and the seconds they add.
+
+        ``needed_at`` is the line, copies counted, of the first backward read of each value.
+        ``copies`` are all lines that were added; ``added_early`` of them precede the backward
+        pass.
+        """
         length = len(self._seconds) + len(copies)
-        own = np.arange(len(self._seconds)) + shift
+        new_line = np.arange(len(self._seconds)) + shift
         seconds, runs = np.zeros(length), np.ones(length, dtype=bool)
-        seconds[own], runs[own] = self._seconds, self._runs
-        seconds[list(copies)] = np.array(copy_seconds) * self._whole
+        seconds[new_line], runs[new_line] = self._seconds, self._is_kernel
+        seconds[list(copies)] = np.array(copy_seconds) * self._step_factor
         reads = {
-            s: self._sliced[s] for s, way in far.items() if way.is_sliced and wanted[s] < length
+            s: self._sliced[s]
+            for s, mode in modes.items()
+            if mode.is_sliced and needed_at[s] < length
         }
-        more = 0.0
-        for product in (product for products in reads.values() for product in products):
-            seconds[own[product.line]] += product.more_seconds * self._whole
-            more += product.more_seconds * self._whole
-        before = np.concatenate(([0], np.cumsum(runs)))
+        slicing_seconds = 0.0
+        for read in (read for reads_of_value in reads.values() for read in reads_of_value):
+            seconds[new_line[read.line]] += read.more_seconds * self._step_factor
+            slicing_seconds += read.more_seconds * self._step_factor
+        kernels_before = np.concatenate(([0], np.cumsum(runs)))
         places = np.flatnonzero(runs)
         begins = np.concatenate(([0.0], np.cumsum(seconds[places])))
-        turn = int(before[self._first_late + added_early])
-        number = {
-            s: [(int(before[own[read.line]]), read) for read in ours] for s, ours in reads.items()
+        turn = int(kernels_before[self._backward_start + added_early])
+        read_numbers = {
+            s: [(int(kernels_before[new_line[read.line]]), read) for read in reads_of_value]
+            for s, reads_of_value in reads.items()
         }
-        moved = [
+        transfers = [
             _Transfer(
                 storage=s,
-                way=way,
-                made=int(before[own[self._made[s]] + 1]),
-                freed=int(before[own[max(forward_last[s], self._made[s])] + 1]),
-                wanted=number[s][0][0] if s in number else int(before[wanted[s]]),
-                reads=number.get(s, ()),
+                mode=mode,
+                send_issue=int(kernels_before[new_line[self._made_at[s]] + 1]),
+                forward_end=int(
+                    kernels_before[new_line[max(forward_last[s], self._made_at[s])] + 1]
+                ),
+                fetch_wait=read_numbers[s][0][0]
+                if s in read_numbers
+                else int(kernels_before[needed_at[s]]),
+                reads=read_numbers.get(s, ()),
             )
-            for s, way in far.items()
-            if wanted[s] < length
+            for s, mode in modes.items()
+            if needed_at[s] < length
         ]
-        self._set_fetches(moved, wanted, begins, turn)
-        self._set_sends(moved, begins, turn)
-        trips = {}
-        for m in moved:
-            gone = int(places[m.sent - 1]) if m.sent else 0
-            back = wanted[m.storage] if m.fetch == m.wanted else int(places[m.fetch])
+        self._set_fetches(transfers, needed_at, begins, turn)
+        self._set_sends(transfers, begins, turn)
+        plans = {}
+        for m in transfers:
+            evicted_at = int(places[m.send_wait - 1]) if m.send_wait else 0
+            restored_at = (
+                needed_at[m.storage]
+                if m.fetch_issue == m.fetch_wait
+                else int(places[m.fetch_issue])
+            )
             slices = tuple(
-                (int(places[fetch]), int(own[read.line]), read) for fetch, _, read in m.slices()
+                (int(places[fetch]), int(new_line[read.line]), read)
+                for fetch, _, read in m.slices()
             )
-            trips[m.storage] = TransferPlan(
-                lag=m.sent - m.made, lead=m.lead, gone=gone, back=back, slices=slices
+            plans[m.storage] = TransferPlan(
+                lag=m.send_wait - m.send_issue,
+                lead=m.lead,
+                evicted_at=evicted_at,
+                restored_at=restored_at,
+                slices=slices,
             )
-        own_seconds = sum(self._own[m.storage, bool(m.reads)] for m in moved)
+        own_seconds = sum(self._call_seconds[m.storage, bool(m.reads)] for m in transfers)
         return TransferPlans(
-            by_storage=trips,
-            seconds=self._waited(moved, wanted, begins) + own_seconds + more,
-            nbytes=sum(offload_room(self._nbytes[m.storage]) for m in moved),
+            by_storage=plans,
+            seconds=self._stall_seconds(transfers, needed_at, begins)
+            + own_seconds
+            + slicing_seconds,
+            nbytes=sum(offload_room(self._nbytes[m.storage]) for m in transfers),
         )
 
     def _set_fetches(
-        self, moved: Sequence[_Transfer], wanted: Mapping[int, int], begins: Floats, turn: int
+        self,
+        transfers: Sequence[_Transfer],
+        needed_at: Mapping[int, int],
+        begins: Floats,
+        turn: int,
     ) -> None:
-        """As late as they can be issued and still arrive in time, one behind the other."""
-        free_until = float(begins[-1])
-        for m in sorted(moved, key=lambda m: (wanted[m.storage], m.storage), reverse=True):
-            if m.way is TransferMode.AT_ONCE:
-                m.fetch = m.wanted
+        """Issue each fetch as late as it can still arrive in time, one after another."""
+        link_free_until = float(begins[-1])
+        for m in sorted(transfers, key=lambda m: (needed_at[m.storage], m.storage), reverse=True):
+            if m.mode is TransferMode.IMMEDIATE:
+                m.fetch_issue = m.fetch_wait
                 continue
-            if m.way.is_sliced:
-                m.fetch = max(m.made, m.wanted - _LEAD_OF_SLICES)
+            if m.mode.is_sliced:
+                m.fetch_issue = max(m.send_issue, m.fetch_wait - _SLICE_LEAD)
                 continue
-            free_until = min(float(begins[m.wanted]), free_until) - self._in[m.storage]
-            latest = int(np.searchsorted(begins, free_until, side="right")) - 1
-            earliest = m.made if m.way is TransferMode.EASY else max(m.made, turn)
-            m.fetch = min(max(latest, earliest), m.wanted)
+            link_free_until = (
+                min(float(begins[m.fetch_wait]), link_free_until) - self._fetch_seconds[m.storage]
+            )
+            latest = int(np.searchsorted(begins, link_free_until, side="right")) - 1
+            earliest = m.send_issue if m.mode is TransferMode.HIDDEN else max(m.send_issue, turn)
+            m.fetch_issue = min(max(latest, earliest), m.fetch_wait)
 
-    def _set_sends(self, moved: Sequence[_Transfer], begins: Floats, turn: int) -> None:
-        """Let go where they have surely arrived, or as early as is asked for."""
-        idle = 0.0
-        for m in sorted(moved, key=lambda m: (m.made, m.storage)):
-            idle = max(idle, float(begins[m.made])) + self._out[m.storage]
-            arrived = int(np.searchsorted(begins, idle, side="left"))
-            if m.way is TransferMode.OVER_THE_TURN:
-                arrived = min(arrived, max(turn, m.freed))
-            elif m.way in (TransferMode.AT_ONCE, TransferMode.IN_SLICES_AT_ONCE):
-                arrived = min(arrived, m.freed)
-            m.sent = min(max(arrived, m.made), m.fetch)
+    def _set_sends(self, transfers: Sequence[_Transfer], begins: Floats, turn: int) -> None:
+        """Evict each value when its send has certainly arrived, or earlier if its mode says so."""
+        link_free_at = 0.0
+        for m in sorted(transfers, key=lambda m: (m.send_issue, m.storage)):
+            link_free_at = (
+                max(link_free_at, float(begins[m.send_issue])) + self._send_seconds[m.storage]
+            )
+            arrived = int(np.searchsorted(begins, link_free_at, side="left"))
+            if m.mode is TransferMode.BETWEEN_PASSES:
+                arrived = min(arrived, max(turn, m.forward_end))
+            elif m.mode in (TransferMode.IMMEDIATE, TransferMode.SLICED_IMMEDIATE):
+                arrived = min(arrived, m.forward_end)
+            m.send_wait = min(max(arrived, m.send_issue), m.fetch_issue)
 
-    def _waited(
-        self, moved: Sequence[_Transfer], wanted: Mapping[int, int], begins: Floats
+    def _stall_seconds(
+        self, transfers: Sequence[_Transfer], needed_at: Mapping[int, int], begins: Floats
     ) -> float:
-        """How long the device only waits, when all this is played; less what transfers would have
-        slowed in that time.
+        """Simulate the transfers and return how many seconds they stall the device.
+
+        The slowdown that transfers would have caused during those stalls is subtracted.
         """
         events: list[tuple[int, int, int, _Transfer, SlicedRead | None]] = []
-        for m in moved:
-            place = wanted[m.storage]
-            events += [(m.made, 0, place, m, None), (m.sent, 1, place, m, None)]
+        for m in transfers:
+            line = needed_at[m.storage]
+            events += [(m.send_issue, 0, line, m, None), (m.send_wait, 1, line, m, None)]
             if not m.reads:
-                events += [(m.fetch, 2, place, m, None), (m.wanted, 3, place, m, None)]
-            for fetch, number, product in m.slices():
-                events += [(fetch, 2, place, m, product), (number, 4, place, m, product)]
+                events += [(m.fetch_issue, 2, line, m, None), (m.fetch_wait, 3, line, m, None)]
+            for fetch, number, sliced in m.slices():
+                events += [(fetch, 2, line, m, sliced), (number, 4, line, m, sliced)]
         events.sort(key=lambda e: (*e[:3], e[3].storage))
-        waited = spared = out_idle = in_idle = 0.0
+        stalled_seconds = avoided_slowdown = out_free_at = in_free_at = 0.0
         arrives: dict[tuple[int, int], float] = {}
         arriving: dict[tuple[int, int], deque[float]] = {}
         for number, kind, _, m, read in events:
-            now = float(begins[number]) + waited
+            now = float(begins[number]) + stalled_seconds
             if kind == 0:
-                out_idle = max(now, out_idle) + self._out[m.storage]
-                arrives[m.storage, 1] = out_idle
+                out_free_at = max(now, out_free_at) + self._send_seconds[m.storage]
+                arrives[m.storage, 1] = out_free_at
             elif read is not None:
                 slices = arriving.setdefault((m.storage, read.line), deque())
-                takes = self._piece[m.storage, read.pieces]
+                slice_seconds = self._slice_seconds[m.storage, read.pieces]
                 if kind == 2:
                     for _ in range(min(2, read.pieces)):
-                        in_idle = max(now, in_idle) + takes
-                        slices.append(in_idle)
+                        in_free_at = max(now, in_free_at) + slice_seconds
+                        slices.append(in_free_at)
                     continue
-                stalled, in_idle = _gone_through(read, slices, now, in_idle, takes, self._whole)
-                waited += stalled
-                spared += stalled * self._spared[3]
+                stall_of_read, in_free_at = _stream_slices(
+                    read, slices, now, in_free_at, slice_seconds, self._step_factor
+                )
+                stalled_seconds += stall_of_read
+                avoided_slowdown += stall_of_read * self._slowdown_rate[3]
             elif kind == 2:
-                in_idle = max(now, in_idle) + self._in[m.storage]
-                arrives[m.storage, 3] = in_idle
+                in_free_at = max(now, in_free_at) + self._fetch_seconds[m.storage]
+                arrives[m.storage, 3] = in_free_at
             else:
                 stall = max(0.0, arrives[m.storage, kind] - now)
-                waited += stall
-                spared += stall * self._spared[kind]
-        return waited - min(spared, sum(self._slowed[m.storage, bool(m.reads)] for m in moved))
+                stalled_seconds += stall
+                avoided_slowdown += stall * self._slowdown_rate[kind]
+        return stalled_seconds - min(
+            avoided_slowdown,
+            sum(self._slowdown_seconds[m.storage, bool(m.reads)] for m in transfers),
+        )
 
 
-def _gone_through(
-    read: SlicedRead, arriving: deque[float], now: float, idle: float, takes: float, whole: float
+def _stream_slices(
+    read: SlicedRead,
+    arriving: deque[float],
+    now: float,
+    link_free_at: float,
+    slice_seconds: float,
+    scale: float,
 ) -> tuple[float, float]:
-    """How long a product waits for its slices, and until when the link is busy then: each further
-    slice is asked for when the room of the last but one is free."""
+    """Return the stall of a product that reads slices, and when the link is free again.
+
+    Each further slice is fetched once the buffer of the slice before the previous one is free.
+    """
     stalled, clock = 0.0, now
     for number in range(read.pieces):
         if 0 < number < read.pieces - 1:
-            idle = max(clock, idle) + takes
-            arriving.append(idle)
+            link_free_at = max(clock, link_free_at) + slice_seconds
+            arriving.append(link_free_at)
         stall = max(0.0, arriving.popleft() - clock)
         stalled += stall
-        clock += stall + read.seconds * whole / read.pieces
-    return stalled, idle
+        clock += stall + read.seconds * scale / read.pieces
+    return stalled, link_free_at
 
 
-def _takes(costs: CostTable, axis: str, kind: Exchange, nbytes: int) -> float:
+def _exchange_seconds(costs: CostTable, axis: str, kind: Exchange, nbytes: int) -> float:
     collective = Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=nbytes, hops=1)
     return costs.exchange_seconds(collective).value

@@ -1,6 +1,6 @@
-"""What is done to a step before anything is recomputed; each variant is a graph of its own.
+"""The changes made to a step before any recomputation; each variant has a graph of its own.
 
-Not for choosing among them: see search.py.
+Not for choosing among variants: see search.py.
 """
 
 from dataclasses import dataclass, replace
@@ -10,33 +10,39 @@ from steelyard.ir.rule import Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Variant:
-    """The batch in ``parts`` micro-batches; ``streams`` are rules for the whole batch, ``states``
-    rules for weights, gradients and what the optimizer keeps."""
+    """A step in ``parts`` micro-batches, with optional chunks and offloaded state.
+
+    ``chunks`` are rules for the whole batch; ``states`` are rules for parameters, gradients and
+    optimizer state.
+    """
 
     parts: int = 1
-    streams: tuple[Rule, ...] = ()
+    chunks: tuple[Rule, ...] = ()
     states: tuple[Rule, ...] = ()
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """A micro-batch has fewer rows, and so takes fewer slices."""
+        """The rules of the variant.
+
+        A micro-batch has fewer rows than the batch, so its chunks take fewer slices.
+        """
         split = (Rule(trade="accumulate", degree=self.parts),) if self.parts > 1 else ()
-        fewer = (replace(r, degree=max(2, round(r.degree / self.parts))) for r in self.streams)
+        fewer = (replace(r, degree=max(2, round(r.degree / self.parts))) for r in self.chunks)
         return (*split, *fewer, *self.states)
 
     @property
-    def at_home(self) -> "Variant":
+    def unoffloaded(self) -> "Variant":
         return replace(self, states=())
 
     @property
-    def moves_in_passes(self) -> bool:
-        """Whether more than the update is another: weights or gradients come and go in a pass."""
+    def offloads_in_passes(self) -> bool:
+        """True if a pass transfers parameters or gradients; False if only the update does."""
         return any(rule.op != "optimizer" for rule in self.states)
 
     @property
-    def whole(self) -> "Variant":
+    def unsplit(self) -> "Variant":
         return replace(self, parts=1)
 
     @property
-    def unsliced(self) -> "Variant":
-        return replace(self, streams=())
+    def unchunked(self) -> "Variant":
+        return replace(self, chunks=())

@@ -1,0 +1,280 @@
+"""Dynamo: a step captured as one graph, with the guards that say what it read.
+
+Not for AOTAutograd's export: see aot.py.
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+# Tracing leaves fake tensors of the model in this tracker's class attributes; leaving it as a
+# context takes them back.
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+
+__all__ = [
+    "Guarded",
+    "PhiloxStateTracker",
+    "capture_settings",
+    "captured_and_guarded",
+    "checkpoints",
+    "functional_calls",
+    "is_checkpointed",
+    "quiet_logs",
+]
+
+
+@contextlib.contextmanager
+def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]:
+    """Dynamo and dispatch as capture needs them, for a while.
+
+    Static shapes, recurrent layers allowed, logging left out, and no hidden decompositions: torch
+    2.13 applies some even where none are asked for, of which the recurrent ones lose the dropout
+    between layers without a word, and bilinear resizing rounds otherwise than eager does. Modules
+    are looked up anew: of two scripts of one name Dynamo would know the first for good.
+    """
+    import torch._dynamo.symbolic_convert
+
+    torch._dynamo.symbolic_convert._import_module.cache_clear()
+    with (
+        quiet_logs(),
+        _dynamo_config(ignored_loggers),
+        _without_hidden_decompositions(),
+        _without_mkldnn(),
+        _intermediates_may_require_grad(),
+    ):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """What Dynamo made of a step: its graph module for export, and what it saw being read.
+
+    The guards are those by which ``torch.compile`` decides to compile anew: of every value that
+    the traced code read. ``broken`` answers which of them no longer holds, or nothing. Left out
+    are those of the batch, of torch's modes and of the form of tensors; those come by the names of
+    guards in ``tensors`` and ``of_batch``. ``find`` looks a name up, as it is now.
+    """
+
+    graph: Any
+    broken: Callable[[], str]
+    tensors: Mapping[str, torch.Tensor]
+    of_batch: frozenset[str]
+    find: Callable[[str], Callable[[], Any]]
+    draws_in_python: bool
+
+
+def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
+    """Public names give one or the other, graph or guards."""
+    import torch._dynamo.convert_frame
+    import torch._dynamo.functional_export
+    import torch._dynamo.hooks
+    import torch._export.utils
+
+    dynamo = torch._dynamo
+    tensors: dict[str, torch.Tensor] = {}
+    of_batch: set[str] = set()
+
+    def kept(entries: Sequence[Any]) -> list[bool]:
+        for entry in entries:
+            if re.match(r"batch\b|L\['batch'\]", entry.name):
+                of_batch.add(entry.name.replace("L['batch']", "batch"))
+            elif entry.guard_type == "TENSOR_MATCH":
+                tensors[entry.name] = entry.value
+        return [
+            entry.name != ""
+            and re.match(r"batch\b|L\['batch'\]", entry.name) is None
+            and entry.guard_type not in _GUARDS_OF_FORM
+            and not (_OF_MODEL in entry.name and entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT")
+            and ".stateless._functional_call" not in entry.name  # another one, while tracing
+            for entry in entries
+        ]
+
+    with (
+        functional_calls(),
+        torch._export.utils._compiling_state_context(),
+        dynamo.config.patch(replay_side_effects=False, side_effect_replay_policy="warn"),
+        dynamo.utils.get_metrics_context(),
+        dynamo.utils.dynamo_timed("fullgraph_capture"),
+    ):
+        # Nothing leaves this process: models that write another graph for export (transformers'
+        # masks) should not.
+        torch.compiler._is_exporting_flag = False
+        captured = dynamo.convert_frame.fullgraph_capture(step, (batch,), {})
+        guards = captured.graph_capture_output.build_guards(
+            type(step).forward.__code__, hooks=dynamo.hooks.Hooks(guard_filter_fn=kept)
+        ).guard_manager
+    scope = {"self": step}
+
+    def broken() -> str:
+        if guards.check(scope):
+            return ""
+        return str(next(iter(guards.check_verbose(scope).verbose_code_parts), "a guard"))
+
+    found = type(step).forward.__globals__
+    names = {**(guards.closure_vars or {}), "G": found, "self": step}
+    names["___from_numpy"] = lambda value: value
+
+    def find(name: str) -> Callable[[], Any]:
+        return FunctionType(compile(name, "<a guard>", "eval"), names)
+
+    build = dynamo.functional_export.create_fx_graph_from_captured_output
+    graph = build(captured, step, (batch,), {})
+    # Guards look among the globals for modules only; the rest would keep every fake tensor alive.
+    draws = any(name.startswith("__gen_rand_values") for name in found)
+    for name in [name for name in found if name.startswith("__compiled_fn")]:
+        del found[name]
+    return Guarded(graph, broken, tensors, frozenset(of_batch), find, draws)
+
+
+# Its hooks are watched by run/model_guards.py; a module that the loss holds has no one else.
+_OF_MODEL = "self._modules['model']"
+
+
+@contextlib.contextmanager
+def functional_calls() -> Iterator[None]:
+    """Let ``torch.func.functional_call`` write into the dict that it was given only what changed.
+
+    Of itself it writes every tensor back, mostly those that are there; yet Dynamo counts each
+    write as a side effect. What it did write is taken back at the end, unless Dynamo traced it.
+    """
+    stateless = torch.nn.utils.stateless
+    original = stateless._functional_call
+    written: list[tuple[dict[str, torch.Tensor], str, torch.Tensor]] = []
+
+    def functional_call(
+        module: torch.nn.Module, tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        given = dict(tensors)
+        result = original(module, given, *args, **kwargs)
+        for name, tensor in given.items():
+            if tensor is not tensors[name]:
+                if not torch.compiler.is_compiling():
+                    written.append((tensors, name, tensors[name]))
+                tensors[name] = tensor
+        return result
+
+    stateless._functional_call = functional_call  # type: ignore[assignment]  # for a while
+    try:
+        yield
+    finally:
+        stateless._functional_call = original
+        for tensors, name, tensor in reversed(written):
+            tensors[name] = tensor
+
+
+# Of whether tensors are the same kind, and whether two are one: bind.py and watch.py see to that.
+_GUARDS_OF_FORM = {"TENSOR_MATCH", "DUPLICATE_INPUT", "SHAPE_ENV"}
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Its fused LSTM cannot be run from a graph. (The public switch warns about Intel GPUs.)"""
+    enabled = bool(torch._C._get_mkldnn_enabled())
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+_HIDDEN = (
+    *(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    *(
+        f"upsample_{kind}.{overload}"
+        for kind in (
+            *("linear1d", "bilinear2d", "bicubic2d", "trilinear3d"),
+            *("nearest1d", "nearest2d", "nearest3d"),
+        )
+        for overload in ("vec", "default")
+    ),
+)
+
+
+@contextlib.contextmanager
+def _without_hidden_decompositions() -> Iterator[None]:
+    removed = []
+    try:
+        for name in _HIDDEN:
+            packet, overload = name.split(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload)
+            for key in (
+                torch._C.DispatchKey.Autograd,
+                torch._C.DispatchKey.CompositeImplicitAutograd,
+            ):
+                kernel = operator.py_kernels.pop(key, None)
+                if kernel is not None:
+                    removed.append((operator, key, kernel))
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, key, kernel in removed:
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Torch's own stack trace of a failed shape check would come before our refusal does."""
+    noisy = logging.getLogger("torch._subclasses.fake_tensor")
+    level = noisy.level
+    noisy.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        noisy.setLevel(level)
+
+
+def _dynamo_config(
+    ignored_loggers: set[Callable[..., Any]],
+) -> contextlib.AbstractContextManager[Any]:
+    import torch._dynamo
+
+    patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+        ignore_logging_functions=ignored_loggers,
+        allow_rnn=True,
+        assume_static_by_default=True,
+        automatic_dynamic_shapes=False,
+        specialize_float=True,
+        use_numpy_random_stream=True,
+        skip_nnmodule_hook_guards=False,
+    )
+    return patched
+
+
+@contextlib.contextmanager
+def _intermediates_may_require_grad() -> Iterator[None]:
+    """Let the forward pass call ``requires_grad_()`` on what it computes, for a while.
+
+    ``enable_input_require_grads()`` of transformers and PEFT does, so that checkpointed blocks of a
+    frozen model are differentiated. Dynamo (torch 2.13) refuses it where a result depends on such a
+    tensor, whose gradient it could not hand out. Of a step only gradients of parameters are asked
+    for, which do not change by it.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+
+    name = "_check_requires_grad_intermediate_outputs"
+    check = getattr(OutputGraph, name)
+    setattr(OutputGraph, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        setattr(OutputGraph, name, check)
+
+
+def checkpoints(step: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """The calls of ``torch.utils.checkpoint`` in Dynamo's graph, and in those that it calls."""
+    modules = (m for m in step.modules() if isinstance(m, torch.fx.GraphModule))
+    nodes = (node for module in modules for node in module.graph.nodes)
+    operator = torch.ops.higher_order.tag_activation_checkpoint
+    return [node for node in nodes if node.target is operator]
+
+
+def is_checkpointed(node: torch.fx.Node) -> bool:
+    """Whether a node of the joint graph comes of what eager PyTorch would run again."""
+    return "ac_graph_id" in node.meta

@@ -1,0 +1,339 @@
+"""The plan file: decisions only, as TOML that a person can read, edit, diff and check.
+
+Each trade declares its table (trades/). Written by twenty lines here and not by tomli_w, which puts
+each number of a shape on a line of its own, and picks inline or headed tables by their length, so
+that one digit more would reflow the file. Not for predictions: see prediction_file.py.
+"""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from steelyard.hardware.cluster import OffloadMemory
+from steelyard.ir.parallel_layout import ParallelLayout
+from steelyard.ir.rule import OFFLOAD_TRADES, Rule
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import BatchEntry, Decisions, Target
+from steelyard.plans.rule_table import LARGEST, MOST_RANKS, Bytes, Whole, written
+from steelyard.safe_files import (
+    STRICT,
+    problems_of,
+    read_bytes,
+    refusal,
+    toml_tables,
+    write_whole,
+)
+from steelyard.safe_text import printable
+from steelyard.trades import BY_NAME
+from steelyard.units import (
+    parse_rate,
+    parse_seconds,
+    parse_share,
+    spell_bytes,
+    spell_rate,
+    spell_seconds,
+    spell_share,
+)
+
+# 2: tables and trades were renamed (see CHANGELOG.md).
+FORMAT = 2
+MOST_BYTES = 4 * 2**20
+# Enough to see what is wrong; a hostile file has a million.
+_MOST_FOUND = 100
+_TABLES = {name: trade.table for name, trade in BY_NAME.items()}
+
+
+def read_decisions(path: Path) -> Decisions:
+    return decode_decisions(read_bytes(path, most_bytes=MOST_BYTES), source=str(path))
+
+
+def write_decisions(path: Path, decisions: Decisions, *, script: str = "") -> str:
+    """The digest of the text, which tells whether anybody changed it since."""
+    # With the script as it was typed, the plan is named from the same folder.
+    name = str(path) if script else path.name
+    text = encode_decisions(decisions, name=name, script=script).encode()
+    write_whole(path, text)
+    return sha256(text).hexdigest()
+
+
+def digest_of_text(path: Path) -> str:
+    return sha256(read_bytes(path, most_bytes=MOST_BYTES)).hexdigest()
+
+
+def digest_of(decisions: Decisions) -> str:
+    """Names the decisions; what is said about them elsewhere carries it."""
+    return sha256("\n".join(_lines(decisions)).encode()).hexdigest()
+
+
+def encode_decisions(
+    decisions: Decisions, *, name: str = "train.plan.toml", script: str = ""
+) -> str:
+    script = script or name.removesuffix(".toml").removesuffix(".plan") + ".py"
+    check = shlex.join(("steelyard", "plan", script, "--check", name))
+    header = (
+        "# The decisions of one Steelyard plan; what they are predicted to cost stands in the JSON",
+        "# file beside this one. Edit them, then check the edit:",
+        f"#   {printable(check, most=1000)}",
+    )
+    text = "\n".join([*header, *_lines(decisions)]) + "\n"
+    # What cannot be read back must never be written; a model's names may be odd.
+    sorted_decisions = replace(decisions, rules=tuple(sorted(decisions.rules)))
+    if decode_decisions(text, source=name) != sorted_decisions:
+        raise AssertionError(f"{name} does not read back as it was written")
+    return text
+
+
+def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Decisions:
+    tables = toml_tables(raw, source=source, most_bytes=MOST_BYTES)
+    _check_format(tables, source)
+    rules, problems = _rules(tables)
+    known = {key: value for key, value in tables.items() if key not in _TABLES}
+    try:
+        head = _Head.model_validate(known)
+    except ValidationError as error:
+        raise refusal(source, [*problems_of(error, _Head, also=_TABLES), *problems]) from None
+    if problems:
+        raise refusal(source, problems)
+    target = head.target.value()
+    if target.ranks % target.hosts:
+        said = f"{target.ranks} ranks on {target.hosts} hosts"
+        raise refusal(source, [f"is made for {said}, which are not as many on each"])
+    if problem := _ill_used(head.used_ranks, target, ParallelLayout.of(rules).num_ranks):
+        raise refusal(source, [problem])
+    moving = next((rule.trade for rule in rules if rule.trade in OFFLOAD_TRADES), "")
+    if head.offload_memory is None and moving:
+        raise refusal(
+            source, [f"moves values to offload memory ([[{moving}]]) and has no [offload_memory]"]
+        )
+    return Decisions(
+        target=target,
+        budget=head.budget.value(),
+        rules=rules,
+        offload_memory=None if head.offload_memory is None else head.offload_memory.value(),
+        used_ranks=tuple(head.used_ranks),
+    )
+
+
+def _ill_used(used: list[int], target: Target, num_ranks: int) -> str:
+    """Empty where these are as many of the ranks as the rules lie on, of whole hosts."""
+    if not used:
+        return ""
+    if used != sorted(set(used)) or used[-1] >= target.ranks:
+        return f"used_ranks are not numbers below {target.ranks} (target.ranks), ascending"
+    if len(used) != num_ranks:
+        return f"used_ranks has {len(used)} ranks, and the shard rules lie on {num_ranks}"
+    each = target.ranks_of_a_host
+    whole = {rank // each * each + n for rank in used for n in range(each)}
+    if target.hosts > 1 and num_ranks > 1 and whole != {*used}:
+        return f"used_ranks has some ranks of a host and not all {each}"
+    return ""
+
+
+def _check_format(tables: dict[str, Any], source: str) -> None:
+    found = tables.get("format")
+    if type(found) is int and 0 < found < FORMAT:
+        raise refusal(
+            source,
+            [f"was written in format {found}, whose tables and trades have other names"],
+            remedy="plan again (steelyard plan train.py); CHANGELOG.md lists the new names",
+        )
+    if type(found) is int and found > FORMAT:
+        raise refusal(
+            source,
+            ["was written by a later steelyard"],
+            remedy="update steelyard, or plan again: steelyard plan train.py",
+        )
+
+
+def _rules(tables: dict[str, Any]) -> tuple[tuple[Rule, ...], list[str]]:
+    rules: list[Rule] = []
+    problems: list[str] = []
+    for trade, table in _TABLES.items():
+        given = tables.get(trade, [])
+        if not isinstance(given, list):
+            problems.append(f"{trade} is written [[{trade}]], with two brackets")
+            continue
+        if len(given) > table.most:
+            problems.append(f"{trade} has {len(given)} tables, and at most {table.most} may stand")
+            continue
+        for index, entry in enumerate(given):
+            if len(problems) >= _MOST_FOUND:
+                break
+            try:
+                values = table.model_validate(entry).model_dump()
+            except ValidationError as error:
+                problems += problems_of(error, table, within=(trade, index))
+                continue
+            rules.append(Rule(trade=trade, **values))
+        problems += table.problems([rule for rule in rules if rule.trade == trade])
+    rules.sort()
+    for rule, next_rule in pairwise(rules):
+        if rule == next_rule:
+            problems.append(f"{rule.trade}: {printable(rule.module)} {printable(rule.op)} is twice")
+    return tuple(rules), problems[:_MOST_FOUND]
+
+
+class _BatchEntry(BaseModel):
+    model_config = STRICT
+
+    name: str
+    shape: Annotated[list[Whole], Field(max_length=64)]
+    dtype: str
+
+    def value(self) -> BatchEntry:
+        return BatchEntry(name=self.name, shape=tuple(self.shape), dtype=self.dtype)
+
+
+_Speed = Annotated[float, Field(gt=0, le=1)]
+
+
+class _Target(BaseModel):
+    model_config = STRICT
+
+    model: str
+    graph: str
+    decomposition: str
+    runner: str
+    cluster: str
+    torch: str
+    ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
+    hosts: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
+    speeds: Annotated[list[_Speed], Field(max_length=MOST_RANKS)] = []
+    declared: Annotated[str, Field(max_length=200)] = ""
+    batch: Annotated[list[_BatchEntry], Field(max_length=1024)] = []
+
+    def value(self) -> Target:
+        return Target(
+            model=self.model,
+            graph=self.graph,
+            decomposition=self.decomposition,
+            runner=self.runner,
+            cluster=self.cluster,
+            torch=self.torch,
+            ranks=self.ranks,
+            hosts=self.hosts,
+            speeds=tuple(map(float, self.speeds)),
+            declared=self.declared,
+            batch=tuple(entry.value() for entry in self.batch),
+        )
+
+
+_POSITIVE = Field(gt=0, le=LARGEST)
+
+
+class _Budget(BaseModel):
+    model_config = STRICT
+
+    memory: Bytes | None = None
+    step_time: Annotated[float, written(parse_seconds, "step_time"), _POSITIVE] | None = None
+    communication: Annotated[float, written(parse_seconds, "communication"), _POSITIVE] | None = (
+        None
+    )
+    computation: Annotated[float, written(parse_seconds, "computation"), _POSITIVE] | None = None
+    accuracy_loss: Annotated[
+        float, written(parse_share, "accuracy_loss"), Field(ge=0, le=LARGEST)
+    ] = 0.0
+
+    def value(self) -> Budget:
+        return Budget(
+            memory_bytes=self.memory,
+            step_seconds=self.step_time,
+            communication_seconds=self.communication,
+            computation_seconds=self.computation,
+            accuracy_loss=self.accuracy_loss,
+        )
+
+
+class _OffloadMemory(BaseModel):
+    model_config = STRICT
+
+    folder: str
+    rate: Annotated[float, written(parse_rate, "rate"), _POSITIVE]
+    size: Bytes
+
+    def value(self) -> OffloadMemory:
+        return OffloadMemory(self.folder, rate=self.rate, size=self.size)
+
+
+class _Head(BaseModel):
+    """All of the file but the trades."""
+
+    model_config = STRICT
+
+    format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
+    target: _Target
+    budget: _Budget
+    offload_memory: _OffloadMemory | None = None
+    used_ranks: Annotated[list[Whole], Field(max_length=MOST_RANKS)] = []
+
+
+def _lines(decisions: Decisions) -> Iterator[str]:
+    target, budget = decisions.target, decisions.budget
+    yield f"format = {FORMAT}"
+    if decisions.used_ranks:
+        yield f"used_ranks = {_toml(decisions.used_ranks)}"
+    yield "\n[target]"
+    for key in ("model", "graph", "decomposition", "runner", "cluster", "torch"):
+        yield f"{key} = {_toml(getattr(target, key))}"
+    if target.ranks > 1:
+        yield f"ranks = {target.ranks}"
+    if target.hosts > 1:
+        yield f"hosts = {target.hosts}"
+    if target.speeds:
+        yield f"speeds = {_toml(target.speeds)}"
+    if target.declared:
+        yield f"declared = {_toml(target.declared)}"
+    for entry in target.batch:
+        yield "\n[[target.batch]]"
+        yield f"name = {_toml(entry.name)}"
+        yield f"shape = [{', '.join(map(str, entry.shape))}]"
+        yield f"dtype = {_toml(entry.dtype)}"
+    yield "\n[budget]"
+    if budget.memory_bytes is not None:
+        yield f"memory = {_toml(spell_bytes(budget.memory_bytes))}"
+    for key, seconds in (
+        ("step_time", budget.step_seconds),
+        ("communication", budget.communication_seconds),
+        ("computation", budget.computation_seconds),
+    ):
+        if seconds is not None:
+            yield f"{key} = {_toml(spell_seconds(seconds))}"
+    yield f"accuracy_loss = {_toml(spell_share(budget.accuracy_loss))}"
+    if (offload_memory := decisions.offload_memory) is not None:
+        yield "\n[offload_memory]"
+        yield f"folder = {_toml(offload_memory.folder)}"
+        yield f"rate = {_toml(spell_rate(offload_memory.bytes_per_second))}"
+        yield f"size = {_toml(spell_bytes(offload_memory.size_bytes))}"
+    for rule in sorted(decisions.rules):
+        yield f"\n[[{rule.trade}]]"
+        table = _TABLES[rule.trade]
+        for field, info in table.model_fields.items():
+            value = getattr(rule, field)
+            if table.omits(field, value):
+                continue
+            written = spell_bytes(value) if field == "bucket_bytes" else value
+            yield f"{info.alias or field} = {_toml(written)}"
+
+
+def _toml(value: str | int | float | tuple[int | float, ...]) -> str:
+    if not isinstance(value, str):
+        return repr(list(value) if isinstance(value, tuple) else value)
+    return (
+        f'"{"".join(c if c.isprintable() and c not in _SPECIAL else _escaped(c) for c in value)}"'
+    )
+
+
+_SPECIAL = {'"', "\\"}
+
+
+def _escaped(character: str) -> str:
+    if character in _SPECIAL:
+        return f"\\{character}"
+    code = ord(character)
+    return f"\\u{code:04X}" if code < 2**16 else f"\\U{code:08X}"

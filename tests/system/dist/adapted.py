@@ -1,0 +1,260 @@
+"""Plans that change while they run, through the public API, between ranks of gloo.
+
+Not the judgement: that is the tests'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from steelyard.comm.json_gather import gathered
+import steelyard as sy
+from steelyard.api import replan as adapting
+from steelyard.api.background import BackgroundProcess
+from steelyard.planner.session import PlanningSession, PlanRequest, Runner
+from steelyard.api.train import run_workload
+from steelyard.plans.budget import Budget
+from steelyard.ir.gradient_codec import CODE_TRADES
+from steelyard.ir.collective import SLOTS
+from steelyard.hardware.link import Link
+from steelyard.plans.plan import Decisions
+from steelyard.plan_files.plan_file import read_decisions, write_decisions
+from steelyard.ir.rule import Rule
+from steelyard.search.ranks import retune as search
+from steelyard.search.ranks.pace import Pace
+from tests.system.dist import coded
+from tests.harness import in_a_hurry
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+EVERY, STEPS = 4, 24
+# A hundred times slower than any loopback, where what goes on between two ranks is all there is.
+SLOW, FAST = 2e5, 1e11
+
+
+def adapted(rank: int) -> dict[str, Any]:
+    """One link becomes slow, as the ranks measure it, which share the batch unequally; another plan
+    is for a slow one, and it is not; the last is as it was said to be. How quick this machine's own
+    is beside what codes take of it is another question."""
+    with _together() as at:
+        return {
+            "slower": _run(rank, at / "slower", codes=False, now=SLOW, shares=(2, 1)),
+            "faster": _run(rank, at / "faster", codes=True, now=FAST),
+            "same": _run(rank, at / "same", codes=False, now=FAST),
+        }
+
+
+def compiled(rank: int) -> dict[str, Any]:
+    with _together() as at:
+        return {"slower": _run(rank, at / "slower", codes=False, now=SLOW, runner="inductor")}
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[Path]:
+    """A folder of all, which is there until all are done."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = gathered(folder, str)
+        with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
+            yield Path(paths[0])
+            dist.barrier()
+
+
+def standing_by(rank: int) -> dict[str, Any]:
+    """Three steps of both ranks, three of the first alone, and three of both again, with a
+    checkpoint's worth of state looked at in the end; beside plain PyTorch on the whole batch."""
+    with _together() as at:
+        path = at / "train.plan.toml"
+        workload = _small()
+        if rank == 0:
+            session = _look(workload, "python")
+            rules = (
+                Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16),
+                Rule(trade="overlap", lag=2),
+            )
+            write_decisions(
+                path, Decisions(target=session.target(), budget=Budget(), rules=rules)
+            )
+        dist.barrier()
+        model, batch = workload.model, workload.first_batch()
+        plain = copy.deepcopy(model)
+        planned = sy.load(path, model, workload.loss, batch, optimizer=OPTIMIZER)
+        step = planned.apply()
+        losses, held = [], []
+        for members in ((0, 1), (0,), (0, 1)):
+            rules = planned.plan.decisions.rules if len(members) == 2 else ()
+            decisions = replace(planned.plan.decisions, rules=rules)
+            if losses:
+                step.switch_plan(replace(planned.plan, decisions=decisions), members)
+            before = _values(model)
+            losses += [float(step.live(batch)) for _ in range(3)]
+            held.append(not torch.equal(before, _values(model)))
+            dist.barrier()
+        own = _values(model)
+        other = own.clone()
+        dist.broadcast(other, src=0)
+    optimizer, expected = OPTIMIZER(plain.parameters()), []
+    for _ in range(9):
+        optimizer.zero_grad()
+        loss = workload.loss(plain, batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss))
+    return {
+        "losses": losses,
+        "expected": expected,
+        "trained": held,
+        "alike": torch.equal(own, other),
+        "error": float((own - _values(plain)).abs().max()),
+    }
+
+
+def _values(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+
+
+def _run(
+    rank: int,
+    folder: Path,
+    *,
+    codes: bool,
+    now: float,
+    shares: tuple[int, ...] = (),
+    runner: Runner = "python",
+) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    path = folder / "train.plan.toml"
+    workload = _workload() if runner == "python" else _small()
+    if rank == 0:
+        rules: tuple[Rule, ...] = (
+            Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16, shares=shares),
+            Rule(trade="overlap", lag=2),
+        )
+        allowed = Budget(accuracy_loss=0.5)
+        session = _look(workload, runner)
+        if codes:
+            decided = coded._decided(session, "ternary", 1, 1 << 16, 0)
+            rules += tuple(r for r in decided.rules if r.trade in CODE_TRADES)
+        decisions = Decisions(target=session.target(), budget=allowed, rules=rules)
+        write_decisions(path, decisions)
+    dist.barrier()
+    planned = sy.load(
+        path, workload.model, workload.loss, workload.first_batch(), optimizer=OPTIMIZER
+    )
+    # Through memory that both have, exchanges would be fast on any link.
+    prices = planned.session.prices
+    links = {name: link for name, link in prices.costs.links.items() if name != SLOTS}
+    if now == FAST:
+        links["data"] = replace(links["data"], bytes_per_second=FAST)
+    prices.costs = replace(prices.costs, links=links)
+    if codes:  # it was made where exchanges took most of the step
+        planned = _for_a_slow_link(planned)
+    measured = adapting.measured_now
+
+    def link(before: Link, **where: Any) -> Link:
+        # How long a message takes here is another time under any other load.
+        measured(before, **where)
+        return replace(before, bytes_per_second=now)
+
+    # What codes take of so small a model is next to nothing.
+    gain = 0.0 if codes else search.LEAST_GAIN
+    losses: list[float] = []
+    with (
+        mock.patch.object(search, "LEAST_GAIN", gain),
+        mock.patch.object(adapting, "LEAST_GAIN", gain),
+        mock.patch.object(adapting, "measured_now", link),
+        # How quick this machine is just now is not what is tested.
+        mock.patch.object(Pace, "add", _off_after(EVERY)),
+        mock.patch.object(adapting, "BackgroundProcess", Awaited),
+    ):
+        receipt = run_workload(
+            planned, workload, steps=STEPS, adapt=path,
+            on_step=lambda report: losses.append(report.loss),
+        )  # fmt: skip
+    files = sorted(p.name for p in folder.glob("*.adapted-*.plan.toml"))
+    written = read_decisions(folder / files[0]).rules if files else ()
+    return {
+        "losses": losses,
+        "codes": sorted({r.trade for r in receipt.plan.decisions.rules if r.trade in CODE_TRADES}),
+        "files": files,
+        "as_written": not files or written == receipt.plan.decisions.rules,
+        "named": receipt.written.name if receipt.written else None,
+        "notes": receipt.measured.notes,
+        "loses": receipt.plan.predicted.metrics.accuracy_loss,
+        "predicted": planned.predicted.step_seconds.value,
+        "predicted_then": receipt.plan.predicted.metrics.step_seconds.value,
+        "measured": receipt.measured.step_seconds,
+        "old": sorted(r.trade for r in read_decisions(path).rules),
+    }
+
+
+class Awaited(BackgroundProcess):
+    """So few steps are over before anything beside them is."""
+
+    def is_done(self) -> bool:
+        while not super().is_done():
+            time.sleep(0.02)
+        return True
+
+
+def _off_after(steps: int) -> Callable[[Pace, float, float], bool]:
+    """Steps that are too slow from then on, as long as nothing is done."""
+    taken = 0
+
+    def add(*_: object) -> bool:
+        nonlocal taken
+        taken += 1
+        return taken == steps
+
+    return add
+
+
+def _for_a_slow_link(planned: Any) -> Any:
+    from steelyard.api.planned import Planned
+    from steelyard.planner.planner import Planner
+
+    links = planned.session.prices.costs.links
+    session = planned.session.with_link(replace(links["data"], bytes_per_second=SLOW))
+    predicted = session.priced(session.apply_rules(planned.plan.decisions.rules))
+    return Planned(Planner(session), replace(planned.plan, predicted=predicted))
+
+
+def _look(workload: sy.Workload, runner: Runner) -> PlanningSession:
+    return PlanRequest(
+        model=workload.model, loss=workload.loss, batch=workload.first_batch(),
+        optimizer=OPTIMIZER, budget=Budget(), cluster=sy.Cluster.here(ranks=2), runner=runner,
+        title="", on_progress=lambda _: None,
+    ).capture_and_price()  # fmt: skip
+
+
+def _workload() -> sy.Workload:
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
+    batch = tokens(12, 16, 96)
+    return sy.Workload(model, next_token_loss, [batch], optimizer=OPTIMIZER)
+
+
+def _small() -> sy.Workload:
+    """Compiling takes a second for each stretch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+    batch = {"x": torch.randn(64, 128), "y": torch.randn(64, 128)}
+    return sy.Workload(model, _apart, [batch], optimizer=OPTIMIZER)
+
+
+def _apart(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])

@@ -1,0 +1,48 @@
+"""The rank that is named where a loss is not finite is the one whose own values were so first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.system.dist.finite import LAYOUTS, WRONG
+from tests.system.dist.ranks import on_two_ranks
+
+pytestmark = pytest.mark.dist
+
+
+
+def test_the_rank_whose_values_were_not_finite_first_is_named() -> None:
+    ranks = on_two_ranks("tests.system.dist.finite:all_of_them")
+    assert len(ranks[0]) == 3 * len(LAYOUTS)
+    for case in ranks[0]:
+        layout, _, fault = case.partition(": ")
+        said = {
+            "batch": f"the part of the batch of rank 1, in step {WRONG}",
+            "loss": f"the own loss of rank 1, in step {WRONG}",
+            "gradients": f"the own gradients of rank 1, in step {WRONG}",
+        }[fault]
+        if (layout, fault) == ("in stages", "batch"):
+            said = f"the batch, in step {WRONG}"  # all ranks are given all of it
+        failed = WRONG + (fault == "gradients")
+        for rank in ranks:
+            found = rank[case]
+            assert found["rank"] == (-1 if "the batch," in said else 1), case
+            head, expected, remedy = found["error"].splitlines()
+            assert re.fullmatch(rf"the loss is nan at step {failed}; first not finite: {said}", head)
+            assert ("in the data" in remedy) == (fault == "batch")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_passes_that_add_up_are_one_step_and_ranks_have_their_memory(
+    costs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEELYARD_CACHE", str(costs))
+    for rank, (note, *memory) in enumerate(on_two_ranks("tests.system.dist.finite:in_ones_own_loop")):
+        said = "the own gradients of rank 1, in step 2"
+        assert note == f"the loss was not finite in step 3; first not finite: {said}", rank
+        assert [line.split()[0] for line in memory] == ["0", "1"]
+        assert all(line.split()[1].isdecimal() for line in memory)

@@ -1,0 +1,83 @@
+"""Ranks on GPUs: what goes through memory of theirs, and what a step in stages comes to there. All
+share one GPU, which is all that a machine has to have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.system.dist.pipelines import MICRO_BATCHES, STEPS
+from tests.system.dist.ranks import on_ranks
+from tests.system.dist.test_meet import check_met
+from tests.system.dist.test_pipelines import as_one_device
+from tests.system.dist.test_slots import check_who_died
+
+pytestmark = [pytest.mark.dist, pytest.mark.gpu, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def _there_is_one() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+
+
+def test_more_messages_than_slots_come_as_they_were_sent() -> None:
+    for rank in on_ranks("tests.system.dist.slots:exchanged", count=2, device="cuda"):
+        assert rank == {"wrong": [], "changed": [], "moved": True, "held": True, "left open": []}
+
+
+def test_no_memory_is_taken_for_a_message() -> None:
+    ranks = on_ranks("tests.system.dist.slots:kept_away", count=2, device="cuda")
+    assert ranks == [{"peak": 0, "left": 0}] * 2
+
+
+def test_what_is_made_in_its_slot_is_not_copied_there() -> None:
+    one, other = on_ranks("tests.system.dist.slots:made_there", count=2, device="cuda")
+    assert one["came"]
+    assert other["came"]
+    assert one["places"]["at first"]
+    assert one["places"]["after one that was given up"]
+
+
+def test_what_a_broken_step_has_left_is_nobodys() -> None:
+    ranks = on_ranks("tests.system.dist.slots:broken_off", count=2, device="cuda")
+    assert ranks == [[True, True]] * 2
+
+
+def test_a_rank_that_dies_over_a_slot_is_named(tmp_path: Path) -> None:
+    check_who_died("tests.system.dist.slots", tmp_path, device="cuda")
+
+
+def test_hosts_measure_what_joins_their_gpus() -> None:
+    """NCCL takes each rank for one of another host."""
+    check_met(*on_ranks("tests.system.dist.meet:measuring", count=2, device="cuda"))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums_come_as_torchs_do(count: int) -> None:
+    ranks = on_ranks("tests.system.dist.slotted:as_torchs", count=count, device="cuda")
+    for rank in ranks:
+        assert rank["bitwise"] or count > 2
+        assert rank["off"] <= 1e-6 if count == 2 else rank["off"] <= 0.02
+        assert rank["alike"]
+        assert rank["moved"] > 0
+
+
+def test_a_step_in_stages_is_that_of_one_device() -> None:
+    ranks = on_ranks("tests.system.dist.pipelines:two_of_gpt_on_gpus", count=2, device="cuda")
+    assert sum("through slots" in schedule for schedule in ranks[0]) == 4
+    for schedule in ranks[0]:
+        as_one_device("gpt", schedule, [rank[schedule] for rank in ranks])
+        if "through slots" in schedule:
+            made = sum(rank[schedule]["made there"] for rank in ranks)
+            assert made >= STEPS * MICRO_BATCHES, schedule
+
+
+def test_the_peak_of_each_rank_is_the_predicted_one() -> None:
+    for rank in on_ranks("tests.system.dist.pipelines:peaks_of_gpt", count=2, device="cuda"):
+        for schedule, (predicted, metered) in rank.items():
+            # What gloo brings waits on the host until it is read; and a GPU's allocator gives out
+            # 512 bytes and more.
+            assert 0.93 * predicted <= metered <= 1.02 * predicted, schedule

@@ -1,0 +1,105 @@
+"""Slots that NIXL writes, as on another host: what comes, what is held, who is told what. Over TCP
+of one machine; there is no device for RDMA here, and nothing is said of speed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.system.dist.pipelines import MICRO_BATCHES, STEPS
+from tests.system.dist.ranks import on_ranks, on_two_ranks
+from tests.system.dist.test_pipelines import as_one_device
+from tests.system.dist.test_slots import check_who_died
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("nixl_cu12") is None and find_spec("nixl_cu13") is None,
+        reason="NIXL is not installed: pip install 'steelyard[rdma]'",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not through memory that processes of one host could share."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+
+
+def test_more_messages_than_slots_come_as_they_were_sent() -> None:
+    for rank in on_two_ranks("tests.system.dist.remote:exchanged"):
+        # Room for what goes is held, too.
+        assert rank == {"wrong": [], "changed": [], "moved": True, "held": False, "left open": []}
+
+
+def test_no_memory_is_taken_for_a_message() -> None:
+    assert on_two_ranks("tests.system.dist.remote:kept_away") == [{"peak": 0, "left": 0}] * 2
+
+
+def test_what_is_made_in_its_slot_is_not_copied_there() -> None:
+    one, other = on_two_ranks("tests.system.dist.remote:made_there")
+    assert one["came"]
+    assert other["came"]
+    assert one["places"] == {
+        "at first": True,
+        "of another message": False,
+        "of its second value": True,
+        "after one that was given up": True,
+    }
+
+
+def test_what_a_broken_step_has_left_is_nobodys() -> None:
+    assert on_two_ranks("tests.system.dist.remote:broken_off") == [[True, True]] * 2
+
+
+def test_hosts_that_all_could_do_and_no_others() -> None:
+    for rank in on_two_ranks("tests.system.dist.remote:chosen"):
+        assert rank == {"one host": "Pinned", "two hosts": "BetweenHosts"} | {
+            "one is not able": "Pinned"
+        }
+
+
+def test_who_is_not_reached_is_named_to_all() -> None:
+    one, other = on_two_ranks("tests.system.dist.remote:refused")
+    assert one == other
+    assert "on rank 1 its carrier says nixlBackendError" in one["no agent"]
+    assert "its carrier says OSError: [Errno 99]" in one["no way"], "no such address"
+    for said in one.values():
+        assert len(said.rstrip().splitlines()) == 3, said
+        assert "/memfd" not in said, "what was made stays open"
+        assert "pipe:" not in said, "a pipe stays open"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_hosts_measure_what_they_write_so(count: int) -> None:
+    """Of three, one has no part in messages between two."""
+    for rank in on_ranks("tests.system.dist.remote:measured", count=count):
+        assert {"slot small", "slot large", "slot hand", "slot copy", "slotted middle"} < {*rank}
+
+
+def test_what_is_asked_to_stop_carries_on_until_its_rank_has_ended() -> None:
+    assert on_two_ranks("tests.system.dist.remote:asked_to_stop") == [True, True]
+
+
+def test_stages_are_one_device() -> None:
+    ranks = on_two_ranks("tests.system.dist.remote:staged")
+    assert set(ranks[0]) == {
+        "1F1B", "1F1B through slots", "ZBVZeroBubble", "ZBVZeroBubble through slots"
+    }  # fmt: skip
+    for schedule in ranks[0]:
+        as_one_device("gpt", schedule, [rank[schedule] for rank in ranks])
+        if "through slots" in schedule:
+            made = sum(rank[schedule]["made there"] for rank in ranks)
+            assert made >= STEPS * MICRO_BATCHES, schedule
+
+
+def test_a_silent_rank_is_waited_for_as_long_as_the_group_says() -> None:
+    said, _ = on_two_ranks("tests.system.dist.remote:silent")
+    assert said.startswith("nothing came from rank 1 within 1")
+
+
+def test_a_rank_that_dies_over_a_slot_is_named(tmp_path: Path) -> None:
+    check_who_died("tests.system.dist.remote", tmp_path)

@@ -1,0 +1,40 @@
+"""What gloo says of its messages is predicted as the kernel counts it."""
+
+from __future__ import annotations
+
+import pytest
+
+from steelyard.ir.collective import GLOO_GETS, GLOO_SENDS
+from tests.system.dist.ranks import on_ranks, on_two_ranks
+from tests.system.dist.said import SIZES
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_exchanges_send_as_many_bytes_as_is_said(count: int) -> None:
+    for each in zip(*on_ranks("tests.system.dist.said:exchanges", count=count), strict=True):
+        name, said, sent = each[0]["name"], each[0]["said"], each[0]["sent"]
+        assert said > sent, name
+        # A ring rounds each piece up to whole elements, of which the last ranks have fewer.
+        pieces = 2 * count * -(-sent // (2 << 20))
+        assert max(one["counted"] for one in each) == pytest.approx(said, abs=8 * pieces), name
+
+
+def test_messages_send_as_many_bytes_as_is_said() -> None:
+    sender, receiver = on_two_ranks("tests.system.dist.said:messages")
+    for size in SIZES:
+        assert sender[str(size)] == 3 * (4 * size + GLOO_SENDS)
+        assert receiver[str(size)] == 3 * GLOO_GETS
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_what_ranks_ask_before_a_step_is_known_as_the_kernel_counts_it(count: int) -> None:
+    """It is in no prediction of a step, and in none of its receipts."""
+    for rank in on_ranks("tests.system.dist.said:asked", count=count):
+        assert rank["counted"] == rank["said"] > 0
+
+
+def test_all_ranks_hear_the_words_of_any_of_them() -> None:
+    expected = [f"rank {of} \0 says: ± 1" for of in (0, 0, 1)]
+    assert on_two_ranks("tests.system.dist.said:words") == [[*expected, ""]] * 2

@@ -1,0 +1,53 @@
+"""What a rank says of a step that it trained by a plan, and what must hold of that on all ranks.
+
+For scenarios that plan, train and look at one more step. Not for what is trained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.system.dist.planned import _digest
+from tests.system.dist.scenarios import Recorder, planned_calls
+
+
+def told(planned: Any, step: Any, batch: Any) -> dict[str, Any]:
+    with Recorder() as recorder:
+        step(batch)
+    receipt, program = step.receipt(), step.live.program
+    return {
+        "digest": _digest(step.live.model),
+        "executed": recorder.executed,
+        "planned": [call for one in program.passes for call in planned_calls(one)],
+        "predicted_bytes": planned.predicted.communication_bytes.value,
+        "sent_bytes": program.sent_bytes,
+        "counted_bytes": receipt.measured.communication_bytes,
+        "peak_bytes": receipt.measured.memory_bytes,
+        "notes": receipt.measured.notes,
+        "predicted_peak_bytes": planned.plan.predicted.peak.nbytes,
+    }
+
+
+def check_as_planned(
+    ranks: Sequence[dict[str, Any]], name: str, shares: Sequence[int] = ()
+) -> None:
+    """The same model on all, after the calls, bytes and peak that were planned; of unequal shares of
+    the batch, what is said is of the largest."""
+    assert len({rank["digest"] for rank in ranks}) == 1, name
+    most = max(shares, default=1)
+    for rank, share in zip(ranks, shares or [most] * len(ranks), strict=True):
+        assert Counter(rank["executed"]) == Counter(rank["planned"]), name
+        # By the kernel, with what gloo says of its messages. Rings of more than two round up.
+        exchanges = sum(call != "wait_tensor" for call in rank["executed"])
+        rounded = 8 * len(ranks) * exchanges if len(ranks) > 2 else 0
+        assert rank["sent_bytes"] < rank["predicted_bytes"], name
+        assert rank["counted_bytes"] == pytest.approx(rank["predicted_bytes"], abs=rounded), name
+        said_peak = pytest.approx(rank["predicted_peak_bytes"], rel=0.01)
+        if share == most:
+            assert rank["peak_bytes"] == said_peak, name
+        else:
+            assert rank["peak_bytes"] < rank["predicted_peak_bytes"], name

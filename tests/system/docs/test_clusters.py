@@ -1,0 +1,17 @@
+"""The page on clusters says what the presets say, and its example is a cluster."""
+
+from steelyard.hardware.cluster_file import decode_tree
+from tests.system.docs import clusters, pages
+
+
+def test_the_page_shows_every_preset() -> None:
+    now = clusters.PAGE.read_text(encoding="utf-8")
+    assert now == clusters.page(now, clusters.section()), "python -m tests.system.docs.clusters"
+
+
+def test_the_example_is_read() -> None:
+    text = clusters.PAGE.read_text(encoding="utf-8")
+    (example, *_) = [block.text for block in pages.blocks(text) if block.language == "toml"]
+    tree = decode_tree(example)
+    assert tree.num_devices == 4 * 8 + 2 * 8
+    assert len(tree.classes) == 2

@@ -1,0 +1,188 @@
+"""Every code block of the README and of docs/ does what the page says, and every link leads
+somewhere."""
+
+import inspect
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import steelyard as sy
+from steelyard import api
+from steelyard.api.planned import planned
+from steelyard.planner.cost_provider import Progress
+from steelyard.planner.planner import Planner
+from steelyard.planner.session import PlanningSession, PlanRequest, Runner
+from tests.harness import in_a_hurry
+from tests.system.docs import pages
+
+ROOT = pages.ROOT
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+)
+WITH_CODE = [p for p in PAGES if any(pages.blocks((ROOT / p).read_text(encoding="utf-8")))]
+
+
+_PLAN_WORKLOAD = api.plan_workload
+# Of each script and cluster that some page plans for: what a plan of it begins with.
+_LOOKS: dict[tuple[str, ...], PlanningSession] = {}
+
+
+def _planned_once(
+    workload: sy.Workload,
+    *,
+    budget: sy.Budget,
+    title: str,
+    cluster: sy.Cluster | None = None,
+    runner: Runner = "python",
+    on_progress: Progress,
+    **wishes: Any,
+) -> sy.Planned:
+    """As ``plan_workload``; a step that was captured and searched for a page is not so again for
+    another budget: pages plan one script over and over."""
+    cluster = cluster or sy.Cluster.here()
+    if any(wishes.values()) or not cluster.is_here:
+        return _PLAN_WORKLOAD(
+            workload, budget=budget, title=title, cluster=cluster, runner=runner,
+            on_progress=on_progress, **wishes,
+        )  # fmt: skip
+    script = inspect.getsource(inspect.getmodule(workload.loss) or inspect)
+    key = script, str(cluster), runner, title
+    if key not in _LOOKS:
+        _LOOKS[key] = PlanRequest(
+            model=workload.model, loss=workload.loss, batch=workload.first_batch(),
+            optimizer=workload.optimizer, cluster=cluster, budget=budget,
+            runner=runner, title=title, on_progress=on_progress,
+        ).capture_and_price()  # fmt: skip
+    return planned(Planner(_LOOKS[key]), budget)
+
+
+def _in_one_worker(name: str) -> Any:
+    """Pages that plan the quickstart's script share what is found of it."""
+    shares = pytest.mark.xdist_group("train.py")
+    return pytest.param(name, marks=shares if "steelyard plan train.py" in _text(name) else ())
+
+
+@pytest.fixture
+def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for all pages: lines are named from the folder in which a step is captured."""
+    folder = tmp_path_factory.getbasetemp() / "page"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [_in_one_worker(name) for name in WITH_CODE])
+def test_what_the_page_shows_is_what_happens(
+    name: str,
+    costs: Path,
+    empty_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(empty_folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    pages.set_the_table()
+    monkeypatch.setattr(api, "plan_workload", _planned_once)
+    text = _text(name)
+    fences = re.findall(r"^```", text, re.MULTILINE)
+    # Forms are compared, no figures. But figures decide which plan it is, and those of a moment in
+    # which a neighbour takes half of a core may make it another one: they are measured once more.
+    try:
+        shown = _shown(text, costs)
+    except AssertionError:
+        _LOOKS.clear()
+        for left in empty_folder.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        pages.set_the_table()
+        shown = _shown(text, tmp_path / "costs.sqlite")
+    assert shown == len(fences) // 2
+
+
+def _shown(text: str, costs: Path) -> int:
+    with in_a_hurry(costs):
+        return pages.Session().read(text)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, heading = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.exists(), f"{name} leads to {target}"
+        if heading:
+            assert heading in _anchors(file.read_text(encoding="utf-8")), f"{name}: {target}"
+
+
+def _anchors(text: str) -> set[str]:
+    """Headings as GitHub names them."""
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+# --- the checker itself can fail ------------------------------------------------------------------
+
+
+def test_blocks_are_found_with_their_lines() -> None:
+    (block,) = pages.blocks("a\n```python\nx = 1\ny = 2\n```\nb\n")
+    assert (block.language, block.text, block.first, block.last) == (
+        "python",
+        "x = 1\ny = 2\n",
+        2,
+        4,
+    )
+
+
+def read(page: str) -> pages.Session:
+    session = pages.Session()
+    session.read(page)
+    return session
+
+
+def test_names_are_shared_by_the_blocks_of_a_page() -> None:
+    page = "```python\nx = 1\n```\n```python\nprint('x  is', x)\n```\n```text\nx  is 2\n```\n"
+    assert read(page).said() == "x  is 1\n"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```python\nraise KeyError\n```\n",
+        "```python\nprint('memory (peak/rank) 2 MiB')\n```\n```text\nmemory (peak/rank) 3 MiB\n```",
+        "```python\nprint('taken')\n```\n```text\nrefused\n```\n",
+        "```text\nnothing was printed\n```\n",
+        "```python\nprint('{\"a\": 1}')\n```\n```json\n{\"b\": 1}\n```\n",
+        "```sh\nrm -rf /\n```\n",
+        "```sh\nscripts/absent\n```\n",
+        "```sh\nsteelyard explain absent.plan.toml\n```\n",
+        "```c\nint x;\n```\n",
+    ],
+)  # fmt: skip
+def test_what_is_not_so_is_noticed(page: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        read(page)
+
+
+def test_an_exit_code_that_is_promised_is_no_failure() -> None:
+    session = read("```sh\nsteelyard explain absent.plan.toml   # exit code 2\n```\n")
+    assert "absent.plan.toml" in session.said()
+
+
+def test_the_form_leaves_figures_out() -> None:
+    shown = "plan 7f3c  train\ncomputation  ~1.2 s\nnote  x\ntaken (3 of 4)\n  recompute  a\n"
+    real = "plan 0000  train\ncomputation  ~300 ms\ntaken (1 of 9)\n"
+    assert pages.form(shown) == pages.form(real) == ("plan #", "computation", "taken")
+    assert pages.matches(("plan #", "..."), pages.form(real))
+    assert not pages.matches(("plan #",), pages.form(real))

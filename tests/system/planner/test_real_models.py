@@ -1,0 +1,150 @@
+"""Plans for real models, run: the same numbers as PyTorch, and the bytes that were predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.predict import step_seconds
+from steelyard.predict.cost_table import CostTable, OperatorCost
+from steelyard.predict.step import PEAK_SHARE
+from steelyard.search import SearchResult, StepSearch
+from steelyard.trades.accumulate import Accumulate
+from steelyard.trades.chunk import Chunk
+from tests.harness import DEVICE, Trial, budgets, predicted_above, trial_of
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+from tests.zoo.workers import on_its_worker
+
+pytestmark = pytest.mark.slow
+
+
+# Random masks, statistics of BatchNorm, two stacks of blocks, tied weights.
+@pytest.mark.parametrize(
+    "name", [on_its_worker(name) for name in ("gpt", "resnet_bn", "hf_t5", "hf_gpt2")]
+)
+def test_plans_compute_what_eager_pytorch_does_in_the_memory_promised(name: str) -> None:
+    trial = trial_of(name)
+    costs = trial.costs()
+    searching = trial.searching(costs)
+    eager = trial.eager()
+    seconds = []
+    for budget in budgets(searching, 4):
+        found = searching.find(budget)
+        assert found.prediction.metrics.memory_bytes.value <= (budget.memory_bytes or 0)
+        outcome = trial.run(found.program)
+        assert outcome.difference(eager) is None
+        predicted = predicted_above(found.program, costs)
+        assert outcome.peak_bytes == pytest.approx(predicted, rel=PEAK_SHARE)
+        assert found.gap is not None
+        assert found.gap.least_seconds <= found.gap.step_seconds
+        seconds.append(found.prediction.metrics.step_seconds.value)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+
+
+# The first has an operator whose large result alone is worth keeping, read by a copy otherwise.
+@pytest.mark.parametrize("name", [on_its_worker(name) for name in ("convnet_bn", "resnet_bn")])
+def test_nothing_is_made_again_that_could_as_well_be_kept(name: str) -> None:
+    trial = trial_of(name)
+    explored = trial.searching(trial.costs()).explored()
+    for point in explored.chain:
+        for choice in point.choices:
+            less = explored.estimator.estimate(point.choices - {choice})
+            assert less.peak_bytes > point.peak_bytes or less.seconds >= point.seconds
+
+
+@pytest.mark.xdist_group("gpt")
+def test_a_batch_is_cut_where_recomputing_alone_does_not_fit() -> None:
+    trial = trial_of("gpt")
+    costs = trial.costs(micro_batches=(1, 2, 4))
+    searching = trial.searching(costs)
+    budget = budgets(searching, 2)[0]
+    assert budget.memory_bytes is not None
+    less = type(budget)(memory_bytes=round(0.95 * budget.memory_bytes))
+    found = searching.find(less)
+    assert found.micro_batches > 1
+    outcome = trial.run(found.program)
+    assert outcome.difference(trial.eager(micro_batches=found.micro_batches)) is None
+    predicted = predicted_above(found.program, costs)
+    assert outcome.peak_bytes == pytest.approx(predicted, rel=PEAK_SHARE)
+
+
+@pytest.mark.xdist_group("gpt")
+def test_parts_hold_not_a_byte_more_than_is_predicted() -> None:
+    trial = trial_of("gpt")
+    program = trial.apply_rules([Rule(trade="accumulate", degree=4)])
+    costs = trial.costs(micro_batches=(1, 4))
+    assert trial.run(program).peak_bytes <= predicted_above(program, costs)
+
+
+def wordy() -> Trial:
+    """A vocabulary that is worth slicing, a batch that can be cut."""
+    model = GPT(layers=2, width=16, heads=2, vocabulary=1536, length=64)
+    return Trial(model, next_token_loss, tokens(8, 64, 1536))
+
+
+def from_least_to_more_than_plain(searching: StepSearch) -> dict[int, SearchResult]:
+    """By budget."""
+    low = searching.least_bytes(enough_bytes=0)
+    high = round(1.05 * searching.explored().plain.peak_bytes)
+    limits = (low + (high - low) * step // 11 for step in range(12))
+    return {limit: searching.find(Budget(memory_bytes=limit)) for limit in limits}
+
+
+def seconds_of(found: SearchResult) -> float:
+    return found.prediction.metrics.step_seconds.value
+
+
+def in_no_time(trial: Trial) -> dict[str, OperatorCost]:
+    """Slices of the whole batch that are faster than what they are slices of."""
+    stream = Chunk()
+    offers, _ = stream.offers(trial.plain, trial.source)
+    graphs = [stream.rewrite(trial.plain, o.rules, trial.source).graph for o in offers]
+    return {
+        node.signature: OperatorCost(
+            seconds=Estimate.exactly(1e-9), workspace_bytes=node.body.workspace_bytes
+        )
+        for graph in graphs
+        for node in graph.nodes
+        if node.body is not None
+    }
+
+
+def test_slices_that_are_faster_are_taken_where_memory_asks_for_none() -> None:
+    trial = wordy()
+    costs = CostTable(device=DEVICE, operators=in_no_time(trial))
+    searching = trial.searching(costs, trades=(Chunk(),))
+    found = [*from_least_to_more_than_plain(searching).values()]
+    assert "chunk" in {r.trade for r in found[-1].rules}
+    assert all(seconds_of(tight) >= seconds_of(loose) for tight, loose in pairwise(found))
+
+
+def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None:
+    trial = wordy()
+    halved = {2: Estimate.exactly(0.1)}
+    costs = CostTable(device=DEVICE, operators=in_no_time(trial), cut_steps=halved)
+    searching = trial.searching(costs, trades=(Accumulate(), Chunk()))
+    found = from_least_to_more_than_plain(searching)
+    fastest = min(found.values(), key=seconds_of)
+    assert [r.trade for r in fastest.rules] == ["accumulate"]
+    peak = fastest.prediction.metrics.memory_bytes.value
+    for limit, planned in found.items():
+        assert peak > limit or seconds_of(planned) == seconds_of(fastest), "it would have fitted"
+
+
+def test_a_step_in_micro_batches_takes_what_was_found_of_it_in_slices_too() -> None:
+    trial = wordy()
+    offers, _ = Chunk().offers(trial.plain, trial.source)
+    cut = trial.apply_rules([Rule(trade="accumulate", degree=2), *offers[-1].rules])
+    assert cut.repeats == 2
+    assert any(node.body for node in cut.graph.nodes)
+    costs = CostTable(device=DEVICE)
+    slower = replace(costs, cut_steps={2: Estimate.exactly(1.5)})
+    assert step_seconds(cut, slower).value == pytest.approx(1.5 * step_seconds(cut, costs).value)
+    assert step_seconds(trial.plain, slower) == step_seconds(trial.plain, costs)

@@ -1,0 +1,86 @@
+"""Ranks share a batch where together they train what one device would have trained, statistics of
+all samples among it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steelyard.capture.batch.independence_proof import Reduction, Splitting
+from tests.support.samples import (
+    Counting,
+    class_loss,
+    data,
+    net,
+    shared,
+    spread_loss,
+    squared_mean_loss,
+    sum_loss,
+    verdict,
+    weighed_loss,
+)
+
+
+class Remembering(nn.Module):
+    """A mean of what came by, as a teacher or a codebook keeps one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.lerp_(x.detach().mean(0), 0.1)
+        out: Tensor = self.inner(x)
+        return out
+
+
+def normed(**said: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, **said), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("said", [{}, {"affine": False}, {"track_running_stats": False}])
+@pytest.mark.parametrize(
+    ("loss", "reduction"), [(class_loss, Reduction.COUNTED), (sum_loss, Reduction.SUM)]
+)
+def test_ranks_can_take_statistics_together(
+    said: dict[str, Any], loss: Any, reduction: Reduction
+) -> None:
+    sample = normed(**said), loss, data()
+    assert "takes its statistics over the whole batch" in verdict(sample).reason
+    assert shared(sample) == Splitting(reduction=reduction)
+
+
+def test_ranks_count_steps_alike() -> None:
+    assert shared((Counting(), class_loss, data())).reason == ""
+
+
+@pytest.mark.parametrize("loss", [squared_mean_loss, spread_loss, weighed_loss])
+def test_what_else_lets_samples_see_each_other_is_seen_beside_statistics(loss: Any) -> None:
+    assert shared((normed(), loss, data())).reason
+
+
+class Folded(nn.Module):
+    """Statistics over samples that lie along another dim than the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).t().unsqueeze(0)
+        h = nn.functional.batch_norm(h, None, None, training=True)
+        out: Tensor = self.down(h.squeeze(0).t().tanh())
+        return out
+
+
+def test_statistics_along_another_dim_are_seen() -> None:
+    assert "takes statistics of samples" in shared((Folded(), class_loss, data())).reason
+    assert verdict((Folded(), class_loss, data())).reason
+
+
+def test_a_buffer_of_what_a_rank_saw_is_no_statistic() -> None:
+    assert "buffer seen is written" in shared((Remembering(), class_loss, data())).reason
+    behind = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), Remembering())
+    assert "buffer 3.seen is written" in shared((behind, class_loss, data())).reason

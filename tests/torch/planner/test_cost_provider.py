@@ -1,0 +1,146 @@
+"""A step in micro-batches is said to be faster only where no doubt of a check says otherwise."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import steelyard as sy
+from steelyard.capture.step import CapturedStep
+from steelyard.hardware.host_os import this_device
+from steelyard.ir.graph import Graph
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.planner.cost_provider import CostProvider
+from steelyard.plans.trade import apply_rules
+from steelyard.predict.cost_table import CostTable
+from steelyard.trades import TRADES
+from tests.torch.trades.test_shard_pipeline import plain
+from tests.zoo.case import next_token_loss, tokens
+from tests.zoo.own import GPT
+
+
+def said(
+    checks: dict[int, tuple[float, float, float]], *, operators: float = 1 - 1e-6
+) -> dict[int, float]:
+    """The time of a step in so many parts, as a share of the uncut step's, where checks find these
+    beside it and the operators of a cut alone add up to ``operators``."""
+    prices = CostProvider.__new__(CostProvider)
+    prices._split_calibrations, prices._split_times, prices._base = {}, {}, plain()
+    prices.costs = CostTable(device=this_device(), whole_step=Estimate.exactly(1.0))
+    found = {parts: Estimate(value=v, low=lo, high=hi) for parts, (lo, v, hi) in checks.items()}
+    current = 0
+
+    def checked(*_: Any, **__: Any) -> Estimate:
+        return found[current]
+
+    with mock.patch.multiple(
+        CostProvider,
+        _can_run=mock.Mock(return_value=True),
+        _operator_seconds=lambda _, program: operators if program.repeats > 1 else 1.0,
+        _calibrated=mock.Mock(side_effect=checked),
+    ):
+        for current in checks:
+            prices.check_cut(mock.Mock(), cut_into(current))
+    return {parts: round(cut.value, 3) for parts, cut in prices._split_calibrations.items()}
+
+
+def cut_into(parts: int) -> Program:
+    return plain().repeated(parts)
+
+
+@pytest.mark.parametrize(
+    ("checks", "expected"),
+    [
+        ({2: (0.8, 0.85, 0.9)}, {2: 0.85}),
+        ({2: (0.9, 0.95, 1.01)}, {2: 1.0}),
+        ({2: (1.0, 1.1, 1.2)}, {2: 1.1}),
+        ({2: (0.8, 0.85, 0.9), 4: (0.6, 0.7, 0.79)}, {2: 0.85, 4: 0.7}),
+        # Faster than what the coarser cut was found to take, but not than it may take.
+        ({2: (0.8, 0.85, 0.9), 4: (0.76, 0.8, 0.84)}, {2: 0.85, 4: 0.85}),
+        ({2: (0.9, 0.97, 1.04), 6: (0.85, 0.9, 0.95)}, {2: 1.0, 6: 1.0}),
+        # What is slower once is not faster again.
+        ({2: (1.0, 1.1, 1.2), 4: (0.5, 0.6, 0.7)}, {2: 1.1, 4: 1.1}),
+    ],
+)
+def test_a_cut_is_faster_only_beyond_every_doubt(
+    checks: dict[int, tuple[float, float, float]], expected: dict[int, float]
+) -> None:
+    assert said(checks) == expected
+
+
+def test_a_cut_is_no_faster_where_its_operators_alone_are_not() -> None:
+    assert said({2: (0.8, 0.85, 0.9)}, operators=1.0) == {2: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("quota", "threads", "ranks", "longer"),
+    [
+        (0.6, 1, 1, 1 / 0.6),
+        (1.5, 1, 2, 2 / 1.5),
+        (2.0, 1, 2, 1.0),
+        (math.inf, 1, 1, 1.0),
+        (0.6, 2, 1, 1.0),
+    ],
+)
+def test_what_is_timed_by_the_processor_takes_longer_where_it_is_withheld(
+    quota: float, threads: int, ranks: int, longer: float
+) -> None:
+    prices = CostProvider.__new__(CostProvider)
+    prices._is_here, prices._threads, prices.notes = True, threads, []
+    with mock.patch("steelyard.planner.cost_provider.quota_cores", return_value=quota):
+        assert prices._slowdown_of_cpu_quota(ranks) == pytest.approx(longer)
+    assert bool(prices.notes) == (longer > 1)
+
+
+def test_a_whole_prediction_takes_longer_where_the_processor_is_withheld(tmp_path: Path) -> None:
+    def seconds(quota: float) -> float:
+        with (
+            mock.patch("steelyard.planner.cost_provider.quota_cores", return_value=quota),
+            mock.patch.dict(os.environ, STEELYARD_CACHE=str(tmp_path / "costs.sqlite")),
+            mock.patch.object(torch, "get_num_threads", return_value=1),
+        ):
+            planned = sy.plan(model, loss, batch)
+        return float(planned.plan.unplanned.metrics.computation_seconds.value)
+
+    model, batch = torch.nn.Linear(64, 64), torch.randn(256, 64)
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    assert seconds(0.5) == pytest.approx(2 * seconds(math.inf))
+
+
+def test_a_plan_is_priced_whose_exchanges_alone_were_not_measured() -> None:
+    """``run --adapt`` compares plans with other buckets, and measures nothing for them."""
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)
+    source = CapturedStep(
+        model=model, loss=next_token_loss, batch=tokens(12, 16, 96),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )  # fmt: skip
+    plain = Program.plain(source.captured().graph)
+
+    def sent(bucket_bytes: int, *rules: Rule) -> Graph:
+        batch = Rule(trade="shard_batch", degree=2, bucket_bytes=bucket_bytes)
+        lag = Rule(trade="overlap", lag=1)
+        return apply_rules(plain, [batch, lag, *rules], trades=TRADES, source=source).graph
+
+    prices = CostProvider.__new__(CostProvider)
+    prices._known = {node.signature for node in sent(1 << 20).nodes}
+    other = sent(1 << 16)
+    assert {node.signature for node in other.nodes} - prices._known
+    assert prices.has_costs(other)
+    # What codes compute has to be measured, and what the model does.
+    code = Rule(trade="ternary_gradients", module="blocks.*.mlp.up.weight", count=2)
+    assert not prices.has_costs(sent(1 << 20, code))
+    prices._known -= {node.signature for node in other.nodes if node.op == "aten.mm.default"}
+    assert not prices.has_costs(other)

@@ -1,0 +1,262 @@
+"""Parts of a model on ranks: what is offered, what a plan may say of it, what is chosen.
+
+What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from steelyard.errors import BadInput, Infeasible, Mismatch
+from steelyard.hardware.link import Link
+from steelyard.ir.collective import Exchange
+from steelyard.ir.graph import Role
+from steelyard.ir.optimizer_update import WEIGHT
+from steelyard.ir.parallel_layout import TENSOR, ParallelLayout
+from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.predict.collectives.host_groups import RanksPerHost
+from steelyard.predict.cost_table import CostTable
+from steelyard.run.sharded_model.tensors import why_unparted
+from steelyard.search import LayoutSearch, StepSearch
+from steelyard.trades import TRADES
+from steelyard.trades.shard_states import ShardStates
+from steelyard.trades.shard_tensor import ShardTensor
+from tests.harness import Trial, looking_less_far
+from tests.torch.trades.test_shard_batch import costs, ranks_of, shared, trial
+
+pytestmark = pytest.mark.slow
+
+UP, DOWN = "blocks.*.mlp.up", "blocks.*.mlp.down.weight"
+MLP = tuple(
+    Rule(trade="shard_tensor", module=name, degree=2, dim=dim, count=2)
+    for name, dim in ((f"{UP}.weight", 0), (f"{UP}.bias", 0), (DOWN, 1))
+)
+
+
+def among(layout: ParallelLayout) -> Program:
+    return replace(trial().plain, layout=layout)
+
+
+def states(degree: int, module: str = f"{UP}.weight", count: int = 2) -> Rule:
+    return Rule(trade="shard_states", module=module, degree=degree, count=count)
+
+
+def batch(degree: int) -> Rule:
+    return Rule(trade="shard_batch", degree=degree, bucket_bytes=1 << 20)
+
+
+def test_what_goes_together_is_offered_together_and_the_cheapest_first() -> None:
+    offers, refusals = ShardTensor().offers(among(ParallelLayout(tensor=2)), trial().source)
+    assert not refusals
+    found = {frozenset((rule.module, rule.dim, rule.groups) for rule in o.rules) for o in offers}
+    assert frozenset({(f"{UP}.weight", 0, 1), (f"{UP}.bias", 0, 1), (DOWN, 1, 1)}) in found
+    heads = {("blocks.*.attention.qkv.weight", 0, 3), ("blocks.*.attention.out.weight", 1, 1)}
+    assert any(heads <= offer for offer in found), found
+    assert any(("token.weight", 0, 1) in offer for offer in found), "a vocabulary"
+    assert all(rule.count == 2 for o in offers for rule in o.rules if "*" in rule.module)
+    # Each can be applied by itself, and leaves less of the weights on a rank.
+    whole = trial().plain.graph.resident_bytes(Role.PARAMETER)
+    for offer in offers:
+        program = trial().apply_rules(offer.rules)
+        assert program.problems() == []
+        assert program.layout.axes == {TENSOR: 2}
+        assert program.sent_bytes > 0
+        assert program.graph.resident_bytes(Role.PARAMETER) < whole
+
+
+def test_alone_nothing_is_offered() -> None:
+    for trade in (ShardTensor(), ShardStates()):
+        assert trade.offers(trial().plain, trial().source) == ((), ())
+
+
+def test_shares_of_weights_are_gathered_and_their_gradients_scattered() -> None:
+    offers, refusals = ShardStates().offers(among(ParallelLayout(batch=2)), trial().source)
+    assert not refusals
+    assert f"{UP}.weight (2)" in {offer.label for offer in offers}
+    plain, some = shared(2), shared(2, states(2))
+    assert plain.partings == ()
+    up = 4 * 32 * 128
+    resident = [p.graph.resident_bytes(Role.PARAMETER) for p in (plain, some)]
+    assert resident[0] - resident[1] == 2 * up // 2
+    # What was summed around a ring is gathered and scattered: half and half.
+    assert some.sent_bytes == plain.sent_bytes
+    kinds = [node.collective.kind for node in some.graph.nodes if node.collective is not None]
+    assert (kinds.count(Exchange.ALL_GATHER), kinds.count(Exchange.REDUCE_SCATTER)) == (2, 2)
+
+
+def test_what_is_sent_ahead_is_issued_sooner_and_awaited_at_the_same_place() -> None:
+    saved_for_backward = [Rule(trade="overlap", lag=1, lead=lead) for lead in (0, 4)]
+    late, soon = (shared(2, states(2), rule) for rule in saved_for_backward)
+    assert late.sent_bytes == soon.sent_bytes
+    distance = [_lines_between(program) for program in (late, soon)]
+    assert distance[1] > distance[0]
+
+
+def _lines_between(program: Program) -> int:
+    nodes = program.graph.by_name
+    gathers = [
+        exchange
+        for exchange in program.exchanges
+        if "gather" in nodes[program.instructions[exchange.issue].node].op
+    ]
+    return sum(e.wait - e.issue for e in gathers if e.wait is not None)
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ((replace(MLP[0], count=3),), "matches 2 tensors"),
+        ((replace(MLP[0], module="blocks.*.mlp.upwards"),), "matches 0 tensors"),
+        ((MLP[0], replace(MLP[0], dim=1)), "cut by two shard_tensor rules"),
+        ((replace(MLP[0], degree=3),), "cannot lie as"),
+        ((replace(MLP[0], dim=7),), "cannot lie as"),
+        ((states(2),), "and the batch among 1"),
+        ((states(4), batch(2)), "among 4 ranks, and the batch among 2"),
+        ((states(2, count=1), batch(2)), "matches 2 parameters"),
+        ((states(8, "position.weight", 1), batch(8)), None),
+        ((states(2, f"{UP}.bias"), batch(2)), None),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str | None) -> None:
+    if said is None:
+        assert trial().apply_rules(rules).problems() == []
+        return
+    with pytest.raises(BadInput, match=said) as refused:
+        trial().apply_rules(rules)
+    assert len(str(refused.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Rprop"]
+)
+def test_optimizers_that_go_by_elements_work_on_parts(optimizer: str) -> None:
+    assert why_unparted(functools.partial(getattr(torch.optim, optimizer), lr=0.1)) == ""
+
+
+def test_an_optimizer_that_looks_at_the_whole_is_refused() -> None:
+    reason = why_unparted(functools.partial(torch.optim.Adafactor, lr=0.1))
+    assert reason == "the optimizer's step is another on a part of a parameter"
+    source = trial().source
+    update = replace(trial().plain, loss="", unparted=reason)
+    for trade, layout in (
+        (ShardTensor(), ParallelLayout(tensor=2)),
+        (ShardStates(), ParallelLayout(batch=2)),
+    ):
+        program = replace(among(layout), update=update)
+        offers, (refusal,) = trade.offers(program, source)
+        assert not offers
+        assert refusal.reason == reason
+        rules = MLP if layout.tensor > 1 else (states(2),)
+        with pytest.raises(Mismatch, match="another on a part of a parameter"):
+            trade.rewrite(program, rules, source)
+
+
+# The layers, too, could lie on ranks: see test_shard_pipeline.py.
+WITHOUT_STAGES = tuple(trade for trade in TRADES if trade.name != "shard_pipeline")
+
+
+def layouts(
+    price: CostTable, model: Trial, *, num_ranks: int, update: Program | None = None
+) -> LayoutSearch:
+    plain = replace(model.plain, update=update)
+
+    def searching(layout: tuple[Rule, ...]) -> StepSearch:
+        return StepSearch(
+            plain, trades=WITHOUT_STAGES, source=model.source, costs=price, layout=layout
+        )
+
+    return LayoutSearch(
+        plain, trades=WITHOUT_STAGES, source=model.source, costs=price, num_ranks=num_ranks,
+        searching=searching,
+    )  # fmt: skip
+
+
+@looking_less_far()
+def test_memory_that_sharing_the_batch_does_not_save_is_saved_by_parts() -> None:
+    among_two = layouts(costs(1e12), trial(), num_ranks=2)
+    free = among_two.find(Budget())
+    assert {rule.trade for rule in free.rules} == {"overlap", "shard_batch"}
+    reasons = {r.label: r.reason for r in free.refused if r.trade == "shard_tensor"}
+    assert "takes ~" in reasons["parts on 2 ranks"]
+    shared_out = [
+        among_two.search_by(way.rules)
+        for way in among_two.ways.of(ParallelLayout(batch=2))
+        if not any(rule.trade == "shard_states" for rule in way.rules)
+    ]
+    with pytest.raises(Infeasible) as least:
+        shared_out[0].find(Budget(memory_bytes=1))
+    assert least.value.least_bytes is not None
+    budget = Budget(memory_bytes=int(0.9 * least.value.least_bytes))
+    tight = among_two.find(budget)
+    assert ranks_of(tight) == 2
+    assert tight.prediction.peak.nbytes <= 0.9 * least.value.least_bytes
+    assert {"shard_states", "shard_tensor"} & {rule.trade for rule in tight.rules}
+    assert {"shard_states", "shard_tensor"} & {taken.trade for taken in tight.taken}
+
+
+def test_weights_are_gathered_for_each_pass_where_memory_is_short() -> None:
+    among_two = layouts(costs(1e12), trial(), num_ranks=2)
+    shared = [way for way in among_two.ways.of(ParallelLayout(batch=2)) if _gathers(way.rules)]
+    once, twice = ([w for w in shared if _gathers(w.rules) == count] for count in (1, 2))
+    assert min(w.nbytes for w in twice) < min(w.nbytes for w in once)
+    assert min(w.seconds for w in twice) > min(w.seconds for w in once)
+
+
+def _gathers(rules: tuple[Rule, ...]) -> int:
+    return max((rule.times for rule in rules if rule.trade == "shard_states"), default=0)
+
+
+def test_rows_that_shares_of_the_whole_have_need_not_divide_once_they_are_cut() -> None:
+    """A classifier's ten, among two ranks; five are left of them where two more share tensors."""
+    layers = nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    batch = torch.randn(256, 512), torch.randint(10, (256,))
+    model = Trial(
+        nn.Sequential(*layers), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batch
+    )
+    model.source.optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
+    # Where updates take longer than what is sent.
+    among_four = layouts(costs(1e12), model, num_ranks=4, update=model.source.update())
+    fastest = min(among_four.ways.of(ParallelLayout(batch=2)), key=lambda way: way.seconds)
+    assert "4.weight" in _named(fastest.rules, "shard_states")
+    ways = among_four.ways.of(ParallelLayout(batch=2, tensor=2))
+    cut = [way.rules for way in ways if "4.weight" in _named(way.rules, "shard_tensor")]
+    in_both = [rules for rules in cut if _named(rules, "shard_states")]
+    assert in_both
+    assert not any("4.weight" in _named(rules, "shard_states") for rules in in_both)
+    assert all(len(set(rules)) == len(rules) for rules in in_both)
+
+
+def _named(rules: tuple[Rule, ...], trade: str) -> set[str]:
+    return {rule.module for rule in rules if rule.trade == trade}
+
+
+def test_groups_on_hosts_of_their_own_sum_up_over_what_joins_the_hosts() -> None:
+    """Of four ranks two to a host, those that share the batch are on different ones, and their
+    bucket is what is best there; what that pays is told so, too."""
+    near = Link(kind="near", latency_seconds=1e-6, bytes_per_second=1e12)
+    price = replace(costs(1e7), spread=RanksPerHost(num_ranks=4, each=2, near=near))
+    gradients = sum(
+        n.outputs[0].nbytes for n in trial().plain.graph.inputs() if n.name.startswith(WEIGHT)
+    )
+    among_four = layouts(price, trial(), num_ranks=4)
+    way = min(among_four.ways.of(ParallelLayout(batch=2, tensor=2)), key=lambda way: way.seconds)
+    told = [
+        taken
+        for taken in among_four.explanation.selected_trades(way)
+        if taken.trade == "shard_batch"
+    ]
+    assert told[0].pays_seconds > gradients / 1e7
+    of_one_host = min(among_four.ways.of(ParallelLayout(batch=2)), key=lambda way: way.seconds)
+    told = [
+        taken
+        for taken in among_four.explanation.selected_trades(of_one_host)
+        if taken.trade == "shard_batch"
+    ]
+    assert told[0].pays_seconds < 0.01 * gradients / 1e7

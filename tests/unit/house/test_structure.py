@@ -1,0 +1,41 @@
+"""The shape of the source tree: imports go one way, and a folder can be taken in at a glance."""
+
+import ast
+from pathlib import Path
+
+import grimp
+
+SOURCE = Path(__file__).resolve().parents[3] / "src" / "steelyard"
+MOST_FILES = 20
+
+GRAPH = grimp.build_graph("steelyard", cache_dir=None)
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions and under TYPE_CHECKING count too.
+
+    The public names in ``steelyard`` are left out: they are loaded when first used, and the
+    demonstration's model imports them as a user's would.
+    """
+    modules = GRAPH.modules - {"steelyard"}
+    rest = {module: set(GRAPH.find_modules_directly_imported_by(module)) for module in modules}
+    # What imports nothing that is left is in no circle; what stays is in one, or leads to one.
+    while free := [module for module, imports in rest.items() if not imports & rest.keys()]:
+        for module in free:
+            del rest[module]
+    assert not rest, f"imports that lead back to where they began, among: {sorted(rest)}"
+
+
+def test_no_folder_has_more_files_than_can_be_taken_in_at_a_glance() -> None:
+    folders = [folder for folder in SOURCE.rglob("*") if folder.is_dir()]
+    sizes = {folder.relative_to(SOURCE): len([*folder.glob("*.py")]) for folder in folders}
+    assert {folder: size for folder, size in sizes.items() if size > MOST_FILES} == {}
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    files: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: where for name, where in files.items() if len(where) > 1} == {}

@@ -1,0 +1,315 @@
+"""The plan and the receipt as text: golden, and laws that hold at every width."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steelyard.ir.metrics import Estimate
+from steelyard.ir.rule import Rule
+from steelyard.plans.budget import Budget
+from steelyard.plans.plan import NextCent, Plan
+from steelyard.plans.receipt import Receipt, RunMeasurement
+from steelyard.plans.trade import Rejection, Remaining
+from steelyard.report.document import describe_rule, tree_of
+from steelyard.report.peak_groups import short_op, starred_path
+from steelyard.report.quantities import Quantity
+from steelyard.report.styled_text import Zoom, plain
+from steelyard.report.text import render
+from tests.support.sample import MEASURED, MIB, PLAN, RECEIPT, held, hostile, prediction
+
+GOLDEN = Path(__file__).parent / "golden"
+SUBJECTS: dict[str, Plan | Receipt] = {"plan": PLAN, "receipt": RECEIPT}
+
+
+def shown(subject: Plan | Receipt, *, width: int = 100, zoom: Zoom = Zoom.RECEIPT) -> str:
+    return plain(render(tree_of(subject), width=width, zoom=zoom))
+
+
+@pytest.mark.parametrize("width", [40, 80, 110])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_the_receipt_as_it_is_printed(name: str, width: int) -> None:
+    golden = GOLDEN / f"{name}-{width}.txt"
+    assert shown(SUBJECTS[name], width=width) == golden.read_text()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.002, "pays ~2.00 ms computation, ~1.00 MiB memory"), (-3e-4, "pays ~1.00 MiB memory")],
+)
+def test_memory_that_codes_take_is_paid_also_where_they_save_time(
+    seconds: float, said: str
+) -> None:
+    taken = replace(
+        PLAN.taken[0], trade="ternary_gradients", buys_bytes=-MIB, buys_seconds=0.02,
+        pays_seconds=seconds,
+    )  # fmt: skip
+    assert tree_of(replace(PLAN, taken=(taken,))).taken[0].paying == said
+
+
+@pytest.mark.parametrize("zoom", ["offers", "peak", "frontier"])
+def test_each_zoom_as_it_is_printed(zoom: str) -> None:
+    golden = GOLDEN / f"{zoom}-80.txt"
+    assert shown(RECEIPT, width=80, zoom=Zoom(zoom)) == golden.read_text()
+
+
+@settings(deadline=None)
+@given(st.integers(40, 200), st.sampled_from(list(Zoom)), st.sampled_from(list(SUBJECTS)))
+def test_no_line_is_wider_than_the_terminal(width: int, zoom: Zoom, name: str) -> None:
+    for line in shown(SUBJECTS[name], width=width, zoom=zoom).splitlines():
+        assert len(line) <= width, line
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=300), st.integers(40, 120), st.sampled_from(list(Zoom)))
+def test_whatever_a_name_holds_only_printable_lines_come_out(
+    name: str, width: int, zoom: Zoom
+) -> None:
+    text = shown(hostile(name), width=width, zoom=zoom)
+    assert text.replace("\n", "").isprintable()
+    assert len(text.split("\n")) < 4000
+
+
+def test_the_four_amounts_stand_in_their_order_and_then_the_step() -> None:
+    labels = [row.label for row in tree_of(RECEIPT).rows]
+    assert labels == [
+        "accuracy loss",
+        "memory (peak/rank)",
+        "communication",
+        "computation",
+        "step, overlapped",
+    ]
+
+
+def test_a_tilde_stands_before_each_prediction_and_no_measurement() -> None:
+    for row in tree_of(RECEIPT).rows:
+        for cell in (row.before, row.unplanned, row.plan):
+            assert not isinstance(cell, Quantity) or str(cell).startswith("~") or not cell.value
+        assert not str(row.measured).startswith("~")
+
+
+def test_the_largest_miss_is_marked_and_what_left_its_interval_is_named() -> None:
+    rows = tree_of(RECEIPT).rows
+    assert [r.key for r in rows if r.is_largest] == ["step_seconds"]
+    assert rows[-1].miss == pytest.approx(1.45 / 1.24 - 1)
+    assert [r.key for r in rows if r.is_outside] == ["step_seconds"]
+    assert "step, overlapped: measured 1.45 s, predicted between 1.09 s and 1.39 s" in shown(
+        RECEIPT, width=200
+    )
+
+
+def test_computation_and_step_that_missed_alike_are_named_once() -> None:
+    slow = replace(MEASURED, computation_seconds=2.0, step_seconds=2.0)
+    tree = tree_of(Receipt(plan=PLAN, measured=slow))
+    assert [r.key for r in tree.rows if r.is_largest] == ["computation_seconds"]
+    said = "computation and step, overlapped: measured 2.00 s, predicted between 1.09 s and 1.39 s"
+    assert tree.notes == (*PLAN.notes, said)
+
+
+def test_a_run_without_misses_marks_none() -> None:
+    exact = RunMeasurement(
+        steps=3, memory_bytes=296 * MIB, computation_seconds=1.24, step_seconds=1.24
+    )
+    text = shown(Receipt(plan=PLAN, measured=exact))
+    assert "largest miss" not in text
+    assert "+0.0 %" in text
+
+
+def test_what_was_not_measured_is_a_dash_and_no_miss() -> None:
+    row = tree_of(Receipt(plan=PLAN, measured=RunMeasurement())).rows[1]
+    assert (row.measured, row.miss) == ("-", None)
+
+
+@pytest.mark.parametrize(
+    ("memory", "before", "verdict"),
+    [
+        ("300 MiB", PLAN.before, "fits: ~296 MiB of 300 MiB; eager PyTorch is ~187 MiB over"),
+        ("1 GiB", PLAN.before, "fits: ~296 MiB of 1.00 GiB; so does eager PyTorch"),
+        ("200 MiB", PLAN.before, "DOES NOT FIT: ~296 MiB of 200 MiB; eager PyTorch is ~287 MiB"),
+        (None, PLAN.before, "no bound on memory was given"),
+    ],
+)
+def test_whether_it_fits_is_said_first(memory: str | None, before: object, verdict: str) -> None:
+    decisions = replace(PLAN.decisions, budget=Budget(memory))
+    assert verdict in shown(replace(PLAN, decisions=decisions), width=120)
+
+
+def test_a_measured_peak_decides_whether_it_fitted() -> None:
+    tree = tree_of(Receipt(plan=PLAN, measured=replace(MEASURED, memory_bytes=301 * MIB)))
+    assert not tree.fits
+    assert tree.verdict.startswith("DOES NOT FIT: 301 MiB of 300 MiB")
+
+
+def test_refusals_for_one_reason_are_said_together_and_the_rest_counted() -> None:
+    more = tuple(
+        Rejection(trade="recompute", label=f"blocks.{i}", reason=f"reason {i}") for i in range(9)
+    )
+    many = replace(PLAN, refused=PLAN.refused * 10 + more)
+    text = shown(many, width=120)
+    assert "accumulate  4 micro-batches and 9 more: would pay" in text
+    assert "and 7 more: --zoom offers" in text
+    assert shown(many, zoom=Zoom.OFFERS).count("softmax") == 10
+
+
+def test_a_plan_without_anything_to_say_is_short() -> None:
+    undecided = replace(PLAN.decisions, rules=())
+    bare = replace(
+        PLAN,
+        decisions=undecided,
+        taken=(),
+        refused=PLAN.refused * 2,
+        frontier=(),
+        next_cent=None,
+        least_bytes=0,
+        notes=(),
+    )
+    assert "taken (0 of 4 offers): none is needed" in shown(bare)
+    assert "no curve was computed" in shown(bare, zoom=Zoom.FRONTIER)
+
+
+# --- what is alive at the peak --------------------------------------------------------------------
+
+
+def test_alive_bytes_are_grouped_and_none_is_lost() -> None:
+    peak = tree_of(PLAN).peak
+    assert sum(g.nbytes for g in peak.groups) == sum(h.nbytes for h in PLAN.predicted.peak.alive)
+    mlp = next(g for g in peak.groups if g.where == "blocks.*.mlp (4)")
+    assert (mlp.line, mlp.what, mlp.count) == ("gpt.py:41", ("gelu",), 4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 99), st.sampled_from(["", "a.0", "a.1", "b"]), st.integers(0, 40)),
+        max_size=80,
+    )
+)
+def test_the_top_and_the_rest_are_all_there_is(found: list[tuple[int, str, int]]) -> None:
+    alive = tuple(held(mib, "aten.mm.default", path, f"x.py:{line}") for mib, path, line in found)
+    peak = replace(PLAN.predicted.peak, alive=alive)
+    tree = tree_of(replace(PLAN, predicted=replace(PLAN.predicted, peak=peak))).peak
+    assert len(tree.groups) <= 20
+    assert sum(g.nbytes for g in tree.groups) + tree.rest_bytes == sum(h.nbytes for h in alive)
+    sizes = [g.nbytes for g in tree.groups]
+    assert sizes == sorted(sizes, reverse=True)
+    assert tree.num_rest == 0 or tree.rest_bytes <= tree.num_rest * sizes[-1]
+
+
+def test_names_are_shortened_only_where_nothing_is_lost() -> None:
+    assert short_op("aten.bmm.default") == "bmm"
+    assert short_op("aten.bmm.default (again)") == "bmm (again)"
+    assert short_op("optimizer state") == "optimizer state"
+    assert starred_path("blocks.3.mlp") == "blocks.*.mlp"
+    assert starred_path("blocks.3") == "blocks.*"
+    # Layers of one nn.Sequential share a source line, and are not alike for that.
+    assert starred_path("blocks.3.mlp.0") == "blocks.*.mlp.0"
+    assert starred_path("layer1.conv2") == "layer1.conv2"
+
+
+# --- the curve ------------------------------------------------------------------------------------
+
+
+def test_the_plot_has_a_mark_for_every_plan_and_a_star_for_this_one() -> None:
+    text = shown(PLAN, zoom=Zoom.FRONTIER)
+    drawn = "".join(l.split("|")[1] for l in text.splitlines() if "|" in l)
+    assert drawn.count("o") == len(PLAN.frontier) - 1
+    assert drawn.count("*") == 1
+    assert len(re.findall(r"MiB +~[0-9.]+ s", text)) == len(PLAN.frontier)
+
+
+def test_a_plan_between_two_points_of_the_curve_is_drawn_as_one_more() -> None:
+    between = replace(PLAN, frontier=tuple(p for p in PLAN.frontier if not p.rules))
+    marked = [p for p in tree_of(between).curve if p.is_this_plan]
+    assert [(p.memory.value, p.step.value, p.micro_batches) for p in marked] == [
+        (296 * MIB, 1.24, 2)
+    ]
+    assert shown(between, zoom=Zoom.FRONTIER) == shown(PLAN, zoom=Zoom.FRONTIER)
+    # Read from a file, rules are sorted; and times of then are another float.
+    decisions = replace(PLAN.decisions, rules=tuple(reversed(PLAN.decisions.rules)))
+    other = replace(PLAN, decisions=decisions, predicted=prediction(296, 1.2400001))
+    assert [p.is_this_plan for p in tree_of(other).curve].count(True) == 1
+
+
+def test_what_pays_less_than_nothing_saves() -> None:
+    taken = tuple(replace(t, pays_seconds=-t.pays_seconds) for t in PLAN.taken)
+    text = shown(replace(PLAN, taken=taken))
+    assert "saves ~50.0 ms" in text
+    assert "~-" not in text
+
+
+def test_a_code_that_saves_computation_says_by_what() -> None:
+    """Bytes that are not exchanged take nothing of the processor: no riddle."""
+    coded = replace(PLAN.taken[0], trade="quantized_gradients", pays_seconds=-0.004, buys_bytes=0)
+    text = " ".join(shown(replace(PLAN, taken=(coded,)), width=200).split())
+    said = "saves ~4.00 ms computation (exchanging fewer bytes takes less of the processor)"
+    assert said in text
+    paid = replace(coded, pays_seconds=0.004)
+    assert "exchanging fewer bytes" not in shown(replace(PLAN, taken=(paid,)))
+
+
+def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None:
+    rest, never = (
+        replace(PLAN.refused[0], left=left) for left in (Remaining.REST, Remaining.NEVER)
+    )
+    text = shown(replace(PLAN, num_offers=5, refused=(*PLAN.refused, rest, never)))
+    assert "taken (2 of 5 offers, and 1 in part)" in text
+    assert "refused (2 of 5 offers, the rest of 1, and 1 that cannot be offered)" in text
+    offers = replace(PLAN, refused=(rest,))
+    assert "the rest of blocks.*.attn: softmax (4): would buy" in shown(offers, zoom=Zoom.OFFERS)
+
+
+def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_first() -> None:
+    codes = [
+        Rejection(trade=trade, label="gradients in codes", reason=f"would cost {more} %", left=left)
+        for trade, more, left in (
+            ("top_k_gradients", 9, Remaining.NEVER),
+            ("ternary_gradients", 4, Remaining.WHOLE),
+            ("quantized_gradients", 8, Remaining.WHOLE),
+        )
+    ]
+    others = [replace(PLAN.refused[0], reason=f"reason {n}") for n in range(9)]
+    plan = replace(PLAN, refused=(*others, *codes))
+    text = shown(plan)
+    assert text.index("ternary_gradients  gradients in codes: would cost 4 %") < text.index(
+        "reason 0"
+    )
+    assert "would cost 8 %" not in text
+    assert "would cost 9 %" not in text
+    coded = Rule(trade="quantized_gradients", op="int8", module="blocks.0", count=1)
+    sent = replace(plan, decisions=replace(PLAN.decisions, rules=(*PLAN.decisions.rules, coded)))
+    assert "would cost" not in shown(sent)
+
+
+def test_the_rounding_of_sums_is_no_price() -> None:
+    taken = tuple(replace(t, pays_seconds=1e-17) for t in PLAN.taken)
+    cent = NextCent(more_bytes=MIB, saved_seconds=1e-17)
+    text = shown(replace(PLAN, taken=taken, next_cent=cent))
+    assert "pays nothing" in text
+    assert "next cent" not in text
+
+
+def test_reasons_of_another_time_say_of_which() -> None:
+    said = "offers, curve and next cent are of when it was planned, at ~1.10 s a step"
+    plan = replace(PLAN, planned_seconds=1.1)
+    for zoom in (Zoom.RECEIPT, Zoom.OFFERS, Zoom.FRONTIER):
+        assert said in shown(plan, zoom=zoom)
+        assert "of when it was planned" not in shown(replace(PLAN, planned_seconds=1.24), zoom=zoom)
+
+
+def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
+    ratio = Estimate(value=1.074, low=1.04, high=1.108)
+    text = shown(replace(PLAN, slowdown=ratio), width=200)
+    assert (
+        "a step; the plan's forward and backward pass take ~1.07 times as long (1.04 to 1.11)"
+        in text
+    )
+    assert "times as long" not in shown(PLAN, width=200)
+
+
+def test_the_ends_of_stages_are_said_as_such() -> None:
+    rule = Rule(trade="shard_pipeline", module="blocks.1", op="1F1B", degree=2)
+    said = "shard_pipeline: 1F1B on 2 ranks, a stage ends behind blocks.1"
+    assert describe_rule(rule) == said
