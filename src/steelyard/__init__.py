@@ -1,6 +1,7 @@
-"""Steelyard: say what you have; it makes your model fit and tells the price before you pay it.
+"""Steelyard: plan a training step for your memory and time, and know its price in advance.
 
-The public names, loaded when first used, so that importing steelyard does not import torch.
+The public names are loaded when they are first used, so that importing steelyard does not import
+torch.
 """
 
 import gc
@@ -26,7 +27,7 @@ __all__ = [
     "plan",
 ]
 
-_HOMES = {
+_MODULES = {
     "Budget": "steelyard.plans.budget",
     "Cluster": "steelyard.hardware.cluster",
     "OffloadMemory": "steelyard.hardware.cluster",
@@ -39,21 +40,24 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # ``from steelyard import api`` asks here, too, before it imports anything.
+    # ``from steelyard import api`` calls this, too, before it imports the submodule.
     if name == "api":
-        return _imported("steelyard.api")
-    if name not in _HOMES:
+        return _import_without_gc("steelyard.api")
+    if name not in _MODULES:
         raise AttributeError(f"module 'steelyard' has no attribute {name!r}")
-    return getattr(_imported(_HOMES[name]), name)
+    return getattr(_import_without_gc(_MODULES[name]), name)
 
 
-def _imported(home: str) -> ModuleType:
-    """What is imported with torch are half a million objects that stay: a quarter of the time went
-    into looking for garbage among them."""
+def _import_without_gc(module_name: str) -> ModuleType:
+    """Import a module with garbage collection disabled.
+
+    Importing torch creates half a million permanent objects: a quarter of the time went into
+    scanning them for garbage.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
-        return import_module(home)
+        return import_module(module_name)
     finally:
         if collects:
             gc.enable()

@@ -1,4 +1,4 @@
-"""`python -m steelyard` is the command `steelyard`."""
+"""Run the command `steelyard` as `python -m steelyard`."""
 
 from steelyard.cli import command
 

@@ -1,4 +1,4 @@
-"""Every error a user can meet, each in three parts: what happened, what was expected, what to do.
+"""All errors for users, each in three parts: what happened, what was expected, what to do next.
 
     SteelyardError                 exit code
     |-- BadInput                   2   the request itself cannot be read or honoured
@@ -11,17 +11,18 @@
     |-- Infeasible                 3   no plan fits the budget
     `-- RunFailed                  4   training stopped
         |-- CheckpointError            a checkpoint that cannot be written or read
-        |   `-- CheckpointRefused      2   one that no run can have saved
+        |   `-- CheckpointRefused      2   a checkpoint that no run can have saved
         |-- NonFinite                  a loss that is NaN or infinite
-        `-- RankFailed                 the rank that broke, and of what
-Not for mistakes of our own: those are assertions.
+        `-- RankFailed                 a rank that failed, and its cause
+
+Not for bugs of Steelyard: those are assertions.
 """
 
 from typing import ClassVar, Literal
 
 
 class SteelyardError(ValueError):
-    """What happened, what was expected, what to do next; one line each."""
+    """An error for users: what happened, what was expected, what to do next; one line each."""
 
     exit_code: ClassVar[int] = 2
 
@@ -36,12 +37,12 @@ class SteelyardError(ValueError):
 
 
 def then(error: BaseException, step: str) -> None:
-    """What to do after what the error itself says, which may be no error of ours."""
+    """Add a next step to an error, which may be one of another library."""
     error.add_note(f"{_THEN}{step}")
 
 
 def afterwards(error: BaseException) -> list[str]:
-    """What ``then`` was told of."""
+    """Return the next steps that ``then`` added."""
     notes: list[str] = getattr(error, "__notes__", [])
     return [note.removeprefix(_THEN) for note in notes if note.startswith(_THEN)]
 
@@ -74,7 +75,7 @@ class Mismatch(BadInput):
 
 
 class RanksDiffer(BadInput):
-    """Ranks that do not hold the same; ``rank`` is the one that differs, ``item`` in what."""
+    """Ranks with different inputs; ``rank`` is the one that differs, ``item`` the input."""
 
     def __init__(
         self, happened: str, *, expected: str, remedy: str, rank: int = -1, item: str = ""
@@ -85,9 +86,9 @@ class RanksDiffer(BadInput):
 
 
 class Infeasible(SteelyardError):
-    """No plan fits the budget; says the least possible and what sets it.
+    """No plan fits the budget; the message names the smallest feasible amount and its cause.
 
-    ``least_bytes`` is that least as a number, where memory is what is short.
+    ``least_bytes`` is that amount as a number, if memory is the limit.
     """
 
     exit_code = 3
@@ -110,23 +111,25 @@ class CheckpointError(RunFailed):
 
 
 class CheckpointRefused(CheckpointError, BadInput):
-    """A checkpoint that no run can have saved; refused before anything is done with it."""
+    """A checkpoint that no run can have saved; it is refused before any part of it is used."""
 
     exit_code = 2
 
 
 class NonFinite(RunFailed):
-    """A loss that is NaN or infinite; ``rank`` is the one whose own values were that first, or -1
-    where that is not one rank, or not known."""
+    """A loss that is NaN or infinite.
+
+    ``rank`` is the first one with such values of its own; -1 if that is not one rank, or unknown.
+    """
 
     def __init__(self, happened: str, *, expected: str, remedy: str, rank: int = -1) -> None:
         super().__init__(happened, expected=expected, remedy=remedy)
         self.rank = rank
 
 
-# How a rank may break. "Absent" never came; "hanging" runs on and does not come to the exchange in
-# which the others wait; "other exchange" came with another kind or another amount; "exchange" is an
-# exchange that failed while all ranks were well.
+# The causes of a rank's failure. An "absent" rank never joined; a "hanging" one runs but does not
+# reach the collective in which the others wait; "other exchange" means another kind or size of
+# collective; "exchange" is a collective that failed while all ranks were healthy.
 Cause = Literal[
     "exception",
     "out of memory",
@@ -142,7 +145,7 @@ Cause = Literal[
 
 
 class RankFailed(RunFailed):
-    """One rank ended the run of all; ``rank`` is that one, or -1 if none can be told."""
+    """One rank ended the run of all; ``rank`` is that one, or -1 if unknown."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Files and folders that this user alone may write: what is in them is believed, or even run.
+"""Checks for files that only this user may write, since their content is trusted or executed.
 
 Not for files that anybody may have written, which are read within bounds: see safe_files.py.
 """
@@ -16,10 +16,11 @@ _ROOT = 0
 
 
 def why_not_private(path: Path) -> str:
-    """Why another user may have written this file, or what is in this folder, as the end of a
-    sentence; empty where nobody else can have, and where there is nothing yet.
+    """Return the reason why a path is not private, as the end of a sentence; empty if it is.
 
-    Looks at what a symbolic link points to, and at the folder that the path itself lies in.
+    A path is private if no other user can have written the file or the content of the folder, or
+    if it does not exist. This checks the target of a symbolic link, and the folder that contains
+    the path itself.
     """
     try:
         found = path.stat()
@@ -33,7 +34,7 @@ def why_not_private(path: Path) -> str:
         return "is neither a file nor a folder"
     if _others_may_write(found):
         return "can be written by other users"
-    # Whoever may replace a file says what is in it; in a sticky folder only its owner may.
+    # A user who may replace a file controls its content; in a sticky folder only the owner may.
     is_sticky = bool(folder.st_mode & stat.S_ISVTX) and not is_link
     if folder.st_uid not in (os.geteuid(), _ROOT) or (_others_may_write(folder) and not is_sticky):
         return "lies in a folder that other users can write to"
@@ -41,7 +42,7 @@ def why_not_private(path: Path) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder whose files will be run; refuse one that another user may have filled."""
+    """Make a folder for executable files; raise BadInput if another user can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = why_not_private(folder)
@@ -57,7 +58,8 @@ def make_private(folder: Path) -> None:
 
 def _owned_by_another(found: os.stat_result) -> str:
     own = os.geteuid()
-    # A folder of root's that others cannot write to is as good as one's own; a file is not.
+    # A folder of root that others cannot write to is as safe as an own one; a file of root is
+    # not.
     if found.st_uid == own or (stat.S_ISDIR(found.st_mode) and found.st_uid == _ROOT):
         return ""
     return f"belongs to user {found.st_uid}, and this process is of user {own}"
@@ -69,7 +71,7 @@ def _others_may_write(found: os.stat_result) -> bool:
 
 
 def _is_own_group(number: int) -> bool:
-    """The group that many systems give each user, and that nobody else is in."""
+    """True for the group that many systems create per user, without other members."""
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
         group = grp.getgrgid(number)

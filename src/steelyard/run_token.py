@@ -1,7 +1,7 @@
-"""The secret that all processes of a run share, ``STEELYARD_TOKEN``, and what is proved with it.
+"""The secret that all processes of a run share, ``STEELYARD_TOKEN``, and proofs of knowing it.
 
-It comes from the environment of whoever starts the ranks and goes on to them by environment, never
-by a command line, which other users of a machine can read. Not for how ranks prove to each other
+It is inherited through the environment from the process that starts the ranks, never through a
+command line, which other users of a machine can read. Not for the protocol by which ranks prove
 that they know it: see run/launch/authenticated_store.py.
 """
 
@@ -16,7 +16,7 @@ _FEWEST_CHARACTERS = 16
 
 
 def token_of(environ: Mapping[str, str]) -> bytes:
-    """The secret in the environment; empty where there is none."""
+    """Return the secret in the environment; empty if there is none."""
     text = environ.get(VARIABLE, "")
     if 0 < len(text) < _FEWEST_CHARACTERS:
         raise BadInput(
@@ -28,11 +28,11 @@ def token_of(environ: Mapping[str, str]) -> bytes:
 
 
 def proof(secret: bytes, *parts: bytes) -> bytes:
-    """The HMAC-SHA256 of these parts, each with its length, so that no two lists have the same."""
+    """Return the HMAC-SHA256 of these parts, length-prefixed so that no two lists collide."""
     message = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
     return hmac.digest(secret, message, "sha256")
 
 
 def is_proof(given: bytes, secret: bytes, *parts: bytes) -> bool:
-    """Whether it is the HMAC of these parts; compared in a time that tells nothing of it."""
+    """True if ``given`` is the HMAC of these parts; compared in constant time."""
     return hmac.compare_digest(given, proof(secret, *parts))

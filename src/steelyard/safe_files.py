@@ -1,6 +1,6 @@
-"""Files that anybody may have written: read within bounds, refused in a few lines, written whole.
+"""Safe reading and writing of untrusted files: bounded reads, short refusals, atomic writes.
 
-Every way such a file can be wrong ends in one PlanFileError. Not for what a file means: see
+All defects of such a file raise PlanFileError. Not for the meaning of a file: see
 plan_files/plan_file.py and plan_files/prediction_file.py.
 """
 
@@ -25,12 +25,12 @@ from steelyard.safe_text import printable
 STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, frozen=True, str_max_length=16_384
 )
-# Five problems tell a reader what is wrong; with what was expected and what to do next they stay
-# within the eight lines that are read.
+# Five problems are enough to show the defect; with the expectation and the remedy they fit into
+# the eight lines that people read.
 _MOST_PROBLEMS = 5
 # tomllib walks each dotted key once per prefix, so that one line of a million dots takes hours.
 _MOST_DOTS = 32
-# Neither kind of file comes near these; beyond them, saying what is wrong costs gigabytes.
+# Valid files stay far below these limits; beyond them, reporting the problems costs gigabytes.
 _MOST_KEYS = 64
 _MOST_VALUES = 2_000_000
 _TOML_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'|#.*|[^"\'#]+|["\']')
@@ -67,7 +67,7 @@ def toml_tables(raw: bytes | str, *, source: str, most_bytes: int) -> dict[str, 
 
 
 def json_model(raw: bytes | str, model: type[_Model], *, source: str, most_bytes: int) -> _Model:
-    """The model in ``raw``; the standard parser looks for what pydantic's lets pass."""
+    """Return the model in ``raw``; the standard parser catches defects that pydantic's accepts."""
     text = _text(raw, source=source, most_bytes=most_bytes)
     try:
         found = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
@@ -84,7 +84,7 @@ def json_model(raw: bytes | str, model: type[_Model], *, source: str, most_bytes
 
 
 def refusal(source: str, problems: Sequence[str], *, remedy: str = "") -> PlanFileError:
-    """All problems in one error, the first few spelled out."""
+    """Return one error for all problems, with the first few in full."""
     name = printable(str(source))
     if len(problems) == 1:
         happened = f"{name}: {problems[0]}"
@@ -107,7 +107,7 @@ def problems_of(
     within: tuple[str | int, ...] = (),
     also: Iterable[str] = (),
 ) -> list[str]:
-    """One line each; ``within`` is where ``model`` stands, ``also`` what else may stand there."""
+    """Return a line per problem; ``within`` locates ``model``, ``also`` lists more allowed keys."""
     return [
         f"{where((*within, *e['loc']))} {_problem(dict(e), model, also)}"
         for e in error.errors(include_url=False)
@@ -115,25 +115,25 @@ def problems_of(
 
 
 def close_to(given: str, known: Sequence[str]) -> str:
-    """What was probably meant, or all that could have been; ready to follow a complaint."""
+    """Return the closest known name, or all known names, as the end of a message."""
     close = difflib.get_close_matches(given[:80], known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
 
 
 def where(location: Sequence[str | int]) -> str:
-    """``("recompute", 1, "nth")`` as a person would say it: ``recompute 2: nth``."""
-    said = ""
+    """Return ``("recompute", 1, "nth")`` as readable text: ``recompute 2: nth``."""
+    text = ""
     for part in location:
         if isinstance(part, int):
-            said += f" {part + 1}:"
+            text += f" {part + 1}:"
         else:
-            joint = "" if not said else " " if said.endswith(":") else "."
-            said += joint + printable(part, most=60)
-    return said.rstrip(":") or "the file"
+            separator = "" if not text else " " if text.endswith(":") else "."
+            text += separator + printable(part, most=60)
+    return text.rstrip(":") or "the file"
 
 
 def write_whole(path: Path, content: bytes, *, option: str = "-o") -> None:
-    """``path`` holds all of ``content`` or what it held before, also after a power cut."""
+    """Write atomically: ``path`` holds the new or the old content, even after a power cut."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
@@ -159,7 +159,7 @@ def write_whole(path: Path, content: bytes, *, option: str = "-o") -> None:
 
 
 def write_where_other(path: Path, text: str) -> None:
-    """What the first host has written, on one of the others: a folder that they share has it."""
+    """Write the first host's text on another host, unless a shared folder already has it."""
     if not path.is_file() or path.read_bytes() != text.encode():
         write_whole(path, text.encode())
 
@@ -175,7 +175,7 @@ def _text(raw: bytes | str, *, source: str, most_bytes: int) -> str:
 
 
 def _check_toml_cost(text: str, source: str) -> None:
-    """Refuse what would take the parser for ever; line by line, so strings must end on theirs."""
+    """Refuse text that would take the parser too long; strings must end on their line."""
     for number, line in enumerate(text.split("\n"), start=1):
         has_triple = '"""' in line or "'''" in line
         if not has_triple and line.count(".") <= _MOST_DOTS:
@@ -189,18 +189,18 @@ def _check_toml_cost(text: str, source: str) -> None:
 
 
 def _check_size(found: object, source: str) -> None:
-    """Refuse what is far larger than any plan; walked without recursion."""
-    values, left = 0, [found]
-    while left:
-        inner = left.pop()
+    """Refuse content much larger than any plan; iterative, to be safe from deep nesting."""
+    values, pending = 0, [found]
+    while pending:
+        inner = pending.pop()
         if isinstance(inner, dict):
             if len(inner) > _MOST_KEYS:
                 _refuse(source, f"holds a table of {len(inner)} keys")
-            left += inner.values()
+            pending += inner.values()
         elif isinstance(inner, list):
-            left += inner
+            pending += inner
         values += 1
-        if values + len(left) > _MOST_VALUES:
+        if values + len(pending) > _MOST_VALUES:
             _refuse(source, f"holds more than {_MOST_VALUES} values")
 
 
@@ -233,11 +233,11 @@ def _problem(error: dict[str, Any], model: type[BaseModel], also: Iterable[str])
     own = context.get("error")
     if isinstance(own, SteelyardError):
         return f"cannot be used: {own.happened}"
-    say = _WORDS.get(kind)
-    return f"is {_shown(given)}, not {say(context) if say else printable(error['msg'])}"
+    spell = _EXPECTED_BY_KIND.get(kind)
+    return f"is {_value_text(given)}, not {spell(context) if spell else printable(error['msg'])}"
 
 
-_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+_EXPECTED_BY_KIND: dict[str, Callable[[dict[str, Any]], str]] = {
     "int_type": lambda _: "a whole number",
     "float_type": lambda _: "a number",
     "finite_number": lambda _: "a finite number",
@@ -261,12 +261,12 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def _shown(given: object) -> str:
+def _value_text(given: object) -> str:
     match given:
         case bool():
             return str(given).lower()
         case int():
-            # Python refuses to spell out a number of thousands of digits.
+            # Python refuses to convert a number of thousands of digits to text.
             return str(given) if abs(given) < 2**64 else "a number of more than 19 digits"
         case float():
             return f"{given!r}"
@@ -283,7 +283,7 @@ def _shown(given: object) -> str:
 def _keys_at(location: Sequence[str | int], model: type[Any]) -> list[str]:
     for part in location:
         if isinstance(part, str):
-            model = _inside(_fields(model)[part])
+            model = _model_of(_fields(model)[part])
     return list(_fields(model))
 
 
@@ -293,12 +293,12 @@ def _fields(model: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(model)
 
 
-def _inside(annotation: Any) -> type[Any]:
-    """The one model within ``list[Model]``, ``Model | None`` and the like."""
+def _model_of(annotation: Any) -> type[Any]:
+    """Return the one model within ``list[Model]``, ``Model | None`` and the like."""
     if isinstance(annotation, type) and (
         is_dataclass(annotation) or issubclass(annotation, BaseModel)
     ):
         return annotation
     found = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
     assert isinstance(annotation, UnionType) or typing.get_origin(annotation), annotation
-    return _inside(found[0])
+    return _model_of(found[0])

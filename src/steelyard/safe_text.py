@@ -1,14 +1,14 @@
-"""Text from a file, a model or a user, made safe to show: one line, no control characters.
+"""Text from a file, a model or a user, made safe to print: one line, no control characters.
 
-Not for HTML, which escapes its own.
+Not for HTML, which has its own escaping.
 """
 
 
 def printable(text: str, *, most: int = 200) -> str:
-    """``text`` with everything a terminal would obey written as an escape, and cut at ``most``.
+    """Return ``text`` with terminal control characters escaped, cut at ``most`` characters.
 
-    Names come from plan files and from modules; one with an escape sequence could repaint what
-    is said about it, one with a right-to-left mark could reorder it.
+    Names come from plan files and from modules. A name with an escape sequence could repaint the
+    text around it, and one with a right-to-left mark could reorder it.
     """
     cut = text if len(text) <= most else text[: most - 3] + "..."
     if cut.isprintable():

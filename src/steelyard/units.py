@@ -1,6 +1,6 @@
-"""Amounts as people write and read them: bytes, seconds, shares.
+"""Parsing and formatting of amounts: bytes, seconds, rates, shares.
 
-Not for arithmetic on them: see ir/metrics.py.
+Not for arithmetic on amounts: see ir/metrics.py.
 """
 
 import math
@@ -22,8 +22,8 @@ _BYTES = {
     "tb": 10**12,
 }
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-# Of what is sent over a line; as of bytes, letters of either case are the same.
-_SENT = {**_BYTES, "bit": 1 / 8, "kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9}
+# Units of network rates. As with bytes, upper and lower case mean the same.
+_LINE_UNITS = {**_BYTES, "bit": 1 / 8, "kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9}
 _FLOPS = {"flop": 1.0, "mflop": 1e6, "gflop": 1e9, "tflop": 1e12, "pflop": 1e15}
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _AMOUNT = re.compile(r"\s*([+-]?[0-9_]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
@@ -34,7 +34,7 @@ def parse_bytes(amount: str | int | float, *, what: str = "memory") -> int:
     example = "300MiB or 2 GiB"
     found = _parse(amount, _BYTES, what=what, example=example, bare=1.0)
     nbytes = int(found)
-    # 2.5 was meant as another unit; of "0.1 GiB" the last byte may be cut in two.
+    # A bare 2.5 was meant in another unit; of "0.1 GiB" the fraction of a byte may be dropped.
     if nbytes != found and _is_bare(amount):
         raise _impossible(amount, what=what, example=example, expected="whole bytes, or a unit")
     if nbytes == 0:
@@ -43,7 +43,7 @@ def parse_bytes(amount: str | int | float, *, what: str = "memory") -> int:
 
 
 def _is_bare(amount: str | int | float) -> bool:
-    """Whether it is a number without a unit."""
+    """True for a number without a unit."""
     try:
         float(amount)
     except ValueError:
@@ -57,16 +57,16 @@ def parse_seconds(amount: str | int | float, *, what: str = "step_time") -> floa
 
 
 def parse_rate(amount: str | int | float, *, what: str = "rate") -> float:
-    """``"500 MB/s"`` -> 5e8; a bare number is bytes a second."""
+    """``"500 MB/s"`` -> 5e8; a bare number is bytes per second."""
     example = "500MB/s or 1 GiB/s"
     text = str(amount).strip().lower().removesuffix("/s") if isinstance(amount, str) else amount
     return _parse(text, _BYTES, what=what, example=example, bare=1.0)
 
 
 def parse_line_rate(amount: str, *, what: str = "rate") -> float:
-    """``"450 GB/s"`` -> 4.5e11, ``"100 Gbit/s"`` -> 1.25e10, in bytes a second.
+    """``"450 GB/s"`` -> 4.5e11, ``"100 Gbit/s"`` -> 1.25e10, in bytes per second.
 
-    ``Gb/s`` is refused: networks mean bits by it and many people bytes.
+    ``Gb/s`` is refused: it means bits to networks and bytes to many people.
     """
     example = "450 GB/s or 100 Gbit/s"
     if re.search(r"[kKmMgGtT]b(ps|/s)?\s*$", str(amount)):
@@ -75,7 +75,9 @@ def parse_line_rate(amount: str, *, what: str = "rate") -> float:
             expected="either, written out: Gbit/s or GB/s",
             remedy=f"write {what} as {example}",
         )
-    return _parse(_per(amount, "s", what=what, example=example), _SENT, what=what, example=example)
+    return _parse(
+        _per(amount, "s", what=what, example=example), _LINE_UNITS, what=what, example=example
+    )
 
 
 def parse_flops(amount: str, *, what: str = "peak") -> float:
@@ -93,7 +95,7 @@ def parse_price(amount: str, *, what: str = "price") -> float:
 
 
 def _per(amount: str, time: str, *, what: str, example: str) -> str:
-    """Without the ``/s`` or ``/h`` that it must end in."""
+    """Return the amount without its required suffix ``/s`` or ``/h``."""
     text = amount.strip()
     if not text.lower().endswith(f"/{time}"):
         raise BudgetError(
@@ -131,7 +133,7 @@ def _parse(
     bare: float = 1.0,
     zero: bool = False,
 ) -> float:
-    # A pattern is matched in quadratic time at worst; no amount is that long.
+    # Matching the pattern takes quadratic time at worst; no valid amount is that long.
     match = _AMOUNT.fullmatch(str(amount)) if len(str(amount)) <= 64 else None
     if match is None or isinstance(amount, bool):
         raise BudgetError(
@@ -141,7 +143,7 @@ def _parse(
         )
     unit = match[2].lower()
     if unit and unit not in units:
-        names = ", ".join(_spelled(u) for u in units)
+        names = ", ".join(_unit_name(u) for u in units)
         raise BudgetError(
             f"{what} = {str(amount)[:40]!r} has the unknown unit {match[2][:20]!r}",
             expected=f"one of {names}",
@@ -163,24 +165,24 @@ def _impossible(amount: object, *, what: str, example: str, expected: str) -> Bu
 
 
 def spell_bytes(amount: int) -> str | int:
-    """As a person would write it where that is exact, ``"300 MiB"``; else the bare number."""
+    """Return a text such as ``"300 MiB"`` if it is exact, else the bare number."""
     units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return _spell(amount, units, parse_bytes)
 
 
 def spell_rate(amount: float) -> str | float:
-    """``"500 MB/s"`` where that is exact; else the bare number."""
+    """Return a text such as ``"500 MB/s"`` if it is exact, else the bare number."""
     units = (("GB/s", 1e9), ("MB/s", 1e6), ("KB/s", 1e3))
     return _spell(amount, units, parse_rate)
 
 
 def spell_seconds(amount: float) -> str | float:
-    """``"120 ms"`` where that is exact; else the bare number."""
+    """Return a text such as ``"120 ms"`` if it is exact, else the bare number."""
     return _spell(amount, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)), parse_seconds)
 
 
 def spell_share(amount: float) -> str | float:
-    """``"0.5 %"`` where that is exact; else the bare number."""
+    """Return a text such as ``"0.5 %"`` if it is exact, else the bare number."""
     return _spell(amount, (("%", 0.01),), parse_share)
 
 
@@ -197,38 +199,38 @@ def _spell(
     return amount
 
 
-def _spelled(unit: str) -> str:
+def _unit_name(unit: str) -> str:
     return unit if unit in _SECONDS or unit == "%" else unit.upper().replace("IB", "iB")
 
 
 def format_bytes(amount: float) -> str:
-    """Three figures that can be compared at a glance: ``5.80 GiB``, ``301 MiB``."""
+    """Format with three significant digits: ``5.80 GiB``, ``301 MiB``."""
     sign, amount = ("-", -amount) if amount < 0 else ("", amount)
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount >= 0.9995 * size:
-            return f"{sign}{_three(amount / size)} {unit}"
+            return f"{sign}{_three_digits(amount / size)} {unit}"
     return f"{sign}{amount:.0f} B"
 
 
 def format_seconds(amount: float) -> str:
-    """``1.41 s``, ``38.0 ms``, ``12.0 us``."""
+    """Format with three significant digits: ``1.41 s``, ``38.0 ms``, ``12.0 us``."""
     sign, amount = ("-", -amount) if amount < 0 else ("", amount)
     if amount == 0:
         return "0 s"
     if amount >= 7200:
-        return f"{sign}{_three(amount / 3600)} h"
+        return f"{sign}{_three_digits(amount / 3600)} h"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if amount >= 0.9995 * size:
-            return f"{sign}{_three(amount / size)} {unit}"
-    return f"{sign}{_three(amount / 1e-9)} ns"
+            return f"{sign}{_three_digits(amount / size)} {unit}"
+    return f"{sign}{_three_digits(amount / 1e-9)} ns"
 
 
 def format_share(amount: float) -> str:
-    """A signed change: ``+2.0 %``."""
+    """Format a signed change: ``+2.0 %``."""
     return f"{amount * 100:+z.1f} %"
 
 
-def _three(amount: float) -> str:
+def _three_digits(amount: float) -> str:
     if amount >= 99.95:
         return f"{amount:.0f}"
     return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}"

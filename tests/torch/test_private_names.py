@@ -106,7 +106,7 @@ def test_captured_and_guarded_knows_modules_and_source_lines(dynamo_graph: Any) 
         for node in dynamo_graph.graph.nodes
         if node.op == "call_function" and "nn_module_stack" in node.meta
     ]
-    assert any("inner" in path and "test_torch.py" in trace for path, trace in stacks)
+    assert any("inner" in path and "test_private_names.py" in trace for path, trace in stacks)
     names = dict(dynamo_graph.named_parameters(remove_duplicate=False))
     assert sum(p.requires_grad for p in names.values()) == 4
 

@@ -1,10 +1,10 @@
-"""Every private torch name that Steelyard uses, by subsystem of torch, and why each is needed.
+"""All private torch names that Steelyard uses, by subsystem of torch, with the reason for each.
 
-The one folder that may import them; each has a canary in tests/torch/test_private_names.py. Not for
-logic: names and thin wrappers, nothing that decides.
+Only this folder may import them; each has a canary in tests/torch/test_private_names.py. Not for
+logic: it contains names and thin wrappers, and decides nothing.
 
 Dynamo and Inductor are imported inside the functions that need them: Dynamo alone takes longer to
-import than the rest of torch, and ranks, measuring processes and hooks have no use for it.
+import than the rest of torch, and ranks, measuring processes and hooks do not use it.
 """
 
 from steelyard._torch.aot import (

@@ -1,4 +1,4 @@
-"""AOTAutograd: forward and backward pass in one graph, and the descriptors of its inputs.
+"""AOTAutograd internals: joint graph export and the descriptors of its inputs.
 
 Not for Dynamo: see dynamo.py.
 """
@@ -29,8 +29,10 @@ __all__ = [
 
 
 def aot_export_joint_with_descriptors(*args: Any, **kwargs: Any) -> Any:
-    """Forward and backward pass in one graph whose inputs and outputs say what they are: matching
-    them by position went silently wrong."""
+    """Export forward and backward pass as one graph, with descriptors of its inputs and outputs.
+
+    Matching inputs and outputs by position instead failed silently.
+    """
     from torch._functorch import aot_autograd
 
     return aot_autograd.aot_export_joint_with_descriptors(*args, **kwargs)

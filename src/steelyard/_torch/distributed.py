@@ -1,4 +1,4 @@
-"""torch.distributed: the flight recorder and torchrun's agent.
+"""torch.distributed internals: the flight recorder and torchrun's agent.
 
 Not for process groups, which are public.
 """
@@ -12,7 +12,7 @@ import torch
 
 
 def exchanges_issued() -> list[dict[str, Any]]:
-    """What the flight recorder kept of this process's exchanges, oldest first; gloo's too."""
+    """Return the flight recorder's entries of this process, oldest first, including gloo's."""
     dump = attrgetter("_dump_fr_trace_json")(torch._C._distributed_c10d)
     entries: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
     return entries
@@ -25,11 +25,11 @@ def supervised_agent(
     have_ended: Callable[[Mapping[int, int]], bool],
     shutdown_seconds: int,
 ) -> Any:
-    """torchrun's agent for this host, which asks before it looks at its workers itself.
+    """Return torchrun's agent for this host, calling ``have_ended`` before each worker check.
 
-    ``have_ended`` is given the process of each rank. Left to itself the agent reaps whoever ended
-    first, then waits up to 30 seconds, a figure that cannot be set, for ranks that wait in an
-    exchange and heed no SIGTERM, or that are stopped.
+    ``have_ended`` receives the process id of each rank. The unmodified agent reaps the first rank
+    that ended, then waits up to 30 seconds, which cannot be configured, for ranks that wait in a
+    collective and ignore SIGTERM, or that are stopped.
     """
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent

@@ -1,6 +1,6 @@
-"""DTensor: the placements that it knows for an operator.
+"""DTensor internals: the placements that DTensor supports for an operator.
 
-Not for rules of ours: see capture/spmd.
+Not for Steelyard's own rules: see capture/spmd.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,13 @@ from torch._ops import OpOverload
 def dtensor_strategies(
     operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[list[tuple[str, int]]]:
-    """The placements of results and tensors that DTensor knows for a call on one mesh axis.
+    """Return the result and input placements that DTensor supports for a call on one mesh axis.
 
-    Each as a word and a dim: whole, shard, sum, or other. ``args`` hold (shape, stride, dtype) for
-    tensors. Empty where it has no rule, or one that rewrites sizes among the arguments itself.
+    Each placement is a word and a dim: whole, shard, sum, or other. ``args`` contain (shape,
+    stride, dtype) for tensors. Empty if DTensor has no rule, or one that rewrites sizes among the
+    arguments itself.
     """
-    # Imports torch.distributed, which nobody else needs who plans for one device.
+    # Imports torch.distributed, which is not needed to plan for one device.
     from torch.distributed.tensor import DTensor, Partial, Replicate
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
@@ -32,12 +33,12 @@ def dtensor_strategies(
     ):
         return []
 
-    def described(value: Any) -> Any:
+    def to_tensor_meta(value: Any) -> Any:
         if isinstance(value, MetaTensor):
             return TensorMeta(torch.Size(value.shape), value.stride, value.dtype)
-        return [described(v) for v in value] if isinstance(value, list) else value
+        return [to_tensor_meta(v) for v in value] if isinstance(value, list) else value
 
-    def word(placement: Any) -> tuple[str, int]:
+    def describe(placement: Any) -> tuple[str, int]:
         if placement is None or isinstance(placement, Replicate):
             return "whole", 0
         if type(placement) is Partial:
@@ -46,14 +47,16 @@ def dtensor_strategies(
         return ("shard", dim) if isinstance(dim, int) else ("other", 0)
 
     found = rule.func(
-        operator, tuple(map(described, args)), {key: described(v) for key, v in kwargs.items()}
+        operator,
+        tuple(map(to_tensor_meta, args)),
+        {key: to_tensor_meta(v) for key, v in kwargs.items()},
     )
-    return [[word(placement) for placement in strategy] for strategy in found]
+    return [[describe(placement) for placement in strategy] for strategy in found]
 
 
 @dataclass(frozen=True, slots=True)
 class MetaTensor:
-    """A tensor among the arguments of a call that nobody carries out."""
+    """A tensor among the arguments of a call that is never executed."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Dynamo: a step captured as one graph, with the guards that say what it read.
+"""Dynamo internals: capture of a step as one graph, with guards on the values it read.
 
 Not for AOTAutograd's export: see aot.py.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-# Tracing leaves fake tensors of the model in this tracker's class attributes; leaving it as a
-# context takes them back.
+# Tracing leaves fake tensors of the model in this tracker's class attributes; its context
+# manager's exit removes them.
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 
 __all__ = [
@@ -31,12 +31,13 @@ __all__ = [
 
 @contextlib.contextmanager
 def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]:
-    """Dynamo and dispatch as capture needs them, for a while.
+    """Patch Dynamo and dispatch for capture.
 
-    Static shapes, recurrent layers allowed, logging left out, and no hidden decompositions: torch
-    2.13 applies some even where none are asked for, of which the recurrent ones lose the dropout
-    between layers without a word, and bilinear resizing rounds otherwise than eager does. Modules
-    are looked up anew: of two scripts of one name Dynamo would know the first for good.
+    Shapes are static, recurrent layers allowed, logging calls ignored, and hidden decompositions
+    disabled. torch 2.13 applies some decompositions even if none are requested: the recurrent
+    ones silently lose the dropout between layers, and bilinear resizing rounds differently from
+    eager. Modules are imported again: otherwise, of two scripts with one name, Dynamo would
+    always use the first.
     """
     import torch._dynamo.symbolic_convert
 
@@ -53,12 +54,13 @@ def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """What Dynamo made of a step: its graph module for export, and what it saw being read.
+    """Dynamo's result for a step: its graph module for export, and guards on the values it read.
 
-    The guards are those by which ``torch.compile`` decides to compile anew: of every value that
-    the traced code read. ``broken`` answers which of them no longer holds, or nothing. Left out
-    are those of the batch, of torch's modes and of the form of tensors; those come by the names of
-    guards in ``tensors`` and ``of_batch``. ``find`` looks a name up, as it is now.
+    The guards are those by which ``torch.compile`` decides to recompile, for every value that the
+    traced code read. ``broken`` returns a guard that no longer holds, or an empty text. Guards on
+    the batch, on torch's modes and on the form of tensors are excluded: tensors and batch guards
+    are listed by name in ``tensors`` and ``of_batch``. ``find`` returns a function that looks up
+    the current value of a name.
     """
 
     graph: Any
@@ -70,7 +72,7 @@ class Guarded:
 
 
 def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
-    """Public names give one or the other, graph or guards."""
+    """Capture a step as a graph with guards; public functions return only one of the two."""
     import torch._dynamo.convert_frame
     import torch._dynamo.functional_export
     import torch._dynamo.hooks
@@ -80,7 +82,7 @@ def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
     tensors: dict[str, torch.Tensor] = {}
     of_batch: set[str] = set()
 
-    def kept(entries: Sequence[Any]) -> list[bool]:
+    def filter_guards(entries: Sequence[Any]) -> list[bool]:
         for entry in entries:
             if re.match(r"batch\b|L\['batch'\]", entry.name):
                 of_batch.add(entry.name.replace("L['batch']", "batch"))
@@ -89,9 +91,10 @@ def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
         return [
             entry.name != ""
             and re.match(r"batch\b|L\['batch'\]", entry.name) is None
-            and entry.guard_type not in _GUARDS_OF_FORM
-            and not (_OF_MODEL in entry.name and entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT")
-            and ".stateless._functional_call" not in entry.name  # another one, while tracing
+            and entry.guard_type not in _TENSOR_FORM_GUARDS
+            and not (_MODEL_PATH in entry.name and entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT")
+            and ".stateless._functional_call"
+            not in entry.name  # a different function while tracing
             for entry in entries
         ]
 
@@ -102,12 +105,12 @@ def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
         dynamo.utils.get_metrics_context(),
         dynamo.utils.dynamo_timed("fullgraph_capture"),
     ):
-        # Nothing leaves this process: models that write another graph for export (transformers'
-        # masks) should not.
+        # The graph stays in this process, so models that write another graph for export
+        # (transformers' masks) should not do so.
         torch.compiler._is_exporting_flag = False
         captured = dynamo.convert_frame.fullgraph_capture(step, (batch,), {})
         guards = captured.graph_capture_output.build_guards(
-            type(step).forward.__code__, hooks=dynamo.hooks.Hooks(guard_filter_fn=kept)
+            type(step).forward.__code__, hooks=dynamo.hooks.Hooks(guard_filter_fn=filter_guards)
         ).guard_manager
     scope = {"self": step}
 
@@ -125,23 +128,23 @@ def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
 
     build = dynamo.functional_export.create_fx_graph_from_captured_output
     graph = build(captured, step, (batch,), {})
-    # Guards look among the globals for modules only; the rest would keep every fake tensor alive.
+    # Guards use only modules among the globals; the rest would keep every fake tensor alive.
     draws = any(name.startswith("__gen_rand_values") for name in found)
     for name in [name for name in found if name.startswith("__compiled_fn")]:
         del found[name]
     return Guarded(graph, broken, tensors, frozenset(of_batch), find, draws)
 
 
-# Its hooks are watched by run/model_guards.py; a module that the loss holds has no one else.
-_OF_MODEL = "self._modules['model']"
+# run/model_guards.py watches the hooks of the model; modules that the loss contains need guards.
+_MODEL_PATH = "self._modules['model']"
 
 
 @contextlib.contextmanager
 def functional_calls() -> Iterator[None]:
-    """Let ``torch.func.functional_call`` write into the dict that it was given only what changed.
+    """Make ``torch.func.functional_call`` write only changed tensors into the dict it was given.
 
-    Of itself it writes every tensor back, mostly those that are there; yet Dynamo counts each
-    write as a side effect. What it did write is taken back at the end, unless Dynamo traced it.
+    Unpatched, it writes every tensor back, mostly unchanged, and Dynamo counts each write as a
+    side effect. Writes are undone at the end, unless Dynamo traced them.
     """
     stateless = torch.nn.utils.stateless
     original = stateless._functional_call
@@ -159,7 +162,7 @@ def functional_calls() -> Iterator[None]:
                 tensors[name] = tensor
         return result
 
-    stateless._functional_call = functional_call  # type: ignore[assignment]  # for a while
+    stateless._functional_call = functional_call  # type: ignore[assignment]  # restored below
     try:
         yield
     finally:
@@ -168,13 +171,17 @@ def functional_calls() -> Iterator[None]:
             tensors[name] = tensor
 
 
-# Of whether tensors are the same kind, and whether two are one: bind.py and watch.py see to that.
-_GUARDS_OF_FORM = {"TENSOR_MATCH", "DUPLICATE_INPUT", "SHAPE_ENV"}
+# Guards on the form of tensors and on their aliasing, which run/binding.py and
+# run/model_guards.py check instead.
+_TENSOR_FORM_GUARDS = {"TENSOR_MATCH", "DUPLICATE_INPUT", "SHAPE_ENV"}
 
 
 @contextlib.contextmanager
 def _without_mkldnn() -> Iterator[None]:
-    """Its fused LSTM cannot be run from a graph. (The public switch warns about Intel GPUs.)"""
+    """Disable mkldnn, whose fused LSTM cannot be run from a graph.
+
+    (The public switch warns about Intel GPUs.)
+    """
     enabled = bool(torch._C._get_mkldnn_enabled())
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -183,7 +190,7 @@ def _without_mkldnn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-_HIDDEN = (
+_HIDDEN_DECOMPOSITIONS = (
     *(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
     *(
         f"upsample_{kind}.{overload}"
@@ -200,7 +207,7 @@ _HIDDEN = (
 def _without_hidden_decompositions() -> Iterator[None]:
     removed = []
     try:
-        for name in _HIDDEN:
+        for name in _HIDDEN_DECOMPOSITIONS:
             packet, overload = name.split(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload)
             for key in (
@@ -220,7 +227,7 @@ def _without_hidden_decompositions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_logs() -> Iterator[None]:
-    """Torch's own stack trace of a failed shape check would come before our refusal does."""
+    """Suppress torch's stack trace of a failed shape check, which would precede our own refusal."""
     noisy = logging.getLogger("torch._subclasses.fake_tensor")
     level = noisy.level
     noisy.setLevel(logging.CRITICAL + 1)
@@ -249,12 +256,12 @@ def _dynamo_config(
 
 @contextlib.contextmanager
 def _intermediates_may_require_grad() -> Iterator[None]:
-    """Let the forward pass call ``requires_grad_()`` on what it computes, for a while.
+    """Let the forward pass call ``requires_grad_()`` on intermediate tensors.
 
-    ``enable_input_require_grads()`` of transformers and PEFT does, so that checkpointed blocks of a
-    frozen model are differentiated. Dynamo (torch 2.13) refuses it where a result depends on such a
-    tensor, whose gradient it could not hand out. Of a step only gradients of parameters are asked
-    for, which do not change by it.
+    ``enable_input_require_grads()`` of transformers and PEFT does this to differentiate
+    checkpointed blocks of a frozen model. Dynamo (torch 2.13) refuses it if a result depends on
+    such a tensor, whose gradient it could not return. A step needs only gradients of parameters,
+    which do not change by it.
     """
     from torch._dynamo.output_graph import OutputGraph
 
@@ -268,7 +275,7 @@ def _intermediates_may_require_grad() -> Iterator[None]:
 
 
 def checkpoints(step: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """The calls of ``torch.utils.checkpoint`` in Dynamo's graph, and in those that it calls."""
+    """Return the ``torch.utils.checkpoint`` calls in Dynamo's graph and its subgraphs."""
     modules = (m for m in step.modules() if isinstance(m, torch.fx.GraphModule))
     nodes = (node for module in modules for node in module.graph.nodes)
     operator = torch.ops.higher_order.tag_activation_checkpoint
@@ -276,5 +283,5 @@ def checkpoints(step: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 def is_checkpointed(node: torch.fx.Node) -> bool:
-    """Whether a node of the joint graph comes of what eager PyTorch would run again."""
+    """True if a node of the joint graph comes from a region that eager PyTorch would recompute."""
     return "ac_graph_id" in node.meta

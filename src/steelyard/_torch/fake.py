@@ -1,11 +1,11 @@
 """Fake tensors, dispatch modes and pytrees.
 
-Not for running on them: see capture/tracing/fake_execution.py.
+Not for executing programs on fake tensors: see capture/tracing/fake_execution.py.
 """
 
 import torch
 
-# Planning computes nothing: shapes, strides and storages come from fake tensors.
+# Planning executes no kernels: shapes, strides and storages come from fake tensors.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def on_meta(fake: torch.Tensor) -> torch.Tensor:
-    """A meta tensor of the same layout, as a FakeTensor is made of, whatever modes are at work."""
+    """Return a meta tensor of the same layout, to build a FakeTensor of, under any active modes."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
@@ -43,5 +43,5 @@ def on_meta(fake: torch.Tensor) -> torch.Tensor:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Which storage a tensor lies on, as a number that two aliases share."""
+    """Return a number that identifies the tensor's storage; aliases share it."""
     return int(tensor.untyped_storage()._cdata)

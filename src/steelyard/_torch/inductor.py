@@ -1,6 +1,6 @@
-"""Inductor: graphs compiled, or only lowered to C++.
+"""Inductor internals: graphs compiled, or only lowered to C++.
 
-Not for cutting a program into graphs: see run/compiled.
+Not for splitting a program into graphs: see run/compiled.
 """
 
 import contextlib
@@ -15,12 +15,13 @@ from steelyard._torch.fake import FakeTensorMode
 from steelyard.private_files import make_private
 
 
-# Inductor takes seconds to import, and is private from its name on: only where it is asked for.
+# Inductor takes seconds to import, and is a private module: it is imported only in the functions
+# that need it.
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's own table, without those that draw random numbers its own way."""
+    """Return Inductor's decompositions, except those with their own random number generation."""
     import torch._inductor.config
     import torch._inductor.decomposition
-    import torch._inductor.lowering  # which the decomposition of pooling reads and nobody imports
+    import torch._inductor.lowering  # read, but not imported, by the decomposition of pooling
 
     with torch._inductor.config.patch(fallback_random=True):
         found: dict[Any, Callable[..., Any]] = torch._inductor.decomposition.select_decomp_table()
@@ -28,7 +29,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor would use on the CPU; None where there is none."""
+    """Return the C++ compiler that Inductor would use on the CPU; None if there is none."""
     import torch._inductor.cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -39,7 +40,7 @@ def cpp_compiler() -> str | None:
 
 
 def cpp_errors() -> tuple[type[BaseException], ...]:
-    """What Inductor raises where the C++ compiler fails."""
+    """Return the exceptions that Inductor raises if the C++ compiler fails."""
     import torch._inductor.exc
 
     return (torch._inductor.exc.CppCompileError,)
@@ -47,12 +48,12 @@ def cpp_errors() -> tuple[type[BaseException], ...]:
 
 @contextlib.contextmanager
 def inductor_settings() -> Iterator[Any]:
-    """Inductor as the runner needs it, and the fake mode to write graphs in.
+    """Patch Inductor's settings for the runner, and yield the fake mode to write graphs in.
 
-    Random operators call torch's own, in order, so that their numbers are eager's. Whether a loop
-    is written with vectors must not hang on what it was fused with, for that decides in which
-    order it sums: a plan that saves other values would round otherwise. The tracing context is
-    there because Inductor's cache asks it for the mode's shapes.
+    Random operators call torch's own kernels, in order, so that their numbers equal eager's. The
+    vectorization of a loop must not depend on the fused operators, since it determines the
+    summation order: otherwise a plan with other saved activations would round differently. The
+    tracing context exists because Inductor's cache asks it for the mode's shapes.
     """
     import torch._guards
     import torch._inductor.config
@@ -70,7 +71,7 @@ def taken_apart(
     fakes: Sequence[torch.Tensor],
     table: Mapping[Any, Callable[..., Any]],
 ) -> torch.fx.Graph:
-    """What a function of fake tensors calls, none of it in place, by what the table makes of it."""
+    """Trace a function of fake tensors, functionalized and decomposed by the table."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     functional = torch.func.functionalize(function)
@@ -79,7 +80,7 @@ def taken_apart(
 
 
 def _inductor_cache_folder() -> Path:
-    """The folder whose files Inductor unpickles and whose libraries it loads."""
+    """Return the folder from which Inductor unpickles files and loads libraries."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
@@ -88,7 +89,7 @@ def _inductor_cache_folder() -> Path:
 def inductor_compiled(
     graph: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], *, mode: Any, is_backward: bool
 ) -> Any:
-    """Compile as torch.compile does from the joint graph on; the result takes a list it empties."""
+    """Compile a joint graph as torch.compile does; the result takes a list and empties it."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
@@ -102,12 +103,13 @@ def inductor_compiled(
 def compiled(
     function: Callable[..., Any], examples: Sequence[torch.Tensor]
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Inductor's code for a function of tensors, which gives a tuple of them: for all sizes along
-    dims of which ``examples`` have more than one.
+    """Return Inductor's code for a function from tensors to a tuple of tensors.
 
-    As torch.compile, but without Dynamo: that asks at every call whether anything has changed,
-    gives up after eight answers, and skips for good what it meets while a TorchDispatchMode looks
-    on.
+    It is valid for all sizes along those dims where ``examples`` have a size above one.
+
+    Unlike torch.compile it does not use Dynamo, which checks guards at every call, gives up after
+    eight recompilations, and permanently skips code that it first meets under a
+    TorchDispatchMode.
     """
     import torch._guards
     import torch._inductor.config
@@ -118,8 +120,8 @@ def compiled(
         graph = make_fx(function, table, tracing_mode="symbolic")(*examples)
         fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         mode = fakes[0].fake_mode
-        # What the trace leaves there cannot be pickled, and Inductor's cache passes by what cannot,
-        # in every process anew; where nothing is left it asks the inputs.
+        # The trace leaves an unpicklable shape env here, which makes Inductor's cache miss in
+        # every new process. Without it the cache uses the inputs.
         graph.shape_env = None
         with torch._guards.tracing(torch._guards.TracingContext(mode)):
             run = inductor_compiled(graph, fakes, mode=mode, is_backward=False)
@@ -129,9 +131,9 @@ def compiled(
 def inductor_lowered(
     graph: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], *, mode: Any, is_backward: bool
 ) -> tuple[Any, str, Any]:
-    """As ``inductor_compiled``, but the C++ is only written: result, source, GraphLowering.
+    """Lower as ``inductor_compiled`` does, but only write the C++: result, source, GraphLowering.
 
-    Upstream's ``torch._inductor.utils.get_code`` swaps the same method to the same end.
+    Upstream's ``torch._inductor.utils.get_code`` replaces the same method for the same purpose.
     """
     import torch._inductor.config
     from torch._inductor.graph import GraphLowering
@@ -163,8 +165,10 @@ def inductor_lowered(
 def compiled_kernels(
     sources: Mapping[str, tuple[Sequence[str], str]],
 ) -> dict[str, Callable[..., None]]:
-    """Kernels as Inductor writes them down, the types of their arguments and C++; those of a step
-    that has run are on disk, and one that runs later finds these there."""
+    """Compile C++ kernels from their argument types and sources, as Inductor does.
+
+    The kernels of a step that has run are on disk, where later runs find them.
+    """
     from torch._inductor.async_compile import AsyncCompile
 
     make_private(_inductor_cache_folder())

@@ -1,6 +1,6 @@
-"""Operators: what their schemas and tags say of them.
+"""Operator properties from schemas and tags.
 
-Not for ours: see steelyard/operators.
+Not for Steelyard's own operators: see steelyard/operators.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,27 +8,28 @@ from typing import Any
 
 import torch
 
-# The type of operators that can be named and called again; higher-order ones cannot.
+# The type of operators that can be called by name; higher-order operators are of other types.
 from torch._ops import OpOverload
 
 __all__ = ["OpOverload", "argument", "builtin_of", "draws", "is_view", "mutates", "reads_data"]
 
 
 def builtin_of(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """What calling an operator calls in the end, without the Python in between."""
+    """Return the builtin that an operator calls in the end, without the Python wrapper."""
     return operator._op if isinstance(operator, OpOverload) else operator
 
 
 def mutates(operator: OpOverload) -> bool:
-    """Whether an operator writes into an argument, as its schema says."""
+    """True if an operator writes into an argument, according to its schema."""
     arguments = operator._schema.arguments
     return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
 
 
 def draws(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call takes random numbers; attention without dropout is tagged so, wrongly.
+    """True if a call draws random numbers; attention without dropout is wrongly tagged as such.
 
-    Torch's own operators say so by a tag. Those of others need not, and are taken to draw.
+    Torch's own operators have a tag for this. Operators of other libraries may lack it and are
+    assumed to draw.
     """
     if operator.namespace not in _TAGGED:
         return True
@@ -41,7 +42,7 @@ def draws(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def argument(
     operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *names: str
 ) -> Any:
-    """What a call gives for the parameter of one of these names; None where there is none."""
+    """Return a call's value for the parameter with one of these names; None if there is none."""
     for place, parameter in enumerate(operator._schema.arguments):
         if parameter.name in names:
             given = args[place] if place < len(args) else kwargs.get(parameter.name)
@@ -49,7 +50,7 @@ def argument(
     return None
 
 
-# The namespaces (torch 2.13) whose operators carry the tag where they draw; and ours.
+# The namespaces (torch 2.13) whose operators have the tag if they draw; and Steelyard's own.
 _TAGGED = {
     *("aten", "prims", "prim", "profiler", "mkldnn", "mkl", "mkldnn_prepacked", "onednn"),
     *("_c10d_functional", "_c10d_functional_autograd", "c10d", "inductor", "steelyard"),
@@ -57,12 +58,12 @@ _TAGGED = {
 
 
 def reads_data(node: torch.fx.Node) -> bool:
-    """Whether a node of Dynamo's graph is ``tensor.data``, which has no public function."""
+    """True if a node of Dynamo's graph is ``tensor.data``, which has no public function."""
     return node.target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # no stub
 
 
 def is_view(operator: OpOverload) -> bool:
-    """Whether an operator only looks at its first argument's storage, as its schema says."""
+    """True if an operator returns only views of its first argument, according to its schema."""
     returned = operator._schema.returns
     return bool(returned) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returned

@@ -1,4 +1,4 @@
-"""The profiler: whether another one records in this process.
+"""Profiler internals: detection of another active profiler in this process.
 
 Not for profiling.
 """
@@ -10,13 +10,13 @@ import torch
 
 
 def profiler_is_on(*, is_quick: bool = False) -> bool:
-    """Another profiler records, or is prepared to record, in this process.
+    """True if another profiler records, or is prepared to record, in this process.
 
-    torch 2.13 has one session for a process. A second profiler takes the events of a first that
-    records; where the first is only prepared (the warm-up of a schedule), the process crashes.
-    That one is prepared stands in the Python object alone, so that is looked for, in a walk over
-    all objects of some 50 ms. An ``is_quick`` look leaves it out where no schedule has begun, or
-    another one has ended since.
+    torch 2.13 has one session per process. A second profiler takes the events of a first that
+    records; if the first is only prepared (the warm-up of a schedule), the process crashes. Only
+    the Python object shows that a profiler is prepared, so this searches all objects, which takes
+    some 50 ms. An ``is_quick`` check skips the search if the step tracker lists no schedule: none
+    has begun, or another one has ended since.
     """
     if torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:
         return True
@@ -26,7 +26,7 @@ def profiler_is_on(*, is_quick: bool = False) -> bool:
     sessions = _instances(torch.autograd.profiler.profile)
     if any(getattr(s, "entered", False) and s.kineto_results is None for s in sessions):
         return True
-    # With acc_events=True one session is prepared again, and still has its earlier results.
+    # With acc_events=True a session that is prepared again still has its earlier results.
     if not has_begun:
         return False
     warming = torch.profiler.ProfilerAction.WARMUP
@@ -35,7 +35,7 @@ def profiler_is_on(*, is_quick: bool = False) -> bool:
 
 
 def _instances(kind: type) -> list[Any]:
-    """Those that live, of ``kind`` and of what is derived from it."""
+    """Return the live objects of ``kind`` and of its subclasses."""
     kinds: list[type] = [kind]
     for each in kinds:
         derived: list[type] = type.__subclasses__(each)

@@ -8,6 +8,5 @@ from steelyard.measure.doctor import diagnose
 
 
 def doctor(*, forget: bool = False) -> tuple[DoctorRow, ...]:
-    """Return the diagnosis. With ``forget``, drop cached measurements, so the next plan measures
-    again."""
+    """Return the diagnosis; with ``forget``, drop cached measurements for the next plan."""
     return diagnose(forget=forget)

@@ -102,8 +102,8 @@ class RankContext:
     def among(self, members: Sequence[int], layout: ParallelLayout) -> "RankContext":
         """Return the context in which only ``members`` take the step; all ranks call this together.
 
-        A rank that stands by uses the rank number of the first, and communicates with nobody in a
-        step.
+        A rank that stands by uses the rank number of the first, and takes part in no collective of
+        a step.
         """
         rank, groups = dist.get_rank(), dict[str, dist.ProcessGroup]()
         is_member = rank in members

@@ -43,7 +43,7 @@ class UserLoop:
         )
         self._passes = Laps(device)
         self._gaps = Laps(device)
-        # One entry per time between two passes: True if it lies between two training steps.
+        # One entry per time between two passes: True if it is between two training steps.
         self._is_step_gap: list[bool] = []
         self._end_gap_timer: Callable[[], None] | None = None
         self._mark: list[object] = []
@@ -122,7 +122,7 @@ class UserLoop:
         return _median([seconds for seconds, between in pairs if between][1:])
 
     def notes(self, *, has_update: bool) -> tuple[str, ...]:
-        """Notes for the receipt; ``has_update`` says that the plan counts an optimizer's step."""
+        """Return notes for the receipt; the plan ``has_update`` if it counts an optimizer step."""
         return (*self._notes_on_time(), *self._notes_on_memory(has_update))
 
     def _notes_on_time(self) -> list[str]:

@@ -148,7 +148,7 @@ def _script_next_to(script: str, plan: Path) -> str:
 def refuse_elsewhere(declared: Cluster | None, plan: Path) -> None:
     """Raise BadInput if the plan is for a declared cluster.
 
-    Who has that cluster here can run the plan by naming its script.
+    On a machine that is that cluster, the plan can be run by naming its script.
     """
     if declared is not None:
         name = printable(str(plan))

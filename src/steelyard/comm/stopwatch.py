@@ -1,5 +1,5 @@
-"""Accumulates the time of an operation that a step repeats: by the clock on a CPU, by events that
-nobody waits for on a GPU.
+"""Accumulates the time of an operation that a step repeats: by the clock on a CPU, by events
+on a GPU, which the host does not wait for.
 
 Not for timing one call or a step: see measure/operators/timer.py.
 """

@@ -1,4 +1,4 @@
-"""Devices, links and clusters in plain data, and the files that declare them.
+"""Plain-data descriptions of devices, links and clusters, and the files that declare them.
 
 Not for measuring any of them: see measure/.
 """

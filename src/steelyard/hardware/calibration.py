@@ -1,6 +1,6 @@
-"""Errors of predictions for a class of device, on published steps, and the plans they hold for.
+"""Prediction errors for a device class on published steps, and the cases they are valid for.
 
-The figures stand in preset/calibration.toml, which benchmarks/published/presets.py writes. Not for
+The figures are in preset/calibration.toml, which benchmarks/published/presets.py writes. Not for
 what is fitted: see efficiency.py.
 """
 
@@ -8,17 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-# Of n errors that are drawn alike, the largest is not exceeded by one more with probability
-# n / (n + 1): fewer than this many say nothing about nine cases of ten (split conformal prediction,
-# Vovk et al., "Algorithmic Learning in a Random World", 2005).
+# The largest of n exchangeable errors bounds a new one with probability n / (n + 1). Fewer errors
+# than this therefore bound no nine cases of ten (split conformal prediction, Vovk et al.,
+# "Algorithmic Learning in a Random World", 2005).
 ENOUGH_ROWS = 9
 COVERED = 0.9
-# A declared rate may be off by half, up and down; published steps of another precision say no more.
+# A declared rate may be wrong by half, up or down. Published steps of another precision give no
+# better bound.
 DECLARED_DOUBT = 0.5
 
 
 class Parallelism(StrEnum):
-    """Parallelism of a layout, as far as predictions differ in how well they are known."""
+    """The kind of parallelism of a layout, which prediction accuracy depends on."""
 
     DATA = "data parallel"
     TENSOR = "tensor parallel"
@@ -27,7 +28,7 @@ class Parallelism(StrEnum):
 
     @classmethod
     def of(cls, *, tensor: int, pipeline: int) -> "Parallelism":
-        """The kind of a layout of these degrees."""
+        """Return the kind of a layout of these degrees."""
         if pipeline > 1:
             return cls.BOTH if tensor > 1 else cls.PIPELINE
         return cls.TENSOR if tensor > 1 else cls.DATA
@@ -35,7 +36,7 @@ class Parallelism(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationCase:
-    """One step, in the terms in which a calibration says what it holds for."""
+    """One step, by the properties that decide if a calibration covers it."""
 
     kind: Parallelism
     precision: str
@@ -45,7 +46,7 @@ class CalibrationCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """Published steps. ``parameters`` and ``devices`` are the least and the most of them."""
+    """A set of published steps. ``parameters`` and ``devices`` are (least, most)."""
 
     rows: int
     software: tuple[str, ...]
@@ -56,35 +57,35 @@ class Domain:
     devices: tuple[int, int]
 
     def outside(self, case: CalibrationCase) -> Iterator[str]:
-        """In words, each property in which a case differs from all of these steps."""
+        """Yield, in words, each property in which a case differs from all of these steps."""
         if case.kind.value not in self.kinds:
             yield case.kind.value
         if case.precision not in self.precisions:
             yield f"products in {case.precision}"
-        if not _lies_in(case.parameters, self.parameters):
+        if not _is_within(case.parameters, self.parameters):
             yield f"{_count(case.parameters)} parameters"
-        if not _lies_in(case.devices, self.devices):
+        if not _is_within(case.devices, self.devices):
             yield f"{case.devices:,} devices"
 
     @property
     def said(self) -> str:
-        models = _listed(self.models)
+        models = _join(self.models)
         devices = _range(self.devices)
-        layouts, precisions = _listed(self.kinds), _listed(self.precisions)
+        layouts, precisions = _join(self.kinds), _join(self.precisions)
         steps = f"{self.rows} published step{'s' if self.rows > 1 else ''}"
-        return f"{steps} ({models}; {_listed(self.software)}; {layouts}; {precisions}; {devices})"
+        return f"{steps} ({models}; {_join(self.software)}; {layouts}; {precisions}; {devices})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Errors of predictions of steps that nothing was fitted on.
+    """Prediction errors on steps that nothing was fitted on.
 
-    ``inside``: they lie in the domain of those it was fitted on, under the same software. ``kind``
-    is empty where they are of several. ``median_error`` and ``high_error`` (90th percentile) are of
-    predicted over measured, without sign; ``bias`` is the median with its sign. ``doubt`` is the
-    share of a prediction by which nine of ten such steps differ from it; None for too few of them.
+    ``inside``: the steps are in the domain of the fitted ones, with the same software. ``kind``
+    is empty for several kinds. ``median_error`` and ``high_error`` (90th percentile) are of
+    predicted over measured, without sign; ``bias`` is the median with its sign. ``doubt`` bounds
+    the relative difference of nine of ten such steps; None for too few of them.
     ``worst_software`` is the one whose median difference exceeds ``doubt`` most, and
-    ``worst_error`` its median error; empty where none exceeds it.
+    ``worst_error`` its median error; empty if none exceeds it.
     """
 
     kind: str
@@ -110,8 +111,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """How far the predicted ratio of two steps of one software was from the measured one: 90th
-    percentile over ``count`` pairs, of layouts of one kind or of two."""
+    """Errors of the predicted ratio of two steps with one software stack.
+
+    ``high_error`` is the 90th percentile over ``count`` pairs of layouts, of one kind or of two.
+    """
 
     count: int
     high_error: float
@@ -128,7 +131,7 @@ class Calibration:
         return tuple(self.fitted.outside(case))
 
     def score_of(self, case: CalibrationCase) -> Score | None:
-        """Of the scores of enough steps, the one whose steps are most like this case."""
+        """Return the score of the most similar steps that has enough of them."""
         wanted = [(False, case.kind.value), (False, "")]
         if not self.outside(case):
             wanted.insert(0, (True, ""))
@@ -146,21 +149,21 @@ class Calibration:
         return score.doubt if is_known else max(score.doubt, DECLARED_DOUBT)
 
     def between(self, one: Parallelism, other: Parallelism) -> float:
-        """By how much two predictions have to differ to say which of the two is faster."""
+        """Return the relative difference at which one of two predictions is reliably faster."""
         pairs = self.alike if one is other else self.unlike
         known = [found.high_error for found in (pairs, self.unlike, self.alike) if found]
         return known[0] if known else DECLARED_DOUBT
 
 
 def percent(share: float) -> str:
-    """``2.2 %``, and from ten on without decimals."""
+    """Return ``2.2 %``; from ten on without decimals."""
     return (
         f"{share:.0%}".replace("%", " %") if share >= 0.0995 else f"{share:.1%}".replace("%", " %")
     )
 
 
-def _lies_in(amount: int, bounds: tuple[int, int]) -> bool:
-    """As far as two digits tell them apart."""
+def _is_within(amount: int, bounds: tuple[int, int]) -> bool:
+    """True if ``amount`` is within ``bounds``, compared at two significant digits."""
     least, most = (float(f"{bound:.1e}") for bound in bounds)
     return least <= float(f"{amount:.1e}") <= most
 
@@ -177,5 +180,5 @@ def _range(bounds: tuple[int, int]) -> str:
     return f"{least:,} devices" if least == most else f"{least:,} to {most:,} devices"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     return ", ".join(names)

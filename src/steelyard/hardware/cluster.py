@@ -1,6 +1,6 @@
-"""What a step runs on: classes of device and link, and how fast they are said or measured to be.
+"""Clusters: classes of devices and links, with declared or measured speeds.
 
-The parts stand in files of their own, and can be had from here. Not for measuring: see measure/.
+The parts have their own files and are re-exported here. Not for measuring: see measure/.
 """
 
 from collections.abc import Sequence
@@ -41,15 +41,15 @@ __all__ = [
 ]
 
 
-# More processes than that only wait for one another.
+# More processes than this only wait for each other.
 _RANKS_OF_A_CORE = 8
 _MOST_HOSTS = 1024
-# A rank that is slower still is broken, and no share of the batch is small enough for it.
+# A slower rank is broken, and no share of the batch is small enough for it.
 _SLOWEST = 1e-3
 
 
-def _checked(speeds: Sequence[float], ranks: int) -> list[float]:
-    """As shares of the fastest."""
+def _relative_speeds(speeds: Sequence[float], ranks: int) -> list[float]:
+    """Return the speeds relative to the fastest; raise BadInput if they are invalid."""
     known = [float(speed) for speed in speeds if type(speed) in (int, float) and 0 < speed < inf]
     if len(known) != len(speeds) or len(known) != ranks or min(known) < _SLOWEST * max(known):
         each = ",".join("1" * ranks)
@@ -63,12 +63,12 @@ def _checked(speeds: Sequence[float], ranks: int) -> list[float]:
     return [speed / max(known) for speed in known]
 
 
-# Characters of a cluster's description, as plan files hold it.
-_MOST_SAID = 120
+# Maximum characters of a cluster's description in plan files.
+_MOST_CHARACTERS = 120
 
 
 def most_ranks_here() -> int:
-    """The most ranks that this machine is asked for, by its cores."""
+    """Return the maximum number of ranks on this machine, by its cores."""
     from steelyard.hardware.host_os import num_cores
 
     return _RANKS_OF_A_CORE * num_cores()
@@ -76,10 +76,10 @@ def most_ranks_here() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The devices a plan may use, and the offload memory that each may move values to.
+    """The devices a plan may use, and the offload memory of each.
 
-    ``speeds`` are of the ranks of this machine, each beside the fastest, where they are known; of
-    several ``hosts`` like this machine each has as many ranks, which are neighbours.
+    ``speeds`` are those of the ranks of this machine relative to the fastest, where known. With
+    several ``hosts`` like this machine, each has the same number of consecutive ranks.
     """
 
     tree: TopologyLevel
@@ -93,12 +93,12 @@ class Cluster:
 
     @property
     def ranks_of_a_host(self) -> int:
-        """Of ranks that are here: which share cores and memory."""
+        """The number of ranks per host, which share its cores and memory."""
         return self.num_devices // self.hosts
 
     @property
     def device(self) -> Device:
-        """The one class that all are of."""
+        """The only device class; raises BadInput if there are several."""
         (device, _), *others = self.tree.classes
         if others:
             kinds = ", ".join(f"{count} {found.kind}" for found, count in self.tree.classes)
@@ -111,19 +111,19 @@ class Cluster:
 
     @property
     def fastest(self) -> Device:
-        """Of several classes the one that computes most, on which a step would lie alone."""
+        """The class with the highest compute rate, on which a step runs if it uses one device."""
         return max((device for device, _ in self.tree.classes), key=lambda d: d.flops_per_second)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Of each rank, where they are of several classes."""
+        """The device of each rank; empty if there is one class."""
         if len(self.tree.classes) == 1:
             return ()
         return tuple(self.tree.device_of(rank) for rank in range(self.num_devices))
 
     @property
     def rates_said(self) -> str:
-        """At which share of its declared rates each class of device is reckoned with, and why."""
+        """The assumed fraction of declared rates of each device class, and its source."""
         return "; ".join(device.rates_said for device, _ in self.tree.classes)
 
     @property
@@ -132,32 +132,32 @@ class Cluster:
 
     @property
     def declared(self) -> str:
-        """Name and devices of a declared cluster; empty for the machine that this is."""
+        """Name and devices of a declared cluster; empty for this machine."""
         if self.is_here:
             return ""
         devices = ", ".join(f"{count} {device.kind}" for device, count in self.tree.classes)
-        return printable(f"{self.tree.name} ({devices})", most=_MOST_SAID)
+        return printable(f"{self.tree.name} ({devices})", most=_MOST_CHARACTERS)
 
     def at_speeds(self, speeds: Sequence[float]) -> "Cluster":
-        """The ranks that are here, which are otherwise alike, computing so fast."""
+        """Return this cluster with local ranks, otherwise equal, at these relative speeds."""
         assert self.is_here
         assert len(speeds) == self.num_devices
-        whole = replace(self.fastest, speed=1.0)
-        members, (joined, *_) = [], self.tree.members
-        for speed, alike in groupby(speeds):
-            device = whole if speed == 1 else whole.at_speed(speed)
-            members.append(replace(joined, of=device, count=len(list(alike))))
+        full_speed = replace(self.fastest, speed=1.0)
+        members, (member, *_) = [], self.tree.members
+        for speed, equal_speeds in groupby(speeds):
+            device = full_speed if speed == 1 else full_speed.at_speed(speed)
+            members.append(replace(member, of=device, count=len(list(equal_speeds))))
         tree = replace(self.tree, members=tuple(members))
         return replace(self, tree=tree, speeds=tuple(speeds))
 
     @property
     def fingerprint(self) -> str:
-        """Told apart by what plans depend on; one device as it always was, by name and threads."""
+        """A hash of all that plans depend on; for one device, of its name and threads only."""
         (device, count), *_ = self.tree.classes
-        alone = f"{device.kind}|{device.threads}|{count}"
-        among = f"|{self.hosts} hosts" if self.hosts > 1 else ""
-        said = alone if self.num_devices == 1 else f"{self.tree.identity}{among}"
-        return sha256(said.encode()).hexdigest()[:16]
+        device_id = f"{device.kind}|{device.threads}|{count}"
+        host_suffix = f"|{self.hosts} hosts" if self.hosts > 1 else ""
+        identity_text = device_id if self.num_devices == 1 else f"{self.tree.identity}{host_suffix}"
+        return sha256(identity_text.encode()).hexdigest()[:16]
 
     @classmethod
     def here(
@@ -168,11 +168,12 @@ class Cluster:
         speeds: Sequence[float] = (),
         offload_memory: OffloadMemory | None = None,
     ) -> "Cluster":
-        """The machine this runs on, as the operating system describes it; touches no device.
+        """Return this machine as the operating system describes it; touches no device.
 
-        ``ranks`` processes share its cores and its memory evenly, and speak over loopback; or as
-        many of them each of several ``hosts``, which have met before: see docs/hosts.md. How fast
-        each computes beside the fastest, ``speeds=(1, 0.5)``, is measured where nobody says it.
+        ``ranks`` processes share its cores and its memory evenly and communicate over loopback.
+        With several ``hosts``, which must have met before, each has an equal part of the ranks:
+        see docs/hosts.md. ``speeds=(1, 0.5)`` gives each rank's compute speed relative to the
+        fastest; without it, speeds are measured.
         """
         from steelyard.hardware.host_os import loopback, num_cores, this_device
 
@@ -203,18 +204,18 @@ class Cluster:
             offload_memory=offload_memory,
             hosts=hosts,
         )
-        return found.at_speeds(_checked(speeds, ranks)) if speeds else found
+        return found.at_speeds(_relative_speeds(speeds, ranks)) if speeds else found
 
     @classmethod
     def load(cls, path: str | Path, *, offload_memory: OffloadMemory | None = None) -> "Cluster":
-        """What a TOML file declares: see docs/clusters.md. No device is touched."""
+        """Return the cluster that a TOML file declares: see docs/clusters.md. Touches no device."""
         from steelyard.hardware.cluster_file import read_tree
 
         return cls(tree=read_tree(Path(path)), offload_memory=offload_memory)
 
     @classmethod
     def named(cls, name: str, *, offload_memory: OffloadMemory | None = None) -> "Cluster":
-        """A ready-made machine, such as ``"dgx-h100"``."""
+        """Return a preset machine, such as ``"dgx-h100"``."""
         from steelyard.hardware.cluster_file import preset_tree
 
         return cls(tree=preset_tree(name), offload_memory=offload_memory)

@@ -1,7 +1,7 @@
-"""The cluster file: devices, links and the scopes they make up, as TOML that a person writes.
+"""The reader of cluster files: devices, links and scopes in hand-written TOML.
 
-What a table does not say itself it may take from a preset, and a preset may be named wherever a
-table may. Not for the tables themselves: see cluster_schema.py; nor the presets: see presets.py.
+A table may inherit keys from a preset, and a preset may be named instead of a table. Not for the
+schema of tables: see cluster_schema.py; nor for presets: see presets.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ from steelyard.safe_text import printable
 
 FORMAT = 1
 MOST_BYTES = 2**20
-# Ten times the largest that anybody has trained on; beyond it, a digit too many was typed.
+# Ten times the largest cluster ever trained on; a larger number is a typing error.
 MOST_DEVICES = 1_000_000
 
 _Table = TypeVar("_Table", bound=BaseModel)
@@ -43,7 +43,7 @@ def read_tree(path: Path) -> TopologyLevel:
     try:
         raw = read_bytes(path, most_bytes=MOST_BYTES)
     except PlanFileError as error:
-        raise _of_clusters(error) from None
+        raise _as_cluster_error(error) from None
     return decode_tree(raw, source=str(path))
 
 
@@ -51,11 +51,11 @@ def decode_tree(raw: bytes | str, *, source: str = "the cluster file") -> Topolo
     try:
         return _ClusterReader(toml_tables(raw, source=source, most_bytes=MOST_BYTES), source).tree()
     except PlanFileError as error:
-        raise _of_clusters(error) from None
+        raise _as_cluster_error(error) from None
 
 
 def preset_tree(name: str) -> TopologyLevel:
-    """A ready-made machine by its name."""
+    """Return a preset machine by its name."""
     machines = preset_tables()["scope"]
     if name not in machines:
         raise ClusterFileError(
@@ -66,8 +66,8 @@ def preset_tree(name: str) -> TopologyLevel:
     return _ClusterReader({"preset": name}, name).tree()
 
 
-def _of_clusters(error: PlanFileError) -> ClusterFileError:
-    """What is found wrong in any file is said of plan files; this one has other remedies."""
+def _as_cluster_error(error: PlanFileError) -> ClusterFileError:
+    """Convert an error of the generic file reader, whose remedies are for plan files."""
     return ClusterFileError(
         error.happened,
         expected="devices, links and scopes, as docs/clusters.md describes them",
@@ -75,12 +75,12 @@ def _of_clusters(error: PlanFileError) -> ClusterFileError:
     )
 
 
-class _Wrong(Exception):
-    """A table that cannot be used; why has been noted."""
+class _InvalidTable(Exception):
+    """An unusable table; the reason has been recorded."""
 
 
 class _ClusterReader:
-    """One file, from its tables to the tree; what is wrong is noted, and said all at once."""
+    """Builds the tree of one file; problems are collected and raised together."""
 
     def __init__(self, tables: Mapping[str, Any], source: str) -> None:
         self._source = source
@@ -95,14 +95,14 @@ class _ClusterReader:
         root = self._root()
         try:
             tree = self._scope(root, within=()) if root else None
-            # What nothing uses may be wrong as well: a loop is nobody's member but its own.
+            # Check unused tables too: a loop of scopes is reachable from no root.
             for name in self._own["scope"]:
                 self._scope(name, within=())
             for name in self._own["device"]:
                 self._device_table(name)
             for name in self._own["link"]:
                 self._link(name)
-        except _Wrong:
+        except _InvalidTable:
             tree = None
         if tree is not None and tree.num_devices > MOST_DEVICES:
             self._problems.append(
@@ -113,7 +113,7 @@ class _ClusterReader:
         return tree
 
     def _root(self) -> str:
-        """The scope that no other holds, or the preset that is all of the cluster."""
+        """Return the scope that no other contains, or the preset that is the whole cluster."""
         given = self._tables.get("format")
         if type(given) is int and given > FORMAT:
             raise refusal(self._source, ["was written for a later steelyard"])
@@ -129,15 +129,15 @@ class _ClusterReader:
         if head.preset is not None:
             self._problems.append("names a preset for the whole and declares scopes as well")
         members = [table.get("members") for table in scopes.values() if isinstance(table, dict)]
-        held = {name for inner in members if isinstance(inner, dict) for name in inner}
-        roots = [name for name in scopes if name not in held]
+        member_names = {name for inner in members if isinstance(inner, dict) for name in inner}
+        roots = [name for name in scopes if name not in member_names]
         if len(roots) > 1:
             names = " and ".join(printable(name, most=60) for name in roots[:3])
             self._problems.append(f"has {len(roots)} roots: no scope holds {names}")
         if not scopes:
             self._problems.append("declares no scope: neither [scope.NAME] nor a preset")
         if scopes and not roots:
-            roots = [next(iter(scopes))]  # a loop, which is found on the way down
+            roots = [next(iter(scopes))]  # a loop, which _scope detects
         return roots[0] if len(roots) == 1 else ""
 
     # --- tables, with what they take from presets -------------------------------------------------
@@ -148,31 +148,31 @@ class _ClusterReader:
         if given is None:
             return model.model_validate(self._presets[kind][name])
         if not isinstance(given, dict):
-            raise self._wrong(f"{place} is not a table")
+            raise self._problem(f"{place} is not a table")
         base: dict[str, Any] = {}
         preset = given.get("preset")
         if isinstance(preset, str):
             if preset not in self._presets[kind]:
-                known = _meant(preset, list(self._presets[kind]))
-                raise self._wrong(f"{place}.preset is no {kind} that is known{known}")
-            base = _overruled(self._presets[kind][preset], by=given)
+                known = _suggestion(preset, list(self._presets[kind]))
+                raise self._problem(f"{place}.preset is no {kind} that is known{known}")
+            base = _without_overridden(self._presets[kind][preset], by=given)
         try:
             return model.model_validate({**base, **given, **_peaks(base, given)})
         except ValidationError as error:
             self._problems += problems_of(error, model, within=(kind, name))
-            raise _Wrong from None
+            raise _InvalidTable from None
 
-    def _wrong(self, problem: str) -> _Wrong:
+    def _problem(self, problem: str) -> _InvalidTable:
         self._problems.append(problem)
-        return _Wrong()
+        return _InvalidTable()
 
-    def _unknown(self, place: str, name: str, *kinds: str) -> _Wrong:
+    def _unknown_name(self, place: str, name: str, *kinds: str) -> _InvalidTable:
         known = [known for kind in kinds for known in (*self._own[kind], *self._presets[kind])]
-        close = _meant(name, known)
-        # All presets are more than anybody reads.
-        said = close if "did you mean" in close else ", nor is it a preset"
-        return self._wrong(
-            f"{place} names {printable(name, most=60)}, which nothing declares{said}"
+        suggestion = _suggestion(name, known)
+        # The list of all presets would be too long to read.
+        hint = suggestion if "did you mean" in suggestion else ", nor is it a preset"
+        return self._problem(
+            f"{place} names {printable(name, most=60)}, which nothing declares{hint}"
         )
 
     # --- from tables to values --------------------------------------------------------------------
@@ -181,36 +181,36 @@ class _ClusterReader:
         if name in self._links:
             return self._links[name]
         if name not in self._own["link"] and name not in self._presets["link"]:
-            raise self._unknown(place, name, "link")
+            raise self._unknown_name(place, name, "link")
         table = self._table("link", name, LinkTable)
-        self._links[name] = self._made(table, name)
+        self._links[name] = self._to_link(table, name)
         return self._links[name]
 
-    def _made(self, table: LinkTable, name: str) -> Link:
+    def _to_link(self, table: LinkTable, name: str) -> Link:
         place, kind = f"link.{printable(name, most=60)}", table.preset or name
         rate, latency = table.rate, table.latency
         if table.curve is not None:
             if rate is not None or latency is not None:
-                raise self._wrong(f"{place} has a curve and a rate or latency: one or the other")
+                raise self._problem(f"{place} has a curve and a rate or latency: one or the other")
             try:
                 return Link.curve(table.curve, kind=kind, doubt=table.doubt)
             except SteelyardError as error:
-                raise self._wrong(f"{place}.curve cannot be used: {error.happened}") from None
+                raise self._problem(f"{place}.curve cannot be used: {error.happened}") from None
         if rate is None or latency is None:
             missing = "rate" if rate is None else "latency"
-            raise self._wrong(f"{place}.{missing} is missing")
+            raise self._problem(f"{place}.{missing} is missing")
         return Link(kind=kind, latency_seconds=latency, bytes_per_second=rate, doubt=table.doubt)
 
     def _device_table(self, name: str) -> DeviceTable:
         return self._table("device", name, DeviceTable)
 
     def _device(self, name: str, *, scope: ScopeTable, within: str, count: int) -> Device:
-        """With its share of the host's memory, and the way there, from the scope that it is in."""
+        """Return the device with its share of host memory, and the host link, from its scope."""
         table = self._device_table(name)
         place = f"device.{printable(name, most=60)}"
         for key in ("host_memory", "host_link"):
             if getattr(table, key) is not None and getattr(scope, key) is not None:
-                raise self._wrong(f"{place} and scope.{within} both say {key}")
+                raise self._problem(f"{place} and scope.{within} both say {key}")
         link = table.host_link or scope.host_link
         shared = None if scope.host_memory is None else scope.host_memory // count
         return Device(
@@ -229,12 +229,12 @@ class _ClusterReader:
     def _scope(self, name: str, *, within: tuple[str, ...]) -> TopologyLevel:
         if name in within:
             loop = " > ".join(printable(n, most=30) for n in (*within[within.index(name) :], name))
-            raise self._wrong(f"scope.{printable(name, most=60)} holds itself: {loop}")
+            raise self._problem(f"scope.{printable(name, most=60)} holds itself: {loop}")
         if name in self._scopes:
             return self._scopes[name]
         table = self._table("scope", name, ScopeTable)
         if not table.members:
-            raise self._wrong(f"scope.{printable(name, most=60)}.members is empty")
+            raise self._problem(f"scope.{printable(name, most=60)}.members is empty")
         members = [
             self._member(member, table=table, name=name, within=(*within, name))
             for member in table.members
@@ -246,7 +246,7 @@ class _ClusterReader:
     def _member(
         self, member: str, *, table: ScopeTable, name: str, within: tuple[str, ...]
     ) -> LevelMember:
-        place, everyone = f"scope.{printable(name, most=60)}", sum(table.members.values())
+        place, num_members = f"scope.{printable(name, most=60)}", sum(table.members.values())
         link, ports = table.link, table.ports
         of: Device | TopologyLevel
         if self._kind_of(member, f"{place}.members") == "scope":
@@ -255,21 +255,21 @@ class _ClusterReader:
                 inner = self._table("scope", member, ScopeTable)
                 link, ports = inner.out_link, inner.out_ports
         else:
-            of = self._device(member, scope=table, within=name, count=everyone)
-        if link is None and everyone > 1:
-            raise self._wrong(f"{place}.link is missing: nothing joins its {everyone} members")
-        joined = None if link is None else self._link(link, f"{place}.link")
-        return LevelMember(of=of, count=table.members[member], link=joined, ports=ports)
+            of = self._device(member, scope=table, within=name, count=num_members)
+        if link is None and num_members > 1:
+            raise self._problem(f"{place}.link is missing: nothing joins its {num_members} members")
+        member_link = None if link is None else self._link(link, f"{place}.link")
+        return LevelMember(of=of, count=table.members[member], link=member_link, ports=ports)
 
     def _kind_of(self, name: str, place: str) -> str:
-        """What is declared in the file goes before presets."""
+        """Return the kind of a name; declarations in the file take precedence over presets."""
         for known in (self._own, self._presets):
             kinds = [kind for kind in ("scope", "device") if name in known[kind]]
             if len(kinds) > 1:
-                raise self._wrong(f"{printable(name, most=60)} is both a device and a scope")
+                raise self._problem(f"{printable(name, most=60)} is both a device and a scope")
             if kinds:
                 return kinds[0]
-        raise self._unknown(place, name, "scope", "device")
+        raise self._unknown_name(place, name, "scope", "device")
 
 
 def _reached(table: ReachedTable | None) -> AchievedFraction | None:
@@ -325,19 +325,21 @@ def _domain(table: DomainTable) -> Domain:
     )
 
 
-def _meant(given: str, known: Sequence[str]) -> str:
-    """As in ``A100`` for one of two; else as of any key."""
-    begun = [name for name in known if given and name.lower().startswith(given.lower())]
-    return f"; did you mean {' or '.join(begun[:3])}?" if begun else close_to(given, known)
+def _suggestion(given: str, known: Sequence[str]) -> str:
+    """Suggest completions of a prefix, such as ``A100``, or else the closest known name."""
+    completions = [name for name in known if given and name.lower().startswith(given.lower())]
+    return (
+        f"; did you mean {' or '.join(completions[:3])}?" if completions else close_to(given, known)
+    )
 
 
-def _overruled(base: Mapping[str, Any], *, by: Mapping[str, Any]) -> dict[str, Any]:
-    """A preset without what a table says in another way."""
-    gone = {"rate", "latency"} if "curve" in by else {"curve"} if "rate" in by else set()
-    return {key: value for key, value in base.items() if key not in gone}
+def _without_overridden(base: Mapping[str, Any], *, by: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a preset without the keys that ``by`` replaces by other means."""
+    dropped = {"rate", "latency"} if "curve" in by else {"curve"} if "rate" in by else set()
+    return {key: value for key, value in base.items() if key not in dropped}
 
 
 def _peaks(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """One peak may be put right without the others being said again."""
+    """Return the preset's peaks updated by the given ones, so that one can be corrected alone."""
     own = given.get("peak")
     return {"peak": {**base["peak"], **own}} if isinstance(own, dict) and "peak" in base else {}

@@ -1,7 +1,6 @@
-"""The tables of a cluster file, key by key: what may be said of a device, a link and a scope.
+"""The schema of a cluster file: the allowed keys of a device, a link and a scope.
 
-Amounts are texts with a unit, as people write them. Not for what the tables mean together: see
-cluster_file.py.
+Amounts are texts with a unit. Not for the meaning of the tables as a whole: see cluster_file.py.
 """
 
 import re
@@ -27,7 +26,7 @@ _MOST = 1_000_000
 _LARGEST = 2**62
 
 
-def _reading(parse: Callable[..., float], what: str, example: str) -> Callable[[object], object]:
+def _parser_of(parse: Callable[..., float], what: str, example: str) -> Callable[[object], object]:
     def read(given: object) -> object:
         if isinstance(given, str) and re.search(r"[A-Za-z%]", given):
             return parse(given, what=what)
@@ -42,22 +41,22 @@ def _reading(parse: Callable[..., float], what: str, example: str) -> Callable[[
     return read
 
 
-def _written(parse: Callable[..., float], what: str, example: str) -> BeforeValidator:
-    return BeforeValidator(_reading(parse, what, example))
+def _amount(parse: Callable[..., float], what: str, example: str) -> BeforeValidator:
+    return BeforeValidator(_parser_of(parse, what, example))
 
 
-_Bytes = Annotated[int, _written(parse_bytes, "memory", "80 GiB"), Field(ge=1, le=_LARGEST)]
-_Rate = Annotated[float, _written(parse_line_rate, "rate", "450 GB/s"), Field(gt=0, le=_LARGEST)]
-_Seconds = Annotated[float, _written(parse_seconds, "time", "5 us"), Field(gt=0, le=3600)]
-_Flops = Annotated[float, _written(parse_flops, "peak", "989 TFLOP/s"), Field(gt=0)]
-_Price = Annotated[float, _written(parse_price, "price", "2.5 USD/h"), Field(gt=0)]
-_Share = Annotated[float, _written(parse_share, "share", "80 %"), Field(gt=0, le=1)]
-_Doubt = Annotated[float, _written(parse_share, "doubt", "50 %"), Field(ge=0, lt=1)]
+_Bytes = Annotated[int, _amount(parse_bytes, "memory", "80 GiB"), Field(ge=1, le=_LARGEST)]
+_Rate = Annotated[float, _amount(parse_line_rate, "rate", "450 GB/s"), Field(gt=0, le=_LARGEST)]
+_Seconds = Annotated[float, _amount(parse_seconds, "time", "5 us"), Field(gt=0, le=3600)]
+_Flops = Annotated[float, _amount(parse_flops, "peak", "989 TFLOP/s"), Field(gt=0)]
+_Price = Annotated[float, _amount(parse_price, "price", "2.5 USD/h"), Field(gt=0)]
+_Share = Annotated[float, _amount(parse_share, "share", "80 %"), Field(gt=0, le=1)]
+_Doubt = Annotated[float, _amount(parse_share, "doubt", "50 %"), Field(ge=0, lt=1)]
 _Count = Annotated[int, Field(ge=1, le=_MOST)]
 
 
 def _read_point(given: object) -> object:
-    """``["1 MiB", "120 us"]``; what is no such pair is left for the type to refuse."""
+    """Parse ``["1 MiB", "120 us"]``; raise BudgetError for anything but a pair."""
     if not isinstance(given, list) or len(given) != 2:
         raise BudgetError(
             "a point of a curve is a size and a time",
@@ -65,18 +64,18 @@ def _read_point(given: object) -> object:
             remedy="write both",
         )
     size, time = given
-    read_size = _reading(parse_bytes, "size", "1 MiB")
-    read_time = _reading(parse_seconds, "time", "120 us")
+    read_size = _parser_of(parse_bytes, "size", "1 MiB")
+    read_time = _parser_of(parse_seconds, "time", "120 us")
     return read_size(size), read_time(time)
 
 
 _Point = Annotated[tuple[int, float], BeforeValidator(_read_point)]
-# Where figures are from: a title or an address, and what stands there.
+# Sources of the figures: a title or an address, and what it says.
 _Source = Annotated[list[str], Field(max_length=16)]
 
 
 class Head(BaseModel):
-    """All of the file; what is in its tables is looked at one by one."""
+    """The whole file; its tables are validated one by one later."""
 
     model_config = STRICT
 
@@ -88,7 +87,7 @@ class Head(BaseModel):
 
 
 class PeakTable(BaseModel):
-    """Dense, without sparsity."""
+    """Dense peak rates, without sparsity."""
 
     model_config = STRICT
 
@@ -113,7 +112,7 @@ _Error = Annotated[float, Field(ge=0, le=100)]
 
 
 class DomainTable(BaseModel):
-    """Published steps: see hardware/calibration.py."""
+    """A set of published steps: see hardware/calibration.py."""
 
     model_config = STRICT
 
@@ -154,7 +153,7 @@ class CalibrationTable(BaseModel):
 
 
 class ReachedTable(BaseModel):
-    """Of the rates, by programs; fitted ones say on what steps, and how far off others were."""
+    """Achieved fractions of the rates, the steps they were fitted on, and the error on others."""
 
     model_config = STRICT
 
@@ -176,7 +175,7 @@ class DeviceTable(BaseModel):
     host_memory: _Bytes | None = None
     host_link: str | None = None
     price: _Price | None = None
-    # What a launch costs a GPU's driver; declared, for nobody publishes it.
+    # A GPU launch in the driver; a declared value, since no vendor publishes it.
     call: _Seconds = 5e-6
     reached: ReachedTable | None = None
     source: _Source = []
@@ -198,13 +197,13 @@ class ScopeTable(BaseModel):
 
     preset: str | None = None
     members: dict[str, _Count]
-    # What joins the members, and how many of it each has.
+    # The link between members, and the number of links per member.
     link: str | None = None
     ports: _Count = 1
-    # What leads out of this scope, where the one around it does not say.
+    # The link out of this scope, unless the enclosing scope declares one.
     out_link: str | None = None
     out_ports: _Count = 1
-    # Of the whole, shared evenly by its devices.
+    # Host memory of the whole scope, shared evenly by its devices.
     host_memory: _Bytes | None = None
     host_link: str | None = None
     price: _Price | None = None

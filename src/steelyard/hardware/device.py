@@ -1,6 +1,6 @@
-"""A class of device: how fast it computes and moves, what it holds, what stands behind it.
+"""A class of device: compute rate, memory bandwidth, memory size, host memory and price.
 
-Not for how devices are joined: see link.py and topology.py.
+Not for links between devices: see link.py and topology.py.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from steelyard.errors import BadInput
 from steelyard.hardware.efficiency import AchievedFraction
 from steelyard.hardware.link import Link
 
-# As torch spells them, and "tf32": float32 operands, multiplied as the hardware's shorter format.
+# The names of torch, and "tf32": float32 operands, multiplied in the hardware's shorter format.
 DTYPES = (
     "float64", "float32", "tf32", "float16", "bfloat16", "float8", "int8", "float4",
 )  # fmt: skip
@@ -19,11 +19,11 @@ DTYPES = (
 class Device:
     """One class of device. The rates are declared or measured ceilings, not averages.
 
-    ``flops_per_second`` is of float32, ``peaks`` of each dtype by name: dense, without sparsity.
-    ``call_seconds`` is what launching any operator costs, however small. ``host_memory_bytes`` is
-    one device's share, reached over ``host_link``. None is what nobody said, a price above all.
-    ``reached`` is what programs reach of the rates, where that is known.
-    ``speed`` is how fast it is beside the device that was measured, where ranks are unequal.
+    ``flops_per_second`` is for float32, ``peaks`` for each dtype by name: dense, without
+    sparsity. ``call_seconds`` is the cost of launching any operator. ``host_memory_bytes`` is one
+    device's share, reached over ``host_link``. None means unknown, above all for the price.
+    ``reached`` is the fraction of the rates that programs achieve, where known. ``speed`` is
+    relative to the measured device, where ranks are unequal.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Device:
     speed: float = 1.0
 
     def at_speed(self, speed: float) -> "Device":
-        """The same, but slower in all that it does."""
+        """Return this device with all rates scaled by ``speed``."""
         return replace(
             self,
             flops_per_second=self.flops_per_second * speed,
@@ -62,25 +62,28 @@ class Device:
         return known[dtype]
 
     def flops_in(self, dtype: str) -> float:
-        """Of operators that give this dtype; where no dtypes are told apart, all are as float32."""
+        """Return the rate of operators with this result dtype; without peaks, that of float32."""
         return self.peak_flops_per_second(dtype) if self.peaks else self.flops_per_second
 
     @property
     def identity(self) -> str:
-        """What makes plans differ. What runs here is known by its name, for its rates vary."""
+        """All properties that a plan may depend on.
+
+        The local device is identified by name, since its measured rates vary.
+        """
         if self.is_here:
             slower = f"|{self.speed:.3g}" if self.speed != 1 else ""
             return f"{self.kind}|{self.threads}{slower}"
         host = None if self.host_link is None else self.host_link.identity
-        known = (
+        properties = (
             self.kind, self.flops_per_second, self.bytes_per_second, self.memory_bytes,
             self.call_seconds, self.threads, self.peaks, self.host_memory_bytes, host,
         )  # fmt: skip
-        return repr(known if self.reached is None else (*known, self.reached))
+        return repr(properties if self.reached is None else (*properties, self.reached))
 
     @property
     def rates_said(self) -> str:
-        """Of a device that nothing was measured on, at which rates it is taken to compute."""
+        """The rates assumed for a device without measurements, in words."""
         if self.reached is None:
             return f"{self.kind} at its declared peak, which no program reaches"
         return f"{self.kind} {self.reached.said}"

@@ -1,6 +1,6 @@
-"""What a machine is and can do, as rows that say what to do about it.
+"""Findings about this machine, as rows with a remedy each.
 
-Not for finding it out: see measure/doctor.py.
+Not for making the findings: see measure/doctor.py.
 """
 
 from enum import StrEnum

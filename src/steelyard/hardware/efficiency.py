@@ -1,6 +1,6 @@
-"""What programs reach of a class of device's declared rates, and who says so.
+"""The fraction of declared device rates that programs achieve, with its source.
 
-For pricing steps that are nowhere run. Not for what else is known of software: see
+For pricing steps that run on no local device. Not for other facts about software: see
 software_stack.py.
 """
 
@@ -12,11 +12,13 @@ from steelyard.hardware.calibration import Calibration, percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AchievedFraction:
-    """``share`` is of the peak while kernels compute and of the bandwidth while they move,
-    ``attention_share`` what kernels of attention reach of the former. ``call_seconds`` is what a
-    call takes however small it is; None is what the device says. ``source`` says on what steps it
-    was fitted, and ``median_error`` how far off others of these were then, where a cluster file
-    says so; of a preset, ``calibration`` says both.
+    """The fraction of a device class's declared rates that programs achieve.
+
+    ``share`` applies to the peak while kernels compute and to the bandwidth while they move data.
+    ``attention_share`` is the fraction of that peak share which attention kernels achieve.
+    ``call_seconds`` is the minimum time of a call; None means the device's own value. In a
+    cluster file, ``source`` names the steps it was fitted on, and ``median_error`` the error on
+    other steps. In a preset, ``calibration`` holds both.
     """
 
     share: float
@@ -24,7 +26,7 @@ class AchievedFraction:
     call_seconds: float | None = None
     source: str = ""
     median_error: float | None = None
-    # Says nothing of what the device does: plans for it stay those for the same device.
+    # Excluded from comparison: the calibration does not change the device, so plans stay valid.
     calibration: Calibration | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""What the operating system says about this machine: cores, memory and the limits on them.
+"""Cores, memory and limits of this machine, as the operating system reports them.
 
-Read from files, so that it costs nothing and needs no torch. Not for speeds: see measure/.
+They are read from files, which is fast and needs no torch. Not for speeds: see measure/.
 """
 
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 from steelyard.hardware.device import Device
 from steelyard.hardware.link import Link
 
-# A 2020s server core with AVX2 in round figures; only used where nothing has been measured.
+# Round figures of a 2020s server core with AVX2, used only where nothing has been measured.
 _CORE_FLOPS_PER_SECOND = 40e9
 _CORE_BYTES_PER_SECOND = 8e9
 
 
-# Gloo of torch 2.13 between two processes of one two-core machine that was busy, one way: the best
-# of 12 to 60 round trips. Declared until a cluster measures its own.
+# Gloo of torch 2.13 between two processes of one busy two-core machine, one way: the best of 12
+# to 60 round trips. Declared until a cluster is measured itself.
 _LOOPBACK = (
     (4 << 10, 70e-6),
     (64 << 10, 90e-6),
@@ -29,7 +29,7 @@ _LOOPBACK = (
 
 
 def this_device(*, ranks: int = 1) -> Device:
-    """What each of so many processes has of this machine, if they share it evenly."""
+    """Return the share of this machine that each of ``ranks`` processes has, split evenly."""
     cores = num_cores()
     share = cores / ranks
     threads = int(os.environ.get("OMP_NUM_THREADS") or cores)
@@ -44,7 +44,7 @@ def this_device(*, ranks: int = 1) -> Device:
 
 
 def loopback() -> Link:
-    """What joins the processes of this machine."""
+    """Return the link between processes of this machine."""
     return Link.curve(_LOOPBACK, kind="loopback")
 
 
@@ -53,7 +53,7 @@ def num_cores() -> int:
 
 
 def cores_of(rank: int, num_ranks: int) -> set[int]:
-    """The cores of this process that are one rank's part of them; shared where they are too few."""
+    """Return one rank's share of this process's cores; ranks share cores if there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // num_ranks)
     first = rank * each % len(cores)
@@ -68,14 +68,14 @@ def processor() -> str:
 
 
 def memory_bytes() -> int:
-    """What this process may use: the machine's memory or its control group's limit."""
+    """Return the memory this process may use: the machine's, or its control group's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup_limit_bytes()
     return min(total, limit) if limit else total
 
 
 def available_bytes() -> int:
-    """What could be allocated now: free memory, within every limit on this process."""
+    """Return the bytes that can be allocated now, within all limits on this process."""
     bounds = [memory_bytes()]
     bounds += [
         int(line.split()[1]) * 1024
@@ -85,13 +85,13 @@ def available_bytes() -> int:
     limit, used = cgroup_limit_bytes(), cgroup_used_bytes()
     if limit is not None and used is not None:
         bounds.append(limit - used)
-    held = _held_bytes()
-    bounds += [most - held.get(name, 0) for name, most in process_limits_bytes().items()]
+    counted_bytes = _counted_bytes()
+    bounds += [most - counted_bytes.get(name, 0) for name, most in process_limits_bytes().items()]
     return max(0, min(bounds))
 
 
 def process_limits_bytes() -> dict[str, int]:
-    """The limits set on this process alone, by name; those that are not set are left out."""
+    """Return the limits set on this process alone, by name; unset limits are left out."""
     limits = {}
     for name in ("RLIMIT_DATA", "RLIMIT_AS"):
         soft, _ = resource.getrlimit(getattr(resource, name))
@@ -101,50 +101,51 @@ def process_limits_bytes() -> dict[str, int]:
 
 
 def filesystem_of(folder: Path) -> str:
-    """The kind of file system a folder lies on; empty where that is not known."""
+    """Return the file system type of a folder; empty if it is unknown."""
     found: dict[Path, str] = {}
     for line in _lines("/proc/self/mounts"):
         _, place, kind, *_ = line.split()
-        # Spaces are written as octal numbers; what is mounted over another comes later.
+        # Spaces are written as octal escapes; a later mount on the same folder hides an earlier
+        # one.
         found[Path(place.replace("\\040", " "))] = kind
     resolved = folder.resolve()
     return next((found[p] for p in (resolved, *resolved.parents) if p in found), "")
 
 
-def _held_bytes() -> dict[str, int]:
-    """What each of those limits counts."""
+def _counted_bytes() -> dict[str, int]:
+    """Return the bytes that count against each of those limits."""
     counted = {"VmData": "RLIMIT_DATA", "VmSize": "RLIMIT_AS"}
-    held = {}
+    counted_bytes = {}
     for line in _lines("/proc/self/status"):
         name, _, rest = line.partition(":")
         if name in counted:
-            held[counted[name]] = int(rest.split()[0]) * 1024
-    return held
+            counted_bytes[counted[name]] = int(rest.split()[0]) * 1024
+    return counted_bytes
 
 
 def quota_cores(root: Path = Path("/")) -> float:
-    """How many cores the control groups of this process let it use, at any rate over a while; no
-    end where none of them has a quota."""
+    """Return the cores that the CPU quotas of this process allow; infinity without quotas."""
     found = [inf]
     for line in _lines(str(root / "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         mounted = root / "sys/fs/cgroup" / controllers
-        # A group's quota holds for all within it; in a container the group is often the root.
+        # A group's quota applies to all its descendants; in a container the group is often the
+        # root.
         group = Path(path.lstrip("/"))
         found += (_quota_of(mounted / folder) for folder in (group, *group.parents))
     return min(found)
 
 
 def is_virtual(root: Path = Path("/")) -> bool:
-    """True in a virtual machine, where others may run on the same physical cores."""
+    """True in a virtual machine, where other guests may run on the same physical cores."""
     flags = (line for line in _lines(str(root / "proc/cpuinfo")) if line.startswith("flags"))
     return "hypervisor" in next(flags, "").split()
 
 
 def are_cores_alike(root: Path = Path("/")) -> bool:
-    """What the kernel says of how much they can do; where it says nothing, they are."""
+    """True if the kernel reports equal core capacities, or no capacities at all."""
     devices = root / "sys/devices"
     capacities = {tuple(_lines(str(f))) for f in devices.glob("system/cpu/cpu*/cpu_capacity")}
     is_hybrid = all((devices / name / "cpus").exists() for name in ("cpu_core", "cpu_atom"))
@@ -152,7 +153,7 @@ def are_cores_alike(root: Path = Path("/")) -> bool:
 
 
 def _quota_of(group: Path) -> float:
-    """Of cgroups version 2 or 1; neither file is there where nobody set any."""
+    """Return the quota of a cgroup of version 2 or 1, in cores; infinity if none is set."""
     given = [entry for line in _lines(str(group / "cpu.max")) for entry in line.split()]
     for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us") if not given else ():
         given += _lines(str(group / name))
@@ -161,7 +162,7 @@ def _quota_of(group: Path) -> float:
 
 
 def cgroup_used_bytes() -> int | None:
-    """What counts against the control group's limit, less the file pages it would give up."""
+    """Return the bytes counted against the control group's limit, less reclaimable file pages."""
     for folder, used, prefix in (
         ("/sys/fs/cgroup", "memory.current", ""),
         ("/sys/fs/cgroup/memory", "memory.usage_in_bytes", "total_"),

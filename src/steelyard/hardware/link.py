@@ -1,7 +1,7 @@
-"""A class of link: how long so many bytes take over it, as a curve over their size.
+"""A class of link: transfer seconds as a function of size.
 
-Two figures are enough for most: what the smallest transfer takes, and a rate. What was measured,
-or bends, is a list of points with straight lines between. Not for what it joins: see topology.py.
+Two figures are enough for most links: a latency and a rate. Measured or nonlinear links have a
+list of points, interpolated linearly. Not for the devices that a link joins: see topology.py.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,12 @@ Point = tuple[int, float]
 class Link:
     """One class of link between devices, declared or measured; the rate is one way.
 
-    ``doubt`` is the share by which a transfer may take more or less than is said here.
-    ``call_seconds`` is what the device itself spends on a message, and ``disturbs`` the share of
-    the time that a transfer takes by which it slows what runs beside it.
-    ``is_remote``: what one has written the link carries over to another host, without either.
-    ``is_even``: for what others write here each makes as much room as the one that needs most.
-    ``points`` are bytes and seconds; with them, ``latency_seconds`` is what the first takes and
-    ``bytes_per_second`` the rate beyond the last: see ``curve``.
+    ``doubt`` is the relative uncertainty of a transfer's time. ``call_seconds`` is the device
+    time per message. ``disturbs`` is the share of a transfer's duration by which it delays
+    concurrent work on the device. ``is_remote``: the link carries data to another host without
+    CPU work on either host. ``is_even``: receive buffers have the same size on all ranks, that of
+    the rank which needs most. ``points`` are (bytes, seconds). With them, ``latency_seconds`` is
+    the time of the first point and ``bytes_per_second`` the rate beyond the last: see ``curve``.
     """
 
     kind: str
@@ -46,13 +45,13 @@ class Link:
         call_seconds: float = 0.0,
         disturbs: float = 0.0,
     ) -> "Link":
-        """Straight lines through ``points``: level before the first, on as they ended."""
+        """Return a link through ``points``: constant before the first, linear after the last."""
         _check(points)
-        (before, begun), (last, end) = points[-2:]
+        (before, earlier), (last, later) = points[-2:]
         return cls(
             kind=kind,
             latency_seconds=points[0][1],
-            bytes_per_second=(last - before) / (end - begun),
+            bytes_per_second=(last - before) / (later - earlier),
             doubt=doubt,
             call_seconds=call_seconds,
             disturbs=disturbs,
@@ -61,25 +60,25 @@ class Link:
 
     @property
     def identity(self) -> str:
-        """All that a plan could depend on."""
+        """All properties that a plan may depend on."""
         figures = (self.kind, self.latency_seconds, self.bytes_per_second, self.points)
         return repr(figures)
 
     def seconds(self, nbytes: float, *, messages: int) -> float:
-        """So many bytes in so many equal messages, each sent when the one before has arrived."""
+        """Return the seconds of ``nbytes`` in equal messages that are sent one after the other."""
         if not self.points:
             return messages * self.latency_seconds + nbytes / self.bytes_per_second
-        return messages * self._one(nbytes / messages) if messages else 0.0
+        return messages * self._message_seconds(nbytes / messages) if messages else 0.0
 
     def moving_seconds(self, nbytes: float, *, messages: int) -> float:
-        """What of that grows with the bytes: for so long the link is taken."""
+        """Return the part of ``seconds`` that grows with the bytes, while the link is occupied."""
         return self.seconds(nbytes, messages=messages) - messages * self.latency_seconds
 
     def device_seconds(self, nbytes: int, *, messages: int) -> float:
-        """What so many messages take of the device."""
+        """Return the device time that ``messages`` messages of ``nbytes`` in total cost."""
         return messages * self.call_seconds + self.disturbs * nbytes / self.bytes_per_second
 
-    def _one(self, nbytes: float) -> float:
+    def _message_seconds(self, nbytes: float) -> float:
         if nbytes <= self.points[0][0]:
             return self.latency_seconds
         for (size, seconds), (larger, longer) in pairwise(self.points):

@@ -1,6 +1,6 @@
-"""An offload memory of a device, and the names under which its links go.
+"""The offload memory of a device, and the names of its links.
 
-Not for moving anything there: see offload/tier.py.
+Not for moving values: see offload/tier.py.
 """
 
 from dataclasses import dataclass
@@ -9,26 +9,26 @@ from steelyard.errors import BudgetError
 from steelyard.units import format_bytes, parse_bytes, parse_rate
 
 OFFLOAD_PAGE_BYTES = 4096
-# Slower than this nothing is gained, and a unit was forgotten more likely.
+# A slower memory gains nothing; more likely a unit was forgotten.
 _SLOWEST = 1e6
-# The axes of the links to and from offload memory: a rank speaks to itself, over time.
+# The axis names of the links to and from offload memory, over which a rank communicates with
+# itself at a later time.
 FAR_OUT, FAR_IN = "far out", "far in"
-# Device memory for the pieces in which they are moved, one for each direction.
+# Bytes of the device buffer for transfers, which are split into pieces; one per direction.
 OFFLOAD_PIECE_BYTES = 1 << 20
 
 
 def offload_room(nbytes: int) -> int:
-    """What a value takes in offload memory: whole pages."""
+    """Return the bytes that a value occupies in offload memory: whole pages."""
     return -(-nbytes // OFFLOAD_PAGE_BYTES) * OFFLOAD_PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class OffloadMemory:
-    """An offload memory: files in ``folder``, at most ``bytes_per_second`` each way, at most
-    ``size_bytes`` of them.
+    """An offload memory: files in ``folder``, with a maximum size and a maximum rate each way.
 
-    ``OffloadMemory("/scratch", rate="500 MB/s", size="20 GiB")`` reads amounts as people write
-    them. The rate is kept to: a transfer that could be faster waits.
+    ``OffloadMemory("/scratch", rate="500 MB/s", size="20 GiB")`` parses amounts as texts. The
+    rate is enforced: a transfer that could be faster waits.
     """
 
     folder: str

@@ -1,6 +1,6 @@
-"""Devices, links and machines that can be had by name, from the TOML files beside this one.
+"""Presets of devices, links and machines by name, from the TOML files in this folder.
 
-Each table there says where its figures are from. Not for what a table means: see cluster_file.py.
+Each table names the source of its figures. Not for the meaning of a table: see cluster_file.py.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from steelyard.safe_files import toml_tables
 
 _FOLDER = "preset"
 _FILES = {"device": "devices.toml", "link": "links.toml", "scope": "machines.toml"}
-# Of devices by name, what their "reached" is worth; benchmarks/published/presets.py writes it.
+# The accuracy of each device's "reached" table; benchmarks/published/presets.py writes it.
 _CALIBRATION = "calibration.toml"
 _MOST_BYTES = 2**20
 
 
 @cache
 def preset_tables() -> Mapping[str, Mapping[str, Any]]:
-    """By kind and by name, as they are written."""
+    """Return the raw tables, by kind and by name."""
     tables: dict[str, dict[str, Any]] = {k: _read(name)[k] for k, name in _FILES.items()}
     for device, calibration in _read(_CALIBRATION)["device"].items():
         tables["device"][device]["reached"]["calibration"] = calibration

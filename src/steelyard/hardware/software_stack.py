@@ -1,6 +1,6 @@
-"""How well a software stack uses a device: what its kernels reach, and which calls it runs as one.
+"""Efficiency of a software stack: achieved fractions of device rates, and fused calls.
 
-For pricing steps that are nowhere run. Not for what a device could reach: see device.py.
+For pricing steps that run on no local device. Not for a device's peak rates: see device.py.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,11 @@ from steelyard.hardware.device import Device
 
 
 class StageSendMode(Enum):
-    """How stages wait for what they hand each other: for both ways at once, for one after another,
-    or not at all, since both go beside what is computed."""
+    """Waiting of pipeline stages for their sends and receives.
+
+    Stages wait for both directions at once, for one after the other, or not at all, since both
+    overlap with computation.
+    """
 
     AT_ONCE = "at once"
     IN_TURN = "in turn"
@@ -21,15 +24,18 @@ class StageSendMode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareStack:
-    """The shares that kernels reach of a device's peak while they compute, and of its bandwidth
-    while they move; ``attention_share`` of the former is what kernels of attention reach.
-    ``call_seconds`` is what a call takes however small it is; None is what the device says.
+    """The efficiency and the communication strategy of a software stack.
 
-    ``fuses``: calls that give as many elements as they take run as one. ``flat``: parts of weights
-    and gradients are exchanged a block at a time, and copied to one place and format for it; else
-    each on its own. ``rings_only``: gathers and scatters know no other algorithm.
-    ``overlaps_tensor``: tensor ranks add up gradients, and gather again, beside the products that
-    make the weights' gradients.
+    ``peak_share`` is the fraction of a device's peak that kernels achieve while they compute, and
+    ``bandwidth_share`` that of its bandwidth while they move data. ``attention_share`` is the
+    fraction of the former that attention kernels achieve. ``call_seconds`` is the minimum time of
+    a call; None means the device's own value.
+
+    ``fuses``: calls with as many result elements as input elements run as one. ``flat``: shards
+    of weights and gradients are exchanged per block, after a copy into one contiguous buffer of
+    one format; else each tensor on its own. ``rings_only``: all-gather and reduce-scatter use
+    only the ring algorithm. ``overlaps_tensor``: tensor-parallel ranks reduce gradients, and
+    gather again, concurrently with the weight gradient products.
     """
 
     peak_share: float = 1.0
@@ -53,7 +59,7 @@ class SoftwareStack:
 
 
 def stack_on(device: Device) -> SoftwareStack:
-    """One that fuses, and reaches what is known to be reached there; where nothing is, all."""
+    """Return a fusing stack with the device's known achieved fractions; 1 where none is known."""
     reached = device.reached
     if reached is None:
         return SoftwareStack()

@@ -1,8 +1,9 @@
-"""How devices are joined: a tree of scopes, such as device < node < rack, as counts of classes.
+"""The topology of a cluster: a tree of levels, such as device < node < rack.
 
-A scope says what it is made of and what joins its members; one class of node stands for as many as
-there are, so that 16,384 devices cost no more than eight. Ranks are numbered through, depth first.
-Not for what a group of ranks finds on its way: see predict/collectives/group_topology.py.
+A level lists its members, as counts of classes, and the link between them. One class of node
+represents all nodes of the class, so that 16,384 devices cost no more than eight. Ranks are
+numbered depth first. Not for the links that a group of ranks crosses: see
+predict/collectives/group_topology.py.
 """
 
 from collections import Counter
@@ -16,9 +17,9 @@ from steelyard.hardware.link import Link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelMember:
-    """``count`` devices or scopes of one class, each joined to its siblings by ``ports`` links.
+    """``count`` devices or levels of one class, each joined to its siblings by ``ports`` links.
 
-    No link: the scope has no other member, and nothing to join it to.
+    Without a link, this is the only member of its level.
     """
 
     of: "Device | TopologyLevel"
@@ -28,7 +29,7 @@ class LevelMember:
 
     @property
     def size(self) -> int:
-        """How many devices one of them is."""
+        """The number of devices in one of the ``count`` members."""
         return self.of.num_devices if isinstance(self.of, TopologyLevel) else 1
 
     @property
@@ -38,7 +39,7 @@ class LevelMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyLevel:
-    """What its members are and how they are joined. A price is of the whole, where one is said."""
+    """A topology level: its members with their links, and optionally a price for the whole."""
 
     name: str
     members: tuple[LevelMember, ...]
@@ -54,7 +55,7 @@ class TopologyLevel:
 
     @property
     def classes(self) -> tuple[tuple[Device, int], ...]:
-        """Each class of device, with how many there are."""
+        """The classes of device, each with its number of devices."""
         found: Counter[Device] = Counter()
         for member in self.members:
             inner = ((member.of, 1),) if isinstance(member.of, Device) else member.of.classes
@@ -64,7 +65,7 @@ class TopologyLevel:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """None where the price of any part of it is not known."""
+        """The price of the whole; None if the price of any part is unknown."""
         if self.own_usd_per_hour is not None:
             return self.own_usd_per_hour
         prices = [(m.of.usd_per_hour, m.count) for m in self.members]
@@ -72,20 +73,20 @@ class TopologyLevel:
         return sum(known) if len(known) == len(prices) else None
 
     def usd_per_hour_of(self, num_devices: int) -> float | None:
-        """Of so many devices from the first on; of a scope with a price of its own, their share."""
+        """Return the price of the first ``num_devices``; a level's own price is split evenly."""
         if self.own_usd_per_hour is not None:
             return self.own_usd_per_hour * num_devices / self.num_devices
-        found, left = 0.0, num_devices
+        found, remaining = 0.0, num_devices
         for member in self.members:
-            if not left:
+            if not remaining:
                 break
-            taken = min(left, member.num_devices)
-            left -= taken
-            whole, rest = divmod(taken, member.num_devices // member.count)
+            priced = min(remaining, member.num_devices)
+            remaining -= priced
+            whole, partial = divmod(priced, member.num_devices // member.count)
             prices = [(member.of.usd_per_hour, whole)]
-            if rest:
+            if partial:
                 assert isinstance(member.of, TopologyLevel), "a device is whole"
-                prices.append((member.of.usd_per_hour_of(rest), 1))
+                prices.append((member.of.usd_per_hour_of(partial), 1))
             for price, count in prices:
                 if count and price is None:
                     return None
@@ -94,15 +95,18 @@ class TopologyLevel:
 
     @property
     def identity(self) -> str:
-        """What makes plans differ: all but the names of scopes and what they cost to hire."""
-        here = all(device.is_here for device, _ in self.classes)
-        said = []
+        """All properties that a plan may depend on; names of levels and prices are excluded."""
+        is_local = all(device.is_here for device, _ in self.classes)
+        member_texts = []
         for member in self.members:
             link = member.link
-            # What runs here is measured, and measured anew.
-            joined = "" if link is None else link.kind if here else link.identity
-            said.append(f"{member.count}x{member.of.identity} by {member.ports}x{joined}")
-        return f"({', '.join(said)})"
+            # Local links are measured again each time, so their rates are no part of the
+            # identity.
+            link_identity = "" if link is None else link.kind if is_local else link.identity
+            member_texts.append(
+                f"{member.count}x{member.of.identity} by {member.ports}x{link_identity}"
+            )
+        return f"({', '.join(member_texts)})"
 
     def device_of(self, rank: int) -> Device:
         of = self.path_to(rank)[-1].of
@@ -110,7 +114,7 @@ class TopologyLevel:
         return of
 
     def path_to(self, rank: int) -> tuple[LevelMember, ...]:
-        """From a member of this scope down to the device."""
+        """Return the members from this level down to the device of ``rank``."""
         self._check(rank)
         scope, path = self, []
         while True:
@@ -121,7 +125,7 @@ class TopologyLevel:
             scope, rank = member.of, rank % member.size
 
     def holding(self, first: int, last: int) -> "LevelPosition":
-        """The smallest scope that holds these ranks and so all between them."""
+        """Return the smallest level that contains all ranks from ``first`` to ``last``."""
         self._check(first)
         self._check(last)
         scope, begin = self, 0
@@ -134,22 +138,22 @@ class TopologyLevel:
             scope, begin = member.of, inner_begin
 
     def between(self, rank: int, other: int) -> tuple[LevelMember, LevelMember]:
-        """What each of two ranks goes out by where their ways meet."""
+        """Return the members of their lowest common level that contain each of two ranks."""
         assert rank != other
-        place = self.holding(min(rank, other), max(rank, other))
-        mine, _ = place.scope._member_of(rank - place.first_rank)
-        yours, _ = place.scope._member_of(other - place.first_rank)
+        position = self.holding(min(rank, other), max(rank, other))
+        mine, _ = position.scope._member_of(rank - position.first_rank)
+        yours, _ = position.scope._member_of(other - position.first_rank)
         return mine, yours
 
     def blocks(self) -> Iterator[tuple[int, LevelMember]]:
-        """Each class of member, with the rank at which its devices begin."""
+        """Yield the first rank of each class of member, and the class."""
         begin = 0
         for member in self.members:
             yield begin, member
             begin += member.num_devices
 
     def _member_of(self, rank: int) -> tuple[LevelMember, int]:
-        """The class of member, and the rank counted from where that class begins."""
+        """Return the class of member of ``rank``, and the rank relative to that class's first."""
         begin, member = next(
             (b, m) for b, m in self.blocks() if b <= rank < b + m.num_devices
         )  # fmt: skip
@@ -166,7 +170,7 @@ class TopologyLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelPosition:
-    """One scope of its class: the one whose devices begin at ``first_rank``."""
+    """One level of its class: the one whose devices begin at ``first_rank``."""
 
     scope: TopologyLevel
     first_rank: int

@@ -1,6 +1,6 @@
-"""How a step of a deep model of equal blocks lies on many devices, and in which formats it counts.
+"""The parallel layout and the number formats of a deep model of equal blocks on a cluster.
 
-For pricing steps that are nowhere run. Not for plans that are run: see parallel_layout.py.
+For pricing steps that are not run. Not for plans that are run: see parallel_layout.py.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ from steelyard.ir.rule import CallSite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """``count`` alike modules in the list ``path``, from index ``first`` to its end; none where
-    ``count`` is 0."""
+    """``count`` equal modules in the list ``path``, from index ``first`` to its end.
+
+    There are none if ``count`` is 0.
+    """
 
     path: str = ""
     first: int = 0
@@ -21,17 +23,17 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterLayout:
-    """``tensor`` ranks are neighbours, those of ``data`` come next, those of ``pipeline`` last.
+    """The parallel degrees of a step, and its recomputation.
 
-    Each of ``pipeline`` ranks holds ``virtual`` runs of blocks, and works on ``micro_batches``;
-    ``stage_blocks`` says how many blocks each holds where that is not alike.
-    ``state_stage`` is ZeRO's. ``again`` is what runs again in the backward pass: modules inside
-    each block by name ("" is the whole block), or calls in them. ``spared`` names modules in these
-    that do not, whose results are kept. ``overlaps``: gradients are exchanged while the last
-    backward pass runs. ``draws_parts``: each tensor rank draws its own part of what is random,
-    where Steelyard's own ranks draw it whole. ``gathers_again``: what was gathered from tensor
-    ranks is not kept whole, and gathered anew for the backward pass. ``far_states``: what the
-    optimizer keeps lies in the memory of the host, and comes from there for the update.
+    ``tensor`` ranks are neighbours, then ``data``, then ``pipeline``. Every pipeline rank has
+    ``virtual`` runs of blocks and processes ``micro_batches``; ``stage_blocks`` are the numbers
+    of blocks of each rank if these are unequal. ``state_stage`` is ZeRO's. ``again`` is
+    recomputed in the backward pass: modules inside each block by name ("" is the whole block), or
+    calls in them. ``spared`` names modules inside these whose results are saved. ``overlaps``:
+    gradients are reduced during the last backward pass. ``draws_parts``: each tensor rank draws
+    its own part of random values, while Steelyard's own ranks draw them whole. ``gathers_again``:
+    values gathered from tensor ranks are not saved but regathered for the backward pass.
+    ``far_states``: the optimizer state is in host memory and is fetched for the update.
     """
 
     tensor: int = 1
@@ -63,12 +65,12 @@ class ClusterLayout:
 
     @property
     def schedule(self) -> str:
-        """By torch's name."""
+        """The name of the schedule in torch."""
         return "Interleaved1F1B" if self.virtual > 1 else "1F1B"
 
     def blocks_of_stage(self, num_blocks: int, stage: int = 0) -> int:
         if self.stage_blocks:
-            return self._given(num_blocks)[stage]
+            return self._checked_stage_blocks(num_blocks)[stage]
         parts = self.pipeline * self.virtual
         if num_blocks % parts:
             raise BadInput(
@@ -78,7 +80,7 @@ class ClusterLayout:
             )
         return num_blocks // self.pipeline
 
-    def _given(self, num_blocks: int) -> tuple[int, ...]:
+    def _checked_stage_blocks(self, num_blocks: int) -> tuple[int, ...]:
         counts = self.stage_blocks
         if len(counts) != self.pipeline or sum(counts) != num_blocks or min(counts) < 1:
             raise BadInput(
@@ -91,11 +93,12 @@ class ClusterLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """Bytes for each parameter: of the weights that are computed with, of the gradient that is kept
-    and exchanged, and of what the optimizer keeps: its moments, and weights in a wider format.
+    """Bytes per parameter of weights, gradients and optimizer state.
 
-    ``update_bytes`` are what an update reads and writes, where it is known of an optimizer; else
-    weights and gradients are taken once, and what is kept twice.
+    ``weight_bytes`` are those of the weight used in computation. ``state_bytes`` include the
+    moments and any wider copy of the weight. ``update_bytes`` are the bytes that an update reads
+    and writes, if known of an optimizer; otherwise weights and gradients count once, and the
+    optimizer state twice.
     """
 
     weight_bytes: int
@@ -110,8 +113,8 @@ class Formats:
         return self.gradient_bytes + self.weight_bytes + 2 * self.state_bytes
 
 
-# Weights and gradients in half precision, weights again and two moments in single.
+# Weights and gradients in half precision; a copy of the weights and two moments in single.
 MIXED = Formats(weight_bytes=2, gradient_bytes=2, state_bytes=12)
-# As Megatron-LM keeps it: gradients are added up and exchanged in single precision.
+# As in Megatron-LM: gradients are accumulated and exchanged in single precision.
 MIXED_WIDE_GRADIENTS = Formats(weight_bytes=2, gradient_bytes=4, state_bytes=12)
 SINGLE = Formats(weight_bytes=4, gradient_bytes=4, state_bytes=8)

@@ -1,43 +1,44 @@
-"""What is exchanged among ranks, or with offload memory: the kind, the bytes each sends, what is
-held.
+"""Collectives among ranks and transfers to offload memory: their kind, bytes and buffers.
 
-Not for how long it takes (predict/cost_table.py), nor for putting it into a step: see passes/.
+Not for their duration (predict/cost_table.py), nor for inserting them into a step: see passes/.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-# The link of what goes through memory that ranks share, whichever axis it goes along.
+# The link name of messages through shared memory, on any mesh axis.
 SLOTS = "slots"
-# What gloo says of each piece: who sends it that it is ready and what it is, and who gets it that
-# there is room. Counted by the kernel (docs/log.md, 2026-11-26): 48 bytes each.
+# Header bytes of gloo for each piece: the sender announces it and its type, the receiver grants
+# room. Counted by the kernel (docs/log.md, 2026-11-26): 48 bytes each.
 GLOO_SENDS, GLOO_GETS = 96, 48
-_SAID_BYTES = GLOO_SENDS + GLOO_GETS
-# Of an all-reduce no piece is larger; and none smaller than an element, of which most have so much.
+_HEADER_BYTES = GLOO_SENDS + GLOO_GETS
+# An all-reduce splits into pieces of at most this size, and at least one element, commonly of 4
+# bytes.
 _LARGEST_PIECE, _ITEM_BYTES = 1 << 20, 4
 
 
 class Exchange(StrEnum):
-    """What is done with one tensor among the ranks of a mesh axis."""
+    """The operation on one tensor among the ranks of a mesh axis."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_TO_ALL = "all-to-all"
-    # Between a rank's own near and offload memory, over the axes that hardware/cluster.py names.
+    # Transfers between a rank's device and offload memory, over axes named in
+    # hardware/cluster.py.
     SEND = "send far"
     FETCH = "fetch from far"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One exchange, from the call that issues it to the call that waits for it.
+    """One collective, from the call that issues it to the call that waits for it.
 
-    Each rank sends ``sent_bytes`` in ``hops`` messages, one after the other unless it
-    ``is_direct``, of which the backend ``says`` something besides. ``held_bytes`` are the backend's
-    own, besides arguments and results, until the wait is over. Of all ranks there are every
-    ``stride``-th takes part; of those of a pipeline those at these ``places``. What ``is_pinned``
-    goes through memory that they share.
+    Each rank sends ``sent_bytes`` in ``hops`` messages, sequentially unless ``is_direct``.
+    ``says``: the backend adds headers to them. ``held_bytes`` are the backend's own buffers,
+    without arguments and results, until the wait completes. Every ``stride``-th rank takes part;
+    ``places`` are the participants among pipeline ranks. ``is_pinned``: ranks exchange through
+    shared memory.
     """
 
     kind: Exchange
@@ -54,63 +55,68 @@ class Collective:
 
     @property
     def waits(self) -> int:
-        """How many of its messages are on their way one after the other."""
+        """Number of messages whose latencies add up."""
         return min(self.hops, 1) if self.is_direct else self.hops
 
     @property
     def link(self) -> str:
-        """By which name a machine's costs have what carries it."""
+        """Name of the link in a machine's costs that carries this collective."""
         return SLOTS if self.is_pinned else self.axis
 
     @property
     def whole_bytes(self) -> int:
-        """What is exchanged, seen from all ranks together: a ring's shares, put side by side."""
+        """Bytes of the full tensor over all ranks, all shards of a ring included."""
         return self.sent_bytes // self.hops * self.num_ranks if self.hops else 0
 
     @property
     def wire_bytes(self) -> int:
-        """What the rank that says most hands to its connections: what it sends, and what gloo says
-        of each piece of that and of each it gets (gloo/allreduce.cc, transport/tcp/pair.cc)."""
+        """Bytes that the busiest rank hands to its connections, headers included.
+
+        gloo sends headers for each piece sent and received (gloo/allreduce.cc,
+        transport/tcp/pair.cc).
+        """
         if not self.says or not self.hops:
             return self.sent_bytes
-        is_around = self.kind is Exchange.ALL_REDUCE
-        said = self._said_around_twice if is_around else self.hops * _SAID_BYTES
-        return self.sent_bytes + said
+        is_ring = self.kind is Exchange.ALL_REDUCE
+        header_bytes = self._ring_header_bytes if is_ring else self.hops * _HEADER_BYTES
+        return self.sent_bytes + header_bytes
 
     @property
-    def _said_around_twice(self) -> int:
-        """Of pieces summed up around a ring and then gathered; those of tiny tensors are empty, and
-        of these nothing is said."""
-        n, whole = self.num_ranks, self.whole_bytes // _ITEM_BYTES * _ITEM_BYTES
+    def _ring_header_bytes(self) -> int:
+        """Header bytes of a ring all-reduce: a reduce-scatter and an all-gather of pieces.
+
+        Tiny tensors leave some pieces empty, and gloo sends no header for these.
+        """
+        n, total_bytes = self.num_ranks, self.whole_bytes // _ITEM_BYTES * _ITEM_BYTES
         each = max(2, -(-self.sent_bytes // self.hops // _LARGEST_PIECE))
-        piece = max(1, -(-whole // (each * n * _ITEM_BYTES))) * _ITEM_BYTES
-        pieces = -(-whole // piece)
-        of = [min(each, max(0, pieces - share * each)) for share in range(n)]
-        # One share a rank does not send, and one it does not get, in each of both rounds.
+        piece = max(1, -(-total_bytes // (each * n * _ITEM_BYTES))) * _ITEM_BYTES
+        pieces = -(-total_bytes // piece)
+        pieces_of = [min(each, max(0, pieces - share * each)) for share in range(n)]
+        # In each of the two rounds a rank skips sending one share and skips receiving one.
         return max(
-            GLOO_SENDS * (2 * pieces - of[r] - of[r - 1])
-            + GLOO_GETS * (2 * pieces - of[r] - of[r + 1 - n])
+            GLOO_SENDS * (2 * pieces - pieces_of[r] - pieces_of[r - 1])
+            + GLOO_GETS * (2 * pieces - pieces_of[r] - pieces_of[r + 1 - n])
             for r in range(n)
         )
 
     @property
     def is_sum(self) -> bool:
-        """True for exchanges that add up the tensors of all ranks."""
+        """True for collectives that sum the tensors of all ranks."""
         return self.kind in (Exchange.ALL_REDUCE, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL)
 
     @property
     def is_far(self) -> bool:
-        """Between near and offload memory, not between ranks."""
+        """True for transfers between device and offload memory, not between ranks."""
         return self.kind in (Exchange.SEND, Exchange.FETCH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """How a backend carries exchanges out, as seen from the rank that asks for them.
+    """The behaviour of a communication backend, as seen from the rank that calls it.
 
-    ``keeps_input``: the argument must stay until the wait is over. ``is_direct``: but for a sum for
-    all, each rank is sent what every other one has for it, in one go. ``is_pinned``: through memory
-    that ranks share. ``says``: what is sent is more than was asked for, see ``wire_bytes``.
+    ``keeps_input``: the argument must stay alive until the wait completes. ``is_direct``: except
+    for all-reduce, a rank sends each peer its part at once. ``is_pinned``: through shared memory.
+    ``says``: the backend adds headers to the payload, see ``wire_bytes``.
     """
 
     name: str
@@ -122,19 +128,19 @@ class Transport:
     def collective(
         self, kind: Exchange, *, axis: str, num_ranks: int, nbytes: int, stride: int = 1
     ) -> Collective:
-        """The exchange of a tensor that is ``nbytes`` large as a whole, around a ring."""
-        # A ring passes every share but one's own once to gather, and once more to reduce first.
+        """Return the collective of a tensor with ``nbytes`` in total, as a ring."""
+        # A ring passes every shard but one's own: once to gather, and once more to reduce first.
         hops = (num_ranks - 1) * (2 if kind is Exchange.ALL_REDUCE else 1)
-        each = -(-nbytes // num_ranks)
-        # One part that comes lies where the result will.
-        is_held = self.is_direct and kind is Exchange.REDUCE_SCATTER
+        shard_bytes = -(-nbytes // num_ranks)
+        # The buffer of one received part is the result itself.
+        has_buffers = self.is_direct and kind is Exchange.REDUCE_SCATTER
         return Collective(
             kind=kind,
             axis=axis,
             num_ranks=num_ranks,
-            sent_bytes=hops * each,
+            sent_bytes=hops * shard_bytes,
             hops=hops,
-            held_bytes=max(0, num_ranks - 2) * each if is_held else 0,
+            held_bytes=max(0, num_ranks - 2) * shard_bytes if has_buffers else 0,
             stride=stride,
             is_direct=self.is_direct and kind is not Exchange.ALL_REDUCE,
             is_pinned=self.is_pinned,
@@ -142,16 +148,16 @@ class Transport:
         )
 
 
-# Metered in torch 2.13; tests/dist holds it. All but all-reduces goes straight to whom it is for
-# (docs/decisions/0034-straight-to-each-rank.md): gloo's own hold copies.
+# Measured in torch 2.13 and verified by tests/system/dist. All but all-reduces send straight to
+# the peer (docs/decisions/0034-straight-to-each-rank.md): gloo's own collectives hold copies.
 GLOO = Transport(
     name="gloo",
     keeps_input=frozenset({Exchange.ALL_GATHER, Exchange.ALL_TO_ALL, Exchange.REDUCE_SCATTER}),
     is_direct=True,
     says=True,
 )
-# Each writes to the others what is theirs, and reads what came where it lies: nothing is copied.
+# Ranks write into each other's slots and read received data in place: nothing is copied.
 THROUGH_SLOTS = Transport(name="slots", is_pinned=True)
-# What it holds besides arguments and results was never metered here, and is not reckoned; torch
-# keeps arguments for it until the wait, as for gloo.
+# NCCL's own buffers were never measured here and are not counted. torch keeps its arguments alive
+# until the wait, as for gloo.
 NCCL = Transport(name="nccl", keeps_input=GLOO.keeps_input)

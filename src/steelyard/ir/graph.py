@@ -1,7 +1,7 @@
-"""One training step as a data-flow graph in plain data: nodes, the storages under them, outputs.
+"""One training step as a data-flow graph in plain data: nodes, storages and outputs.
 
-What capture/ makes, trades rewrite and predict/ reads. Not for torch objects: an operator is its
-name, a tensor its shape, strides, dtype and storage.
+capture/ builds it, trades rewrite it and predict/ reads it. Not for torch objects: an operator is
+represented by its name, a tensor by its shape, strides, dtype and storage.
 """
 
 import re
@@ -16,7 +16,7 @@ from steelyard.ir.collective import Collective
 
 
 class Role(StrEnum):
-    """What a storage holds; all but ``activation`` are resident for the whole step."""
+    """The content of a storage; all roles but ``activation`` are resident for the whole step."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -29,7 +29,7 @@ class Role(StrEnum):
 
 
 class Phase(StrEnum):
-    """Which part of the step a node belongs to."""
+    """The part of the step that a node belongs to."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -44,10 +44,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One tensor of a node: how it lies on which storage.
+    """One tensor of a node: its shape and strides, and its storage.
 
-    ``pending`` names what torch has put off to whoever reads it (conj, neg): most kernels then make
-    a copy first.
+    ``pending`` names a lazy operation of torch (conj, neg) that the reader must resolve; most
+    kernels make a copy first.
     """
 
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An argument that names the ranks of a mesh axis; a runner puts its process group there."""
+    """An argument that names a mesh axis; the runner substitutes the process group of that axis."""
 
     name: str
 
@@ -103,7 +103,7 @@ Argument = Ref | Symbol | Axis | str | int | float | complex | bool | None | tup
 
 
 def without_refs(argument: Argument) -> Argument:
-    """The plain values of an argument, ``$`` for each tensor."""
+    """Return the argument with each tensor reference replaced by ``$``."""
     if isinstance(argument, Ref):
         return "$"
     if isinstance(argument, tuple):
@@ -112,11 +112,11 @@ def without_refs(argument: Argument) -> Argument:
 
 
 FAR_CALLS = "steelyard.far_"
-# A product that reads one of its sides from offload memory, a slice of it after another.
+# A matrix product that streams one operand from offload memory, slice by slice.
 FAR_PRODUCTS = "steelyard.product_far"
-# A product whose result goes to offload memory, a slice of it after another.
+# A matrix product that streams its result to offload memory, slice by slice.
 SENT_PRODUCTS = "steelyard.product_sent"
-# Puts tensors side by side that are exchanged together, and takes one of them out of what came.
+# Concatenates tensors for one joint collective, and extracts one of them from its result.
 JOINED_ROWS, WHOLE_ROWS = "steelyard.joined_rows", "steelyard.whole_rows"
 _COPIES = ("aten.clone.default", "aten._unsafe_view.default")
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
@@ -128,13 +128,13 @@ class Node:
 
     ``path`` is the module, ``line`` the user's source line. ``nth`` counts the calls of ``op`` in
     ``path`` within the forward pass, so that (path, op, nth) names a forward node across traces.
-    A multi-output operator is one node; its results are taken apart by ``getitem`` nodes.
-    ``signature`` keys measured costs: op, shapes, strides, dtypes and plain arguments.
-    A node with a ``body`` carries that out, and gives its results as a tuple.
-    ``flops`` are of products, which multiply in the format ``multiplies_in``: that of the result
-    where it is empty. An ``is_uncounted`` operator may multiply, and has no formula for its FLOPs.
-    A ``collective`` only issues an exchange. Its result may be read by the node alone that
-    ``waits_for`` it; what a backend needs until then is among the inputs of that node too.
+    A multi-output operator is one node; ``getitem`` nodes extract its results. ``signature`` keys
+    measured costs: op, shapes, strides, dtypes and plain arguments. A node with a ``body`` runs
+    that body and returns its results as a tuple. ``flops`` are those of matrix products, which
+    multiply in the format ``multiplies_in`` (empty: the dtype of the result). An ``is_uncounted``
+    operator may multiply but has no FLOP formula. A node with a ``collective`` only issues it.
+    Only the node that ``waits_for`` it may read its result; tensors that the backend needs until
+    then are inputs of the waiting node too.
     """
 
     name: str
@@ -165,17 +165,17 @@ class Node:
 
     @property
     def product_format(self) -> str:
-        """The name under which the peak rate of its products is declared."""
+        """The format name under which a device declares the peak rate of these products."""
         return self.multiplies_in or (self.outputs[0].dtype if self.outputs else "float32")
 
     @property
     def is_far(self) -> bool:
-        """One of the calls that move a value to offload memory or back; the link sets its price."""
+        """True if the node copies a value to or from offload memory; the link sets its price."""
         return self.op.startswith(FAR_CALLS)
 
     @property
     def is_packing(self) -> bool:
-        """Part of an exchange of several tensors together."""
+        """True if the node packs or unpacks the tensors of one joint collective."""
         return self.op in (JOINED_ROWS, WHOLE_ROWS)
 
     @property
@@ -184,7 +184,7 @@ class Node:
 
     @property
     def is_slicing(self) -> bool:
-        """One that begins to fetch slices; the further ones are issued by what reads them."""
+        """True if the node starts a sliced fetch; the consumer issues the fetch of later slices."""
         return self.op in (f"{FAR_CALLS}begin", f"{FAR_CALLS}begin_weight")
 
     @property
@@ -193,24 +193,24 @@ class Node:
 
     @property
     def is_free(self) -> bool:
-        """Neither computes nor allocates: inputs, views, taking apart a tuple."""
+        """True if the node neither computes nor allocates: inputs, views, getitem."""
         return self.is_view or self.op in ("input", "getitem")
 
     def reading(self, renamed: Mapping[str, str]) -> "Node":
-        """The same call on other values."""
+        """Return the same call with its input names replaced."""
 
-        def swapped(argument: Argument) -> Argument:
+        def substituted(argument: Argument) -> Argument:
             match argument:
                 case Ref(name):
                     return Ref(renamed.get(name, name))
                 case tuple():
-                    return tuple(swapped(a) for a in argument)
+                    return tuple(substituted(a) for a in argument)
             return argument
 
         return replace(
             self,
-            args=tuple(swapped(a) for a in self.args),
-            kwargs=tuple((key, swapped(a)) for key, a in self.kwargs),
+            args=tuple(substituted(a) for a in self.args),
+            kwargs=tuple((key, substituted(a)) for key, a in self.kwargs),
             inputs=tuple(dict.fromkeys(renamed.get(i, i) for i in self.inputs)),
             mutates=tuple(renamed.get(m, m) for m in self.mutates),
             waits_for=renamed.get(self.waits_for, self.waits_for),
@@ -219,10 +219,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedValue:
-    """A value that a body takes or gives a part at a time: ``along`` its leading dims (0) or its
-    last one (-1). Or whole (None); then a value given is a sum over the parts.
+    """A value that a body consumes or produces, in slices or whole.
 
-    One row is ``unit`` elements of the ``dims`` leading dims, flattened to one.
+    ``along`` names the sliced dims: the leading ones (0) or the last one (-1). None means whole;
+    a whole result is a sum over the slices. One row is ``unit`` elements of the ``dims`` leading
+    dims, flattened to one.
     """
 
     name: str
@@ -234,10 +235,10 @@ class SlicedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """Calls that are carried out for a part of ``rows`` at a time: no result is there whole.
+    """Calls that run once per slice of ``rows``; no intermediate is ever materialized whole.
 
-    ``calls`` holds them once for each number of rows that a part may have. Parts are as equal as
-    can be; where ``each`` is given, of so many rows but the last.
+    ``calls`` holds the calls once for each slice size that occurs. Slices are as equal as
+    possible; if ``each`` is set, every slice but the last has that many rows.
     """
 
     rows: int
@@ -249,7 +250,7 @@ class Body:
 
     @property
     def workspace_bytes(self) -> int:
-        """What a part holds at most besides what is given, as far as the calls themselves tell."""
+        """The peak bytes of one slice's intermediates, without kernel workspace."""
         count, nodes = self.calls[-1]
         sums = {given.name for given in self.gives if given.along is None}
         columns = {given.name for given in self.gives if given.along == -1}
@@ -257,31 +258,31 @@ class Body:
         read = {i for node in nodes for i in node.inputs}
         sizes: dict[int, int] = {}
         last: dict[int, int] = {}
-        on: dict[str, set[int]] = {}
-        for place, node in enumerate(nodes):
-            on[node.name] = {t.storage for t in node.outputs} - outside
-            # A product that is only added up is added by its own kernel; one in columns that is
-            # only given is written by it where they belong.
+        storages_of: dict[str, set[int]] = {}
+        for index, node in enumerate(nodes):
+            storages_of[node.name] = {t.storage for t in node.outputs} - outside
+            # The kernel of a product that is only summed accumulates in place. The kernel of a
+            # product that is only a column slice of the result writes straight into that result.
             is_added = node.name in sums - read and node.op in PRODUCTS
             is_placed = node.name in columns - read and node.op in PRODUCTS
             for tensor in () if is_added or is_placed else node.outputs:
-                whole = tensor.nbytes if node.name in sums else -(-tensor.nbytes // self.rows)
-                nbytes = whole if node.name in sums else whole * count
-                if tensor.storage in on[node.name]:
+                full = tensor.nbytes if node.name in sums else -(-tensor.nbytes // self.rows)
+                nbytes = full if node.name in sums else full * count
+                if tensor.storage in storages_of[node.name]:
                     sizes[tensor.storage] = max(sizes.get(tensor.storage, 0), nbytes)
             for name in (node.name, *node.inputs):
-                last.update(dict.fromkeys(on.get(name, ()), place))
+                last.update(dict.fromkeys(storages_of.get(name, ()), index))
         for name in {given.name for given in self.gives} - columns:
-            last.update(dict.fromkeys(on[name], len(nodes) - 1))
-        held = most = 0
+            last.update(dict.fromkeys(storages_of[name], len(nodes) - 1))
+        live = most = 0
         born: set[int] = set()
-        for place, node in enumerate(nodes):
-            for storage in on[node.name] - born:
-                held += sizes.get(storage, 0)
-            born |= on[node.name]
-            most = max(most, held)
-            held -= sum(sizes.get(s, 0) for s, end in last.items() if end == place)
-        # Sums of half precision are kept in single.
+        for index, node in enumerate(nodes):
+            for storage in storages_of[node.name] - born:
+                live += sizes.get(storage, 0)
+            born |= storages_of[node.name]
+            most = max(most, live)
+            live -= sum(sizes.get(s, 0) for s, end in last.items() if end == index)
+        # Half-precision sums are accumulated in float32.
         return most + sum(
             given.tensor.numel * 4
             for given in self.gives
@@ -290,7 +291,7 @@ class Body:
 
     @property
     def told(self) -> str:
-        """Everything that decides what it costs."""
+        """A text of every property that determines the cost of the body."""
         named: dict[str, int] = {}
 
         def number(name: str) -> int:
@@ -309,10 +310,10 @@ class Body:
         return "\n".join(lines)
 
     def counts(self) -> tuple[int, ...]:
-        """Rows of each part, the larger ones first."""
+        """Return the rows of each slice, larger slices first."""
         if self.each:
-            whole, rest = divmod(self.rows, self.each)
-            return (self.each,) * whole + ((rest,) if rest else ())
+            full, rest = divmod(self.rows, self.each)
+            return (self.each,) * full + ((rest,) if rest else ())
         least, more = divmod(self.rows, self.parts)
         return (least + 1,) * more + (least,) * (self.parts - more)
 
@@ -320,18 +321,18 @@ class Body:
 class OutputKind(StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
-    # One that is sent to offload memory and does not stay.
+    # A gradient that is sent to offload memory and leaves device memory.
     FAR_GRADIENT = "gradient, far"
-    # One over all ranks and micro-batches, in place of what this rank has added up.
+    # The sum over all ranks and micro-batches, in place of this rank's own accumulated gradient.
     SUMMED = "gradient, summed"
     UPDATE = "update"
-    # One that another part of the same step takes up, a stage of a pipeline.
+    # A value that another part of the same step consumes, such as a pipeline stage.
     CARRIED = "carried"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A value that leaves the step: the loss, the gradient of ``target``, a new value of it."""
+    """A value that leaves the step: the loss, the gradient of ``target``, or its new value."""
 
     kind: OutputKind
     node: str
@@ -340,15 +341,15 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedMean:
-    """A mean over those entries of the node ``targets`` that are not ``ignored``."""
+    """A mean over the entries of the node ``targets`` that are not ``ignored``."""
 
     targets: str
     ignored: int
 
 
-def same_shares(counts: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether each part of a batch weighs alike in two counted means."""
-    return [n * sum(others) for n in counts] == [n * sum(counts) for n in others]
+def same_shares(counts: Sequence[int], other_counts: Sequence[int]) -> bool:
+    """True if each slice of a batch has the same weight in two counted means."""
+    return [n * sum(other_counts) for n in counts] == [n * sum(counts) for n in other_counts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,12 +363,12 @@ class BlockRun:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
-    """The step: ``nodes`` in an order that respects data flow, forward before backward.
+    """The step: ``nodes`` in topological order, forward before backward.
 
     ``unused`` lists trainable parameters that the loss does not depend on (their gradient stays
-    None, as in eager PyTorch). ``eager_peak_bytes`` is what eager PyTorch would hold above the
+    None, as in eager PyTorch). ``eager_peak_bytes`` is the peak memory of eager PyTorch above the
     resident bytes in the same forward and backward pass. ``counts`` are the counted means of the
-    loss where a rewrite has spelled some of them otherwise.
+    loss if a rewrite replaced the operators from which they are normally derived.
     """
 
     nodes: tuple[Node, ...]
@@ -397,7 +398,7 @@ class Graph:
 
     @cached_property
     def collectives(self) -> tuple[str, ...]:
-        """The nodes that exchange something with other ranks."""
+        """The nodes that issue a collective."""
         return tuple(node.name for node in self.nodes if node.collective is not None)
 
     @cached_property
@@ -415,7 +416,7 @@ class Graph:
 
     @cached_property
     def is_counted_alone(self) -> bool:
-        """Whether the batch reaches the loss by counted means and nothing besides."""
+        """True if the batch reaches the loss through counted means only."""
         pending = [o.node for o in self.outputs if o.kind is OutputKind.LOSS]
         seen = set(self._counted_means)
         while pending:
@@ -440,7 +441,7 @@ class Graph:
 
     @cached_property
     def reaching_backward(self) -> frozenset[str]:
-        """What the backward pass reads, and what that was made of."""
+        """The values that the backward pass depends on, directly or indirectly."""
         useful: set[str] = set()
         for node in reversed(self.nodes):
             if node.phase is not Phase.FORWARD or node.name in useful:
@@ -449,20 +450,20 @@ class Graph:
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """Storages that some operator writes into after they were made."""
+        """Storages that some operator writes in place."""
         return frozenset(s for n in self.nodes for i in n.mutates for s in self.storages_of(i))
 
     def is_look(self, node: Node) -> bool:
-        """A view, or a part of a view of several results; a getitem of anything else is a value."""
+        """True for a view or a getitem of a multi-output view; another getitem is a value."""
         return self.by_name[node.inputs[0]].is_free if node.is_getitem else node.is_view
 
     def has_several(self, name: str) -> bool:
-        """Whether it is an operator whose results are taken apart."""
+        """True if ``name`` is a multi-output operator with getitem users."""
         node = self.by_name[name]
         return not node.is_free and any(self.by_name[u].is_getitem for u in self.users[name])
 
     def ancestors(self, name: str) -> tuple[str, ...]:
-        """What must be computed for ``name``, itself last; inputs left out."""
+        """Return the nodes that ``name`` depends on, inputs excluded, ending with ``name``."""
         needed = {name}
         for node in reversed(self.nodes):
             if node.name in needed:
@@ -475,7 +476,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names this step at this batch shape; another batch shape is another graph."""
+        """A digest of this step at this batch shape; another shape is another graph."""
         calls = (
             f"{n.path}|{n.op}|{n.nth}|{[(t.shape, t.dtype) for t in n.outputs]}|"
             f"{without_refs((*n.args, *(a for _, a in n.kwargs)))}"
@@ -485,19 +486,19 @@ class Graph:
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """Names the model, the loss and what is trained, at whatever batch shape.
+        """A digest of the model, the loss and the trained parameters, for any batch shape.
 
-        Whether a reshape looks or copies depends on sizes (of one sample it need not copy), so
-        operators that compute nothing do not count.
+        Sizes decide if a reshape is a view or a copy (one sample may need no copy), so operators
+        that compute nothing are excluded.
         """
-        held = (
+        tensors = (
             f"{n.name}|{t.shape}|{t.dtype}"
             for n in self.inputs()
             for t in n.outputs
             if self.storages[t.storage].role in (Role.PARAMETER, Role.BUFFER)
         )
         computed = (n for n in self.forward() if not n.is_view and n.op not in _COPIES)
-        return self._digest([*held, *(f"{n.path}|{n.op}|{n.nth}" for n in computed)])
+        return self._digest([*tensors, *(f"{n.path}|{n.op}|{n.nth}" for n in computed)])
 
     def _digest(self, parts: Iterable[str]) -> str:
         digest = sha256(self.decomposition.encode())
@@ -514,24 +515,24 @@ class Graph:
         return (n for n in self.nodes if n.phase is Phase.FORWARD and not n.is_input)
 
     def storages_of(self, name: str) -> tuple[int, ...]:
-        # Each rewriting of a step asks of every value, and again of each that reads it.
-        found = self._lying.get(name)
+        # Cached: every rewrite asks for the storages of every value and of every input.
+        found = self._storages_by_name.get(name)
         if found is None:
             found = tuple(dict.fromkeys(t.storage for t in self.by_name[name].outputs))
-            self._lying[name] = found
+            self._storages_by_name[name] = found
         return found
 
     @cached_property
-    def _lying(self) -> dict[str, tuple[int, ...]]:
+    def _storages_by_name(self) -> dict[str, tuple[int, ...]]:
         return {}
 
     def resident_bytes(self, *roles: Role) -> int:
-        """Bytes of the storages with these roles that the step's inputs lie on."""
+        """Return the bytes of the input storages with these roles."""
         seen = {t.storage for node in self.inputs() for t in node.outputs}
         return sum(self.storages[s].nbytes for s in seen if self.storages[s].role in roles)
 
     def problems(self) -> list[str]:
-        """Why this is no valid graph; empty when it is one."""
+        """Return the reasons why the graph is invalid; empty for a valid graph."""
         found: list[str] = []
         seen: set[str] = set()
         for node in self.nodes:
@@ -551,19 +552,22 @@ class Graph:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element: ``bfloat16`` says 16 bits; what says none or fewer than 8 takes one."""
+    """Return the bytes of one element, from the bits in the name (``bfloat16`` has 16).
+
+    A dtype with no bits in its name, or with fewer than 8, takes one byte.
+    """
     bits = re.search(r"\d+", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
-# The last is what the first divides by, where its sum is taken in slices.
+# The last one is the divisor of the first when its sum is computed in slices.
 _COUNTED_MEANS = (
     "aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default", "steelyard.nll_loss_weight",
 )  # fmt: skip
 
 
 def path_matches(path: str, pattern: str) -> bool:
-    """Whether ``path`` is ``pattern`` with each ``*`` standing for one index."""
+    """True if ``path`` matches ``pattern``, in which ``*`` matches one index."""
     ours, theirs = path.split("."), pattern.split(".")
     return len(ours) == len(theirs) and all(
         b == a or (b == "*" and a.isdigit()) for a, b in zip(ours, theirs, strict=True)

@@ -1,8 +1,7 @@
-"""Slots in memory that ranks of one host share, for messages whose shapes a plan fixes.
+"""Slots in shared memory of one host, for messages whose shapes a plan fixes.
 
-How many there are of each kind of message, and what they hold: that is known before anything runs,
-of what stages hand on and of what ranks exchange.
-Not for carrying anything over: see comm/shared_memory/same_host.py.
+Computes the number and size of slots before a run, for messages between pipeline stages and for
+collectives. Not for transferring anything: see comm/shared_memory/same_host.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,22 +13,22 @@ from steelyard.ir.graph import Graph
 from steelyard.ir.pipeline_schedule import AHEAD, ActionKind, Order, source_of
 from steelyard.ir.pipeline_stages import PipelineStage
 
-# The link of messages that go through such slots, among those of a machine's costs.
+# The link name of messages through such slots, in a machine's costs.
 PINNED = "pinned"
-# Each value begins on a cache line, each slot on a page.
-_LINE, _PAGE = 64, 4096
-# By so many bytes one of several parts of a tensor may be larger than their mean.
-_ODD = 16
-# Nobody hands on the sum after the next before all have read this one.
-_SUMS = 2
+# Values begin on a cache line, slots on a page.
+_CACHE_LINE, _PAGE = 64, 4096
+# One of several parts of a tensor may exceed their mean by this many bytes.
+_PART_SLACK_BYTES = 16
+# A rank writes the sum after next only when all ranks have read this one.
+_SUM_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSpec:
-    """What one rank reads of another, message for message.
+    """The slots for one kind of message from one rank to another.
 
-    ``sizes`` are the most bytes of each of its values; ``count`` slots are enough for what is read
-    there at one time, and for what is sent ahead, or for all that comes in a step (``holds_all``).
+    ``sizes`` are the maximum bytes of each value of a message. ``count`` slots cover the messages
+    read at one time and those sent ahead, or all messages of a step (``holds_all``).
     """
 
     source: int
@@ -40,11 +39,11 @@ class SlotSpec:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each value begins in a slot."""
+        """The offset of each value in a slot."""
         found, end = [], 0
         for size in self.sizes:
             found.append(end)
-            end += -(-size // _LINE) * _LINE
+            end += -(-size // _CACHE_LINE) * _CACHE_LINE
         return tuple(found)
 
     @property
@@ -59,7 +58,7 @@ class SlotSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSlotSpec(SlotSpec):
-    """What ``stage`` reads of a stage on another rank, one message for each micro-batch."""
+    """The slots for the inputs of ``stage`` from a stage on another rank, one per micro-batch."""
 
     stage: int
     is_back: bool
@@ -68,7 +67,7 @@ class StageSlotSpec(SlotSpec):
 def edges_of(
     order: Order, stages: Sequence[PipelineStage], graph: Graph
 ) -> tuple[StageSlotSpec, ...]:
-    """In the order of stages, what is read forward before what is read back."""
+    """Return the slots between stages, in stage order, forward messages before backward ones."""
     rank_of = order.rank_of
     found = []
     for stage in stages:
@@ -76,7 +75,7 @@ def edges_of(
             source = stage.index + (1 if is_back else -1)
             if not names or rank_of[source] == rank_of[stage.index]:
                 continue
-            at_once = max(_held(order, stage, graph, is_back=is_back))
+            at_once = max(_messages_in_use(order, stage, graph, is_back=is_back))
             found.append(
                 StageSlotSpec(
                     stage=stage.index,
@@ -92,40 +91,48 @@ def edges_of(
 
 
 def evenly_held_bytes(edges: Sequence[SlotSpec]) -> int:
-    """On each rank, where all make as much room as the one that reads most."""
-    held: dict[int, int] = {}
+    """Return the bytes per rank if all allocate as much as the rank that receives most."""
+    bytes_by_rank: dict[int, int] = {}
     for edge in edges:
-        held[edge.target] = held.get(edge.target, 0) + edge.nbytes
-    return max(held.values(), default=0)
+        bytes_by_rank[edge.target] = bytes_by_rank.get(edge.target, 0) + edge.nbytes
+    return max(bytes_by_rank.values(), default=0)
 
 
-def _held(order: Order, stage: PipelineStage, graph: Graph, *, is_back: bool) -> Iterator[int]:
-    """How many messages are read, or stay to be read again, while each action works."""
+def _messages_in_use(
+    order: Order, stage: PipelineStage, graph: Graph, *, is_back: bool
+) -> Iterator[int]:
+    """Yield the number of messages in use during each action of the stage.
+
+    A message is in use while it is read, or saved to be read by a later action.
+    """
     names = stage.receives_back if is_back else stage.receives
     own = {s for name in names for s in graph.storages_of(name)}
-    stays = own & {s for name in stage.kept for s in graph.storages_of(name)}
-    stays_between = own & {s for name in stage.kept_between for s in graph.storages_of(name)}
-    here: set[int] = set()
+    saved = own & {s for name in stage.kept for s in graph.storages_of(name)}
+    saved_between = own & {s for name in stage.kept_between for s in graph.storages_of(name)}
+    in_use: set[int] = set()
     for action in order.ranks[order.rank_of[stage.index]]:
         if action.stage != stage.index:
             continue
-        comes = source_of(action, order.rank_of) is not None
-        if comes and (action.work is not ActionKind.FORWARD) == is_back:
-            here.add(action.micro_batch)
-        yield len(here)
-        stay = {
-            ActionKind.FORWARD: stays,
-            ActionKind.BACK_TO_INPUTS: stays_between,
+        is_received = source_of(action, order.rank_of) is not None
+        if is_received and (action.work is not ActionKind.FORWARD) == is_back:
+            in_use.add(action.micro_batch)
+        yield len(in_use)
+        saved_after = {
+            ActionKind.FORWARD: saved,
+            ActionKind.BACK_TO_INPUTS: saved_between,
         }.get(action.work)
-        if not stay:
-            here.discard(action.micro_batch)
+        if not saved_after:
+            in_use.discard(action.micro_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSlots:
-    """What ranks of an axis write to one another in exchanges: at most ``part_bytes`` each to each
-    as its part of what it sends, of which ``count`` are held at one time; and ``sum_bytes`` as the
-    sum of what it was given, where more than two add something up."""
+    """The slots of an axis for collectives.
+
+    ``part_bytes`` is the maximum size of a part that a rank sends to a peer, with ``count``
+    slots. ``sum_bytes`` is the maximum size of a reduced part, 0 unless more than two ranks
+    reduce.
+    """
 
     num_ranks: int
     part_bytes: int
@@ -134,8 +141,8 @@ class CollectiveSlots:
 
     @property
     def edges(self) -> tuple[SlotSpec, ...]:
-        """Those for parts, and behind them those for sums; each in the order of ``pairs``."""
-        kinds = [(self.part_bytes, self.count), (self.sum_bytes, _SUMS)]
+        """The slots for parts, followed by those for sums; both in the order of ``pairs``."""
+        kinds = [(self.part_bytes, self.count), (self.sum_bytes, _SUM_SLOTS)]
         return tuple(
             SlotSpec(source=source, target=target, sizes=(size,), count=count, holds_all=True)
             for size, count in kinds
@@ -149,41 +156,45 @@ class CollectiveSlots:
 
     @property
     def held_bytes(self) -> int:
-        """On each rank, for what all others write."""
+        """Bytes on each rank for the slots that all other ranks write to."""
         return sum(edge.nbytes for edge in self.edges if edge.target == 0)
 
 
 def rounds_of(graph: Graph) -> dict[str, CollectiveSlots]:
-    """By axis, of all that is exchanged through slots, where nodes are carried out in this order.
+    """Return the slots of each axis, for the pinned collectives in this order of nodes.
 
-    What one rank has written and another not read is under way at one of them: what the first one
-    has read itself, the other one has written. So there is a slot for twice as many as are under
-    way at one time, and nothing ever waits for one.
+    A message that one rank has written and another has not read belongs to a collective in flight
+    at one of them: the writer has read all earlier messages, so its peer has written them. Twice
+    as many slots as collectives in flight therefore suffice, and no rank ever waits for a slot.
     """
-    issued: dict[str, Collective] = {}
-    now: dict[str, int] = {}
-    most: dict[str, int] = {}
+    collectives: dict[str, Collective] = {}
+    in_flight: dict[str, int] = {}
+    most_in_flight: dict[str, int] = {}
     for node in graph.nodes:
-        if node.waits_for in issued:
-            now[issued[node.waits_for].axis] -= 1
+        if node.waits_for in collectives:
+            in_flight[collectives[node.waits_for].axis] -= 1
         if node.collective is not None and node.collective.is_pinned:
-            issued[node.name], axis = node.collective, node.collective.axis
-            now[axis] = now.get(axis, 0) + 1
-            most[axis] = max(most.get(axis, 0), now[axis])
+            collectives[node.name], axis = node.collective, node.collective.axis
+            in_flight[axis] = in_flight.get(axis, 0) + 1
+            most_in_flight[axis] = max(most_in_flight.get(axis, 0), in_flight[axis])
     by_axis: dict[str, list[Collective]] = {}
-    for collective in issued.values():
+    for collective in collectives.values():
         by_axis.setdefault(collective.axis, []).append(collective)
-    return {axis: _rounds(each, 2 * most[axis]) for axis, each in by_axis.items()}
+    return {
+        axis: _collective_slots(each, 2 * most_in_flight[axis]) for axis, each in by_axis.items()
+    }
 
 
-def _rounds(collectives: Sequence[Collective], count: int) -> CollectiveSlots:
+def _collective_slots(collectives: Sequence[Collective], count: int) -> CollectiveSlots:
     num_ranks = collectives[0].num_ranks
-    parts, sums = 0, 0
+    part_bytes, sum_bytes = 0, 0
     for collective in collectives:
-        whole = collective.whole_bytes
-        share = -(-whole // num_ranks) + _ODD
+        full_bytes = collective.whole_bytes
+        share = -(-full_bytes // num_ranks) + _PART_SLACK_BYTES
         if collective.kind is Exchange.ALL_REDUCE and num_ranks > 2:
-            sums = max(sums, share)
+            sum_bytes = max(sum_bytes, share)
         is_whole = collective.kind is Exchange.ALL_REDUCE and num_ranks == 2
-        parts = max(parts, whole if is_whole else share)
-    return CollectiveSlots(num_ranks=num_ranks, part_bytes=parts, sum_bytes=sums, count=count)
+        part_bytes = max(part_bytes, full_bytes if is_whole else share)
+    return CollectiveSlots(
+        num_ranks=num_ranks, part_bytes=part_bytes, sum_bytes=sum_bytes, count=count
+    )

@@ -1,4 +1,4 @@
-"""The four amounts that are traded, always in this order, and the intervals around them.
+"""The four traded amounts, always in this order, and their prediction intervals.
 
 Accuracy, memory, communication, computation. Not for how they are predicted: see predict/.
 """
@@ -11,12 +11,12 @@ from typing import Any, Self, TypeGuard
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Estimate:
-    """A predicted amount with the interval it should be found in; behaves as a number.
+    """A predicted amount with the interval that should contain it; behaves as a number.
 
-    Comparison and hash are those of ``value``, so that amounts can be sorted, set beside plain
-    numbers and used as keys. Sums, differences, products and quotients keep the interval: it holds
-    every result of values within the two intervals. All else (``round``, ``//``, ``%``, ``**``,
-    ``math``, numpy) gives plain numbers.
+    Comparison and hash are those of ``value``, so that estimates sort, compare with plain numbers
+    and serve as keys. Sums, differences, products and quotients carry the interval: it contains
+    every result of operands within the two intervals. All other operations (``round``, ``//``,
+    ``%``, ``**``, ``math``, numpy) return plain numbers.
     """
 
     value: float
@@ -32,7 +32,7 @@ class Estimate:
 
     @classmethod
     def within(cls, value: float, *, share: float) -> Self:
-        """``value``, give or take ``share`` of it."""
+        """Return ``value`` plus or minus ``share`` of it."""
         return cls(value=value, low=value * (1 - share), high=value * (1 + share))
 
     def scaled(self, factor: float) -> "Estimate":
@@ -41,13 +41,16 @@ class Estimate:
         return Estimate(value=self.value * factor, low=self.low * factor, high=self.high * factor)
 
     def times(self, other: "Estimate") -> "Estimate":
-        """Of what is not negative."""
+        """Return the product of two non-negative estimates."""
         return Estimate(
             value=self.value * other.value, low=self.low * other.low, high=self.high * other.high
         )
 
     def over(self, other: "Estimate") -> "Estimate":
-        """What ``other`` was multiplied by to give this, up to rounding; the two err alike."""
+        """Return the factor that times ``other`` gives this estimate, up to rounding.
+
+        The two estimates are assumed to err in the same direction.
+        """
         value = self.value / other.value
         return Estimate(
             value=value,
@@ -91,7 +94,7 @@ class Estimate:
         if isinstance(other, Estimate):
             value = self.value * other.value
             ends = [a * b for a in (self.low, self.high) for b in (other.low, other.high)]
-            # An end of 0 times an infinite one is no number, and bounds nothing.
+            # An end of 0 times an infinite one is NaN, which bounds nothing.
             if any(map(math.isnan, ends)):
                 return Estimate(value=value, low=-math.inf, high=math.inf)
             return Estimate(value=value, low=min(value, *ends), high=max(value, *ends))
@@ -105,7 +108,7 @@ class Estimate:
                 ends = [a / b for a in (self.low, self.high) for b in (other.low, other.high)]
                 value = self.value / other.value
                 return Estimate(value=value, low=min(value, *ends), high=max(value, *ends))
-            # Divided by what may be nothing, there is no telling.
+            # A divisor that may be zero leaves the quotient unbounded.
             return Estimate(value=self.value / other.value, low=-math.inf, high=math.inf)
         if not _is_number(other):
             return NotImplemented
@@ -184,22 +187,24 @@ class Estimate:
         return round(self.value) if digits is None else round(self.value, digits)
 
     def __format__(self, spec: str) -> str:
-        """Without a format as ``str``; with one, ``value`` in it. Whole numbers take those of both
-        kinds, such as ``,d``."""
+        """Format ``value``; an empty spec means ``str``.
+
+        Integral values also accept integer formats, such as ``,d``.
+        """
         if not spec:
             return str(self)
         is_for_integers = spec[-1] in "bcdoxX" and float(self.value).is_integer()
         return format(int(self.value) if is_for_integers else self.value, spec)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """For numpy, which is imported already where this is called: ``value`` as an array."""
+        """Return ``value`` as an array; numpy, the only caller, is imported already."""
         import numpy as np
 
         return np.array(self.value, dtype=dtype)
 
 
 def _is_number(other: object) -> TypeGuard[float]:
-    """Python's own, and numpy's."""
+    """True for Python's and numpy's real numbers."""
     return isinstance(other, Real)
 
 
@@ -208,17 +213,17 @@ def _plain(other: "Estimate | float") -> float:
 
 
 NOTHING = Estimate.exactly(0.0)
-# Words for an accuracy loss; a third is what a probe saw, see plans/accuracy.py.
+# Two of the texts for an accuracy loss; for the result of a probe see plans/accuracy.py.
 EXACT, UNKNOWN = "exact", "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """What one training step costs on one rank.
+    """The cost of one training step on one rank.
 
-    ``accuracy_loss`` is one of four words: ``exact``, ``<= bound``, ``x ± y (probe ...)``,
-    ``unknown``. Steps that follow one another add in every figure but memory, which is the
-    larger of the two: peaks are not sums.
+    ``accuracy_loss`` is one of four texts: ``exact``, ``<= bound``, ``x ± y (probe ...)``,
+    ``unknown``. The costs of consecutive steps add up, except memory, which is the larger of the
+    two: peaks are not sums.
     """
 
     accuracy_loss: str = EXACT
@@ -230,7 +235,7 @@ class Metrics:
     step_seconds: Estimate
 
     def then(self, later: "Metrics") -> "Metrics":
-        """This, and after it ``later``, on the same device."""
+        """Return the cost of running this step and then ``later`` on the same device."""
         assert self.accuracy_loss == later.accuracy_loss
         return Metrics(
             accuracy_loss=self.accuracy_loss,

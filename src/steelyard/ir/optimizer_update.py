@@ -1,7 +1,7 @@
-"""Which lines of an optimizer's step belong to which parameter, told from what they read.
+"""Attribution of an optimizer step's instructions to parameters, derived from their inputs.
 
-For whoever moves one parameter's update, or what it keeps, away from the others'. Not for how it is
-traced: see capture/tracing/optimizer.py.
+Used to run one parameter's update, or offload its state, separately from the others'. Not for
+tracing the step: see capture/tracing/optimizer.py.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,32 +13,35 @@ from steelyard.ir.graph import Graph, Node, Role, path_matches
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.rule import Rule
 
-# How the names of weights and of their gradients begin.
+# Name prefixes of weights and of their gradients.
 WEIGHT, GRADIENT = "parameter:", "gradient:"
 _OWNED = frozenset({Role.PARAMETER, Role.GRADIENT, Role.STATE})
 
 
 def update_digest(update: Program | None) -> str:
-    """Names the operators of an optimizer's step and what it keeps, whatever its learning rate;
-    empty where there is none."""
+    """Return a digest of the optimizer's operators and state, independent of the learning rate.
+
+    Empty if there is no update.
+    """
     if update is None:
         return ""
     digest = sha256()
     for node in update.graph.nodes:
         shapes = [(tensor.shape, tensor.dtype) for tensor in node.outputs]
-        # Calls are numbered in their order, and inputs have names that tell.
+        # Calls are numbered in order and input names identify their tensors, so names suffice
+        # here.
         digest.update(f"{node.name}|{node.op}|{shapes}\n".encode())
     return digest.hexdigest()[:16]
 
 
 def parameters_of(graph: Graph, pattern: str) -> list[str]:
-    """The step's inputs that are parameters of this name."""
+    """Return the input names of the parameters that match ``pattern``."""
     names = (node.name for node in graph.inputs() if node.name.startswith(WEIGHT))
     return [name for name in names if path_matches(name.removeprefix(WEIGHT), pattern)]
 
 
 def parameters_named(graph: Graph, rule: Rule) -> list[str]:
-    """Those that a rule is of; as many as it says, or it is for another model."""
+    """Return the parameters that a rule names; raise Mismatch if its ``count`` differs."""
     found = parameters_of(graph, rule.module)
     if len(found) != rule.count:
         raise Mismatch(
@@ -51,8 +54,10 @@ def parameters_named(graph: Graph, rule: Rule) -> list[str]:
 
 
 def owners(graph: Graph) -> Mapping[str, str] | None:
-    """The parameter of every value, "" for constants; None where a value is made of several, as by
-    ``foreach`` operators, or read by several, or a constant is written.
+    """Return the owning parameter of every value, "" for constants.
+
+    None if a value depends on several parameters (as with ``foreach`` operators), a value without
+    owner is not read by exactly one parameter, or a constant is written.
     """
     owner: dict[str, str] = {}
     for node in graph.nodes:
@@ -64,40 +69,40 @@ def owners(graph: Graph) -> Mapping[str, str] | None:
         if node.is_far:
             owner[node.name] = parameter_of(far_name(node))
             continue
-        found = {owner[name] for name in node.inputs} - {""}
-        if len(found) > 1 or any(not owner[name] for name in node.mutates):
+        parameters = {owner[name] for name in node.inputs} - {""}
+        if len(parameters) > 1 or any(not owner[name] for name in node.mutates):
             return None
-        owner[node.name] = next(iter(found), "")
-    # A number that was made into a tensor is theirs who read it.
+        owner[node.name] = next(iter(parameters), "")
+    # A constant that was made into a tensor belongs to its reader.
     for node in reversed(graph.nodes):
         if not owner[node.name] and not node.is_input:
-            found = {owner[name] for name in graph.users[node.name]}
-            if len(found) != 1:
+            parameters = {owner[name] for name in graph.users[node.name]}
+            if len(parameters) != 1:
                 return None
-            (owner[node.name],) = found
+            (owner[node.name],) = parameters
     return owner
 
 
 def parameter_of(name: str) -> str:
-    """``state:blocks.0.weight:exp_avg`` is kept for ``blocks.0.weight``."""
+    """Return the parameter: ``state:blocks.0.weight:exp_avg`` belongs to ``blocks.0.weight``."""
     kind, _, rest = name.partition(":")
     return rest.rpartition(":")[0] if kind == "state" else rest
 
 
 def far_name(node: Node) -> str:
-    """Which of a parameter's tensors this call moves."""
+    """Return the name of the parameter's tensor that this call transfers."""
     name = node.args[0]
     assert isinstance(name, str)
     return name
 
 
 def key_of(name: str) -> str:
-    """Under which the optimizer keeps it."""
+    """Return the key of this tensor in the optimizer's state."""
     return name.rpartition(":")[2]
 
 
 def states(graph: Graph) -> Mapping[str, tuple[str, ...]]:
-    """Of each parameter, in the order of the step, the names of what the optimizer keeps for it."""
+    """Return the names of each parameter's optimizer state, in the order of the step."""
     found: dict[str, list[str]] = {}
     for node in graph.inputs():
         if graph.storages[node.outputs[0].storage].role is Role.STATE:
@@ -108,11 +113,10 @@ def states(graph: Graph) -> Mapping[str, tuple[str, ...]]:
 def portions(
     update: Program, owner: Mapping[str, str], alone: Collection[str]
 ) -> Iterator[tuple[str, list[Instruction]]]:
-    """The update of each of these parameters by itself, in the order of the step; then of all
-    others together, under the name "".
+    """Yield the update of each parameter in ``alone``; then that of all others, under the name "".
 
-    What a line of another portion held until then dies with the next line of its own, or with the
-    last: each portion is one call, which holds nothing when it is over.
+    The step's liveness lets a value of one portion end at a line of another. Here it ends at the
+    next line of its own portion, or the last: each portion is one call that leaves nothing live.
     """
     order = dict.fromkeys(o for i in update.instructions if (o := owner[i.node]) in alone)
     for portion in (*order, ""):
@@ -122,26 +126,27 @@ def portions(
 
 
 def update_of(update: Program, parameters: Collection[str]) -> Program | None:
-    """As it is where only these have gradients; None where lines do not tell whose they are."""
+    """Return the optimizer step of these parameters alone; None if owners are unknown."""
     owner = owners(update.graph)
     if owner is None:
         return None
-    others = {whose for whose in owner.values() if whose} - set(parameters)
+    others = {parameter for parameter in owner.values() if parameter} - set(parameters)
     lines: list[Instruction] = []
-    # What a parameter's lines hold until a certain line of the next one's, or to the end.
-    late: dict[int, list[str]] = {}
-    number, whose = 0, ""
+    # Values whose lifetime ends at a removed line, by the number of that line within its
+    # parameter's consecutive lines; the same line of the next parameter ends them.
+    inputs_at: dict[int, list[str]] = {}
+    index, parameter = 0, ""
     for line in update.instructions:
-        number = number + 1 if owner[line.node] == whose else 0
-        whose = owner[line.node]
+        index = index + 1 if owner[line.node] == parameter else 0
+        parameter = owner[line.node]
         own = [name for name in line.inputs if owner[name] not in others]
-        if whose in others:
-            late.setdefault(number, []).extend(own)
+        if parameter in others:
+            inputs_at.setdefault(index, []).extend(own)
         else:
-            lines.append(_reading(line, [*own, *late.pop(number, ())]))
+            lines.append(_with_inputs(line, [*own, *inputs_at.pop(index, ())]))
     if lines:
-        left = (name for names in late.values() for name in names)
-        lines[-1] = _reading(lines[-1], [*lines[-1].inputs, *left])
+        remaining = (name for names in inputs_at.values() for name in names)
+        lines[-1] = _with_inputs(lines[-1], [*lines[-1].inputs, *remaining])
     made = {line.node for line in lines}
     nodes = [
         node
@@ -158,24 +163,24 @@ def _lines_of(
     update: Program, owner: Mapping[str, str], portion: str, alone: Collection[str]
 ) -> list[Instruction]:
     def is_own(name: str) -> bool:
-        theirs = owner[name]
-        return theirs == portion or (not portion and theirs not in alone)
+        parameter = owner[name]
+        return parameter == portion or (not portion and parameter not in alone)
 
     made: set[str] = set()
     lines: list[Instruction] = []
-    late: list[str] = []
+    pending: list[str] = []
     for line in update.instructions:
         own = [name for name in line.inputs if is_own(name) or not owner[name]]
         if is_own(line.node):
-            lines.append(_reading(line, [*own, *late]))
+            lines.append(_with_inputs(line, [*own, *pending]))
             made.add(line.value)
-            late = []
+            pending = []
         else:
-            late += [name for name in own if name in made]
-    if lines and late:
-        lines[-1] = _reading(lines[-1], [*lines[-1].inputs, *late])
+            pending += [name for name in own if name in made]
+    if lines and pending:
+        lines[-1] = _with_inputs(lines[-1], [*lines[-1].inputs, *pending])
     return lines
 
 
-def _reading(line: Instruction, names: Sequence[str]) -> Instruction:
+def _with_inputs(line: Instruction, names: Sequence[str]) -> Instruction:
     return replace(line, inputs=tuple(dict.fromkeys(names)))

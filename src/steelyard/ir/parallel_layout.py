@@ -1,6 +1,6 @@
-"""How one training step lies on many devices, as the rules of a plan say it.
+"""The distribution of a training step over devices, as derived from a plan's rules.
 
-Not for what each rank then does: that is its program, after all rules were applied.
+Not for the work of each rank: that is its program, after all rules were applied.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,12 +11,12 @@ from steelyard.errors import BadInput
 from steelyard.ir.gradient_codec import CODE_TRADES
 from steelyard.ir.rule import Rule
 
-# The mesh axis of ranks that hold the same weights and work on different samples, and that of ranks
-# which hold parts of the same weights and work on the same samples; and that of ranks which hold
-# different layers, and hand samples on.
+# The mesh axes: data-parallel ranks have the same weights and different samples; tensor-parallel
+# ranks have shards of the same weights and the same samples; pipeline-parallel ranks have
+# different layers and pass samples on.
 DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
-_MOST_SPELLED = 8
-# Trades whose rules say where the step lies, and what goes on while ranks exchange.
+_MOST_SHARES_SHOWN = 8
+# Trades whose rules distribute the step or change communication between ranks.
 LAYOUT_TRADES = frozenset({
     "shard_tensor", "shard_states", "shard_batch", "shard_pipeline", "sparse_gradients",
     "overlap", "shared_memory_transfer", *CODE_TRADES,
@@ -25,10 +25,12 @@ LAYOUT_TRADES = frozenset({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """``batch``: so many groups of ranks share the batch, equally where no ``shares`` say how many
-    samples each takes of as many as they add up to; ``tensor``: so many ranks to a group, which
-    share tensors of one model. Ranks of a group are neighbours. ``pipeline``: so many ranks hold
-    the layers of one model, some each."""
+    """The degrees of data, tensor and pipeline parallelism.
+
+    ``batch`` groups of ranks share the batch: equally, or with ``shares`` in proportion to these
+    numbers. ``tensor`` is the number of ranks in a group, which shard the tensors of one model;
+    they are neighbours. ``pipeline`` is the number of ranks that divide the layers of one model.
+    """
 
     batch: int = 1
     tensor: int = 1
@@ -42,7 +44,8 @@ class ParallelLayout:
                 expected="a share for each rank, each a whole number above 0",
                 remedy="write shares = [2, 1] under [[shard_batch]] for two ranks, for example",
             )
-        # One way of lying is one value: equal shares go unsaid, others are as small as they can be.
+        # Equal layouts compare equal: equal shares become empty, and others are divided by their
+        # gcd.
         common = gcd(*self.shares) if len(set(self.shares)) > 1 else 0
         object.__setattr__(self, "shares", tuple(s // common for s in self.shares if common))
 
@@ -62,7 +65,7 @@ class ParallelLayout:
 
     @property
     def portions(self) -> tuple[int, ...]:
-        """How many units of the batch each of the groups takes."""
+        """The number of batch units of each group."""
         return self.shares or (1,) * self.batch
 
     def share_of(self, rank: int) -> int:
@@ -70,23 +73,23 @@ class ParallelLayout:
 
     @property
     def unequal_ranks(self) -> tuple[int, ...]:
-        """The first rank of each share of the batch, the largest first."""
+        """The first rank of each distinct batch share, the largest share first."""
         sizes = sorted(set(self.portions), reverse=True)
         return tuple(self.portions.index(size) * self.tensor for size in sizes)
 
     @property
     def units(self) -> int:
-        """Into how many equal units the batch is cut, of which some go to each."""
+        """The number of equal units in the batch; each group takes some."""
         return sum(self.shares) or self.batch
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh, neighbours last: the number of ranks along each axis that has several."""
+        """The mesh, innermost axis last: the number of ranks along each axis that has several."""
         sizes = {PIPELINE: self.pipeline, DATA: self.batch, TENSOR: self.tensor}
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     def place(self, rank: int, axis: str) -> int:
-        """Which of the ranks along this axis it is."""
+        """Return the index of a rank along an axis."""
         match axis:
             case "pipeline":
                 return rank // (self.batch * self.tensor)
@@ -96,9 +99,9 @@ class ParallelLayout:
 
 
 def spelled(shares: Sequence[int]) -> str:
-    """Of many ranks only the first; the plan has them all."""
-    more = ["..."] if len(shares) > _MOST_SPELLED else []
-    return " : ".join([*map(str, shares[:_MOST_SPELLED]), *more])
+    """Format shares; only the first of many, since the plan has them all."""
+    more = ["..."] if len(shares) > _MOST_SHARES_SHOWN else []
+    return " : ".join([*map(str, shares[:_MOST_SHARES_SHOWN]), *more])
 
 
 def _degree(rules: tuple[Rule, ...], trade: str) -> int:

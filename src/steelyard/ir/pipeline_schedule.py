@@ -1,6 +1,6 @@
-"""Who does what in which order in a pipeline: the table of actions that torch's schedules make.
+"""A pipeline schedule: the actions of each rank in order, as in the tables of torch's schedules.
 
-Not for making one (comm/pipeline_schedules.py), nor for how long it takes
+Not for making one (comm/pipeline_schedules.py), nor for its duration
 (predict/pipeline/replay.py).
 """
 
@@ -11,13 +11,13 @@ from enum import StrEnum
 
 from steelyard.errors import PlanFileError
 
-# Room is made for what an action is sent while as many before it are still to be done: whoever
-# sends need not ask first, and wait until its gloo has a turn on the core to hear the answer.
+# Receives are posted this many actions ahead. The sender then need not ask for room and wait
+# until its gloo thread is scheduled to read the answer.
 AHEAD = 2
 
 
 class ActionKind(StrEnum):
-    """In torch's letters."""
+    """Kinds of actions, in torch's letters."""
 
     FORWARD = "F"
     BACK_TO_INPUTS = "I"
@@ -37,16 +37,18 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The actions of each rank, one after another. ``holds_sends``: what was sent stays until the
-    step ends, as in all of torch's schedules but 1F1B (2.13); there, until the next goes the same
-    way."""
+    """The actions of each rank, in order.
+
+    ``holds_sends``: sent buffers stay alive until the step ends, as in all of torch's schedules
+    but 1F1B (2.13); otherwise, until the next send in the same direction.
+    """
 
     ranks: tuple[tuple[Action, ...], ...]
     holds_sends: bool = False
 
     @property
     def rank_of(self) -> dict[int, int]:
-        """Of each stage."""
+        """The rank of each stage."""
         return {a.stage: rank for rank, actions in enumerate(self.ranks) for a in actions}
 
     @property
@@ -59,8 +61,10 @@ class Order:
 
 
 def actions_of(cells: Iterable[str]) -> tuple[Action, ...]:
-    """A row of torch's table, ``0F0, 0F1, , 1B0, (0F2;1B1)OVERLAP_F_B``; what overlaps is taken
-    one after the other, as it is on one stream."""
+    """Parse a row of torch's table, ``0F0, 0F1, , 1B0, (0F2;1B1)OVERLAP_F_B``.
+
+    Overlapping actions are listed sequentially, because they share one stream.
+    """
     found = []
     for cell in cells:
         if not _CELL.fullmatch(cell.strip()):
@@ -78,13 +82,13 @@ def actions_of(cells: Iterable[str]) -> tuple[Action, ...]:
 
 
 def source_of(action: Action, rank_of: Mapping[int, int]) -> int | None:
-    """The stage on another rank that sends what this action reads, where one does."""
-    before = {ActionKind.FORWARD: -1, ActionKind.BACKWARD: 1, ActionKind.BACK_TO_INPUTS: 1}.get(
+    """Return the stage on another rank that sends the input of this action, if any."""
+    step = {ActionKind.FORWARD: -1, ActionKind.BACKWARD: 1, ActionKind.BACK_TO_INPUTS: 1}.get(
         action.work
     )
-    if before is None:
+    if step is None:
         return None
-    source = action.stage + before
+    source = action.stage + step
     is_sent = source in rank_of and rank_of[source] != rank_of[action.stage]
     return source if is_sent else None
 

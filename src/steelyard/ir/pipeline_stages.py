@@ -1,6 +1,7 @@
-"""A step cut into the stages of a pipeline: what each computes, keeps and hands to its neighbours.
+"""A step cut into pipeline stages: the graphs, saved values and messages of each.
 
-Plain data. Not for cutting (capture/pipeline_stages.py), nor for the order in which stages work.
+Plain data. Not for cutting (capture/pipeline_stages.py), nor for schedules
+(pipeline_schedule.py).
 """
 
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from steelyard.ir.graph import Graph, OutputKind
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineStage:
-    """One stage, for one micro-batch; a value goes by the name of the node that made it.
+    """One stage, for one micro-batch; a value has the name of the node that made it.
 
-    ``backward`` is the whole of it. ``back_to_inputs`` makes what the stage before waits for,
-    ``back_to_weights`` the rest, from what is ``kept_between``. ``kept`` stays from the forward
-    pass to either. A value that a further stage needs is handed on by all between.
+    ``backward`` is the full backward pass. ``back_to_inputs`` computes the gradients that the
+    previous stage waits for, ``back_to_weights`` the rest, using the values ``kept_between``.
+    ``kept`` are the activations saved from the forward pass for either. A value that a later
+    stage needs is passed on by all stages between.
     """
 
     index: int
@@ -31,7 +33,7 @@ class PipelineStage:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The model's tensors that it reads or gives a gradient to."""
+        """The model's tensors that the stage reads or computes a gradient of."""
         parts = (self.forward, self.backward)
         named = [node.name for part in parts for node in part.inputs()]
         named += [o.target for part in parts for o in part.outputs if o.target]
@@ -39,17 +41,17 @@ class PipelineStage:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The parameters that it gives a gradient to."""
+        """The parameters that the stage computes a gradient of."""
         targets = (o.target for o in self.backward.outputs if o.kind is OutputKind.GRADIENT)
         return tuple(dict.fromkeys(targets))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineStages:
-    """``graph`` is the one that was cut; the stages' nodes are its nodes.
+    """All stages; ``graph`` is the original graph, whose nodes the stages' nodes are.
 
-    ``shared`` names each trained parameter that several stages hold, and these: its gradient is
-    the sum of what they find.
+    ``shared`` lists each trained parameter that several stages read, with these stages: its
+    gradient is the sum of theirs.
     """
 
     graph: Graph

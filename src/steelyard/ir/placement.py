@@ -1,4 +1,4 @@
-"""How one tensor lies on the ranks of a mesh axis: whole on each, a part on each, a term on each.
+"""The placement of a tensor on the ranks of a mesh axis: replicated, sharded or partial sums.
 
 The words are DTensor's. Not for which placements an operator allows
 (capture/spmd/sharding_strategies.py), nor for which are chosen.
@@ -13,20 +13,20 @@ from steelyard.ir.graph import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank holds all of it."""
+    """Every rank has the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank holds a term; the tensor is their sum."""
+    """Every rank has one term; the tensor is the sum of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Every rank holds a part along ``dim``.
+    """Every rank has an equal part along ``dim``.
 
-    ``groups`` cuts the dim into so many equal stretches first, of each of which a rank holds its
-    part: queries, keys and values that lie in one weight are three.
+    ``groups`` first splits the dim into that many equal sections; a rank has its part of each
+    section. A packed weight of queries, keys and values has three groups.
     """
 
     dim: int
@@ -41,14 +41,14 @@ PARTIAL = Partial()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One way to call an operator on parts: the placements it takes, and those of what it gives."""
+    """A valid combination of input and output placements for one operator call."""
 
     takes: tuple[Placement, ...]
     gives: tuple[Placement, ...]
 
 
 def fits(tensor: Tensor, placement: Placement, num_ranks: int) -> bool:
-    """Whether all ranks hold the same number of elements."""
+    """True if the placement gives all ranks the same number of elements."""
     if not isinstance(placement, Shard):
         return True
     if placement.dim >= len(tensor.shape):
@@ -66,7 +66,7 @@ def local_shape(shape: tuple[int, ...], placement: Placement, num_ranks: int) ->
 
 
 def local_tensor(tensor: Tensor, placement: Placement, num_ranks: int) -> Tensor:
-    """One rank's part, dense in memory in the order in which the whole was."""
+    """Return one rank's part of the tensor, dense and in the dim order of the whole tensor."""
     shape = local_shape(tensor.shape, placement, num_ranks)
     if shape == tensor.shape:
         return tensor
@@ -77,23 +77,23 @@ def local_tensor(tensor: Tensor, placement: Placement, num_ranks: int) -> Tensor
 def local_stride(
     shape: tuple[int, ...], stride: tuple[int, ...], part: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Of a part of that shape, dense in memory in the order in which the whole is."""
-    found, step = [0] * len(part), 1
+    """Return the strides of a dense part of shape ``part``, in the whole tensor's dim order."""
+    strides, step = [0] * len(part), 1
     for dim in sorted(range(len(part)), key=lambda d: (stride[d], -d)):
-        # An expanded dim has no memory of its own.
+        # An expanded dim occupies no memory of its own.
         if stride[dim] or shape[dim] == 1:
-            found[dim] = step
+            strides[dim] = step
             step *= part[dim]
-    return tuple(found)
+    return tuple(strides)
 
 
 def seen_through(
     shape: tuple[int, ...], viewed: tuple[int, ...], shard: Shard, num_ranks: int
 ) -> Shard | None:
-    """Where a shard of a tensor lies when its elements, in their order, are given another shape.
+    """Return the placement of a sharded tensor after a reshape to ``viewed``; None if none exists.
 
-    Which rank holds an element is one digit of its place in that order. A dim of the new shape
-    holds that digit whole, or the parts are no shard of it.
+    The rank of an element is one digit of its flat index. A dim of the new shape must contain
+    that digit whole, otherwise the parts are not a shard of the view.
     """
     unit = math.prod(shape[shard.dim :]) // (shard.groups * num_ranks)
     for dim in range(len(viewed)):

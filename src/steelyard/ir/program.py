@@ -1,6 +1,6 @@
-"""The step as it will be executed, line by line: what predict/ counts and run/ carries out.
+"""The step as executed, instruction by instruction: predict/ prices it and run/ executes it.
 
-A program holds every decision; whoever enacts it takes none. Not for choosing: see search/.
+A program contains every decision; its executors make none. Not for choosing: see search/.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +18,8 @@ from steelyard.ir.pipeline_stages import PipelineStages
 from steelyard.ir.quantized_activation import ENCODE
 from steelyard.ir.sharding_choice import ShardingChoice
 
-# How inputs of the last micro-batch begin that those before it have added up: the gradient of a
-# parameter, and the loss.
+# Name prefix of the inputs with which the last micro-batch receives the sums accumulated by the
+# earlier ones: the gradient of each parameter, and the loss.
 SO_FAR = "so far:"
 LOSS_SO_FAR = f"{SO_FAR}loss"
 
@@ -28,9 +28,9 @@ LOSS_SO_FAR = f"{SO_FAR}loss"
 class Instruction:
     """Compute ``node`` from ``inputs`` and call the result ``value``.
 
-    ``value`` is the node's own name, or another one where the node is computed again.
-    With ``sink`` nothing is computed: the one input leaves the program (a gradient is added to
-    its parameter's, a buffer takes its new value).
+    ``value`` is the node's own name, or another name if the node is recomputed. With ``sink``
+    nothing is computed: the one input leaves the program (a gradient is accumulated into its
+    parameter's, a buffer takes its new value).
     """
 
     node: str
@@ -46,7 +46,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Underway:
-    """An exchange, between the line that issues it and the one that waits for it, if one does."""
+    """A collective in flight: the line that issues it, and the line that waits for it, if any."""
 
     issue: int
     wait: int | None
@@ -54,11 +54,11 @@ class Underway:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pipeline:
-    """How a program's micro-batches go through stages: who holds which, and works when.
+    """The pipeline execution of a program: its stages, their ranks and their schedule.
 
-    ``updates`` are the optimizer's steps of the ranks, each on what its stages hold. ``is_pinned``:
-    messages go through memory that the ranks share; ``is_by_host``: those that do not wait on the
-    ranks' hosts, whose memory is not what the step lies in.
+    ``updates`` are the optimizer steps of the ranks, each on the parameters of its stages.
+    ``is_pinned``: ranks send messages through shared memory. ``is_by_host``: messages that do not
+    use shared memory go through host memory, because the step runs in device memory.
     """
 
     schedule: str
@@ -69,13 +69,13 @@ class Pipeline:
     is_by_host: bool = False
 
     def held(self, rank: int) -> frozenset[str]:
-        """The model's tensors that stages of this rank read or give a gradient to."""
+        """The model's tensors that stages of this rank read or compute a gradient of."""
         rank_of = self.order.rank_of
         own = (s for s in self.stages.stages if rank_of[s.index] == rank)
         return frozenset(name for stage in own for name in stage.held)
 
     def trained(self, rank: int) -> tuple[str, ...]:
-        """The parameters that this rank has gradients of; of what several ranks hold, all have."""
+        """The parameters that this rank has gradients of; shared parameters count on every rank."""
         rank_of = self.order.rank_of
         own = [stage for stage in self.stages.stages if rank_of[stage.index] == rank]
         shared = (name for name, where in self.stages.shared if any(s.index in where for s in own))
@@ -84,18 +84,18 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """Straight-line code over a graph; run ``repeats`` times per step, on equal micro-batches, the
-    last time to the end and before that as ``earlier``.
+    """Straight-line code over a graph, run ``repeats`` times per step on equal micro-batches.
 
-    With a ``layout`` it is that of ``rank``; those of ranks that work on as many samples are alike,
-    and of ranks that work on more or fewer may stand beside it as ``sibling_programs``, one of each
-    number. ``before`` is what micro-batches before the last carry out, where the lines do not tell.
-    ``partings`` say which of the model's tensors it holds a part of, or a part of a part.
-    ``update`` is the optimizer's step, which follows; ``loss`` is empty in an update, and
-    ``undivided`` says why it cannot be carried out one parameter at a time, if it cannot, ``uncut``
-    of which parameters it cannot be some rows at a time, and why, and ``unparted`` why it would be
-    another on parts of parameters. With a ``pipeline``, each rank carries out its stages of it, and
-    the lines are those of all.
+    The last micro-batch runs this program to its end; the micro-batches before it run
+    ``earlier``. With a ``layout`` this is the program of ``rank``. Ranks with equal batch shares
+    run the same program; ``sibling_programs`` has one program for each other share. ``before``
+    overrides the program of the earlier micro-batches if it cannot be derived from the
+    instructions. ``partings`` list the sharded tensors of the model, in the order in which they
+    are sharded. ``update`` is the optimizer step that follows; an update has no ``loss``.
+    ``undivided`` gives the reason why it cannot run one parameter at a time, ``uncut`` the reason
+    by parameter why it cannot run on some rows at a time, and ``unparted`` why sharded parameters
+    would change its result. With a ``pipeline``, the instructions are those of all stages and
+    each rank runs its own.
     """
 
     graph: Graph
@@ -115,7 +115,7 @@ class Program:
 
     @classmethod
     def plain(cls, graph: Graph, *, update: "Program | None" = None, rank: int = 0) -> Self:
-        """The graph as captured: everything the backward pass needs is kept."""
+        """Return the graph as captured: every value that the backward pass needs is saved."""
         computed = [as_captured(graph, name) for name in order_of(graph)]
         return replace(cls.of(graph, computed, update=update), rank=rank)
 
@@ -127,7 +127,8 @@ class Program:
         *,
         update: "Program | None" = None,
     ) -> Self:
-        """Add to ``computed`` each output's departure, as early as nothing reads it later."""
+        """Return the program of these instructions, with each output emitted after its last
+        reader."""
         instructions = list(computed)
         last_read: dict[str, int] = {}
         for index, instruction in enumerate(instructions):
@@ -136,16 +137,16 @@ class Program:
                 last_read[name] = index
         inputs = {node.name: node for node in graph.inputs()}
         is_overwriting = any(output.kind is OutputKind.UPDATE for output in graph.outputs)
-        lying = _last_reads(graph, instructions) if is_overwriting else {}
-        departures: dict[int, list[Instruction]] = {}
+        last_storage_read = _last_reads(graph, instructions) if is_overwriting else {}
+        sinks_after: dict[int, list[Instruction]] = {}
         for output in graph.outputs:
             if output.kind is OutputKind.LOSS:
                 continue
             index = last_read.get(output.node, -1)
             if output.kind is OutputKind.UPDATE:
-                # The old value must not be overwritten while something still reads it.
+                # An update must not overwrite the old value while a later line still reads it.
                 old = {t.storage for t in inputs[output.target].outputs}
-                index = max(index, *(lying.get(storage, -1) for storage in old))
+                index = max(index, *(last_storage_read.get(storage, -1) for storage in old))
             sink = Instruction(
                 node=output.node,
                 value="",
@@ -153,47 +154,51 @@ class Program:
                 phase=instructions[index].phase if index >= 0 else Phase.FORWARD,
                 sink=output,
             )
-            departures.setdefault(index, []).append(sink)
-        placed = list(departures.get(-1, []))
+            sinks_after.setdefault(index, []).append(sink)
+        placed = list(sinks_after.get(-1, []))
         for index, instruction in enumerate(instructions):
             placed.append(instruction)
-            placed += departures.get(index, [])
-        # A stage of a pipeline may have none.
+            placed += sinks_after.get(index, [])
+        # A pipeline stage may have no loss.
         loss = next((o.node for o in graph.outputs if o.kind is OutputKind.LOSS), "")
         return cls(graph=graph, instructions=tuple(placed), loss=loss, update=update)
 
     def with_lines(self, computed: Iterable[Instruction], *, on: Graph) -> "Program":
-        """The same step by other lines, over ``on``."""
-        made = Program.of(on, computed)
-        return replace(self, graph=on, instructions=made.instructions, loss=made.loss)
+        """Return the same step with other instructions, over the graph ``on``."""
+        rewritten = Program.of(on, computed)
+        return replace(self, graph=on, instructions=rewritten.instructions, loss=rewritten.loss)
 
     def with_graph(self, graph: Graph) -> "Program":
-        """The same step over another graph, as that was captured."""
+        """Return the same step over another graph, in captured order."""
         known = {line.value: line for line in self.instructions if line.sink is None}
         return self.with_lines(
             (as_captured(graph, name, known.get(name)) for name in order_of(graph)), on=graph
         )
 
     def as_graph(self) -> Graph:
-        """A graph whose nodes are the lines: what is computed again stands there again."""
+        """Return a graph with one node per instruction; a recomputed value is a second node."""
         graph, storages = self.graph, list(self.graph.storages)
         nodes = list(graph.inputs())
-        on = {node.name: {t.storage: t.storage for t in node.outputs} for node in nodes}
-        made: set[int] = set()
+        storages_by_value = {
+            node.name: {t.storage: t.storage for t in node.outputs} for node in nodes
+        }
+        written: set[int] = set()
         for line in self.instructions:
             if line.sink is not None:
                 continue
             node = graph.by_name[line.node]
-            lies = {old: new for name in line.inputs for old, new in on[name].items()}
+            storage_of = {
+                old: new for name in line.inputs for old, new in storages_by_value[name].items()
+            }
             for storage in graph.storages_of(line.node):
-                if storage in made and storage not in lies:
-                    lies[storage] = len(storages)
+                if storage in written and storage not in storage_of:
+                    storage_of[storage] = len(storages)
                     storages.append(storages[storage])
-                lies.setdefault(storage, storage)
-                made.add(storage)
-            on[line.value] = {s: lies[s] for s in graph.storages_of(line.node)}
+                storage_of.setdefault(storage, storage)
+                written.add(storage)
+            storages_by_value[line.value] = {s: storage_of[s] for s in graph.storages_of(line.node)}
             reading = node.reading(dict(zip(node.inputs, line.inputs)))
-            outputs = tuple(replace(t, storage=lies[t.storage]) for t in node.outputs)
+            outputs = tuple(replace(t, storage=storage_of[t.storage]) for t in node.outputs)
             nodes.append(replace(reading, name=line.value, outputs=outputs, phase=line.phase))
         return replace(graph, nodes=tuple(nodes), storages=tuple(storages))
 
@@ -202,12 +207,12 @@ class Program:
 
     @property
     def parts(self) -> int:
-        """How many micro-batches there are, over all ranks; equal, where ranks share equally."""
+        """Number of micro-batches over all ranks; all equal if ranks have equal batch shares."""
         return self.repeats * self.layout.batch
 
     @property
     def units(self) -> int:
-        """Into how many equal units the global batch is cut, of which a part is ``share``."""
+        """Number of equal units in the global batch; a micro-batch has ``share`` of them."""
         return self.repeats * self.layout.units
 
     @property
@@ -216,68 +221,68 @@ class Program:
 
     @property
     def batch_bytes(self) -> int:
-        """Of the whole global batch, which every rank is given."""
+        """Bytes of the global batch, which every rank receives whole."""
         return self.graph.resident_bytes(Role.BATCH) * self.units // self.share
 
     @cached_property
     def earlier(self) -> "Program":
-        """What micro-batches before the last one carry out: all but what exchanges their sums."""
+        """The program of all micro-batches but the last, which does not exchange the sums."""
         if self.before is not None:
             return self.before
         graph = self.graph
-        behind = {n.name for n in graph.inputs() if n.name.startswith(SO_FAR)}
-        if not behind:
+        dependent = {n.name for n in graph.inputs() if n.name.startswith(SO_FAR)}
+        if not dependent:
             return self
-        own: dict[str, str] = {}
+        local_values: dict[str, str] = {}
         for node in graph.nodes:
-            if behind.intersection(node.inputs):
+            if dependent.intersection(node.inputs):
                 if LOSS_SO_FAR in node.inputs:
-                    own = {o.node: name for o in graph.outputs if o.kind is OutputKind.LOSS
+                    local_values = {o.node: name for o in graph.outputs if o.kind is OutputKind.LOSS
                            for name in node.inputs if name != LOSS_SO_FAR}  # fmt: skip
-                behind.add(node.name)
-        kept = (o for o in graph.outputs if o.kind is not OutputKind.SUMMED)
-        outputs = tuple(replace(o, node=own.get(o.node, o.node)) for o in kept)
-        nodes = tuple(node for node in graph.nodes if node.name not in behind)
+                dependent.add(node.name)
+        remaining = (o for o in graph.outputs if o.kind is not OutputKind.SUMMED)
+        outputs = tuple(replace(o, node=local_values.get(o.node, o.node)) for o in remaining)
+        nodes = tuple(node for node in graph.nodes if node.name not in dependent)
         return replace(
             self,
             graph=replace(graph, nodes=nodes, outputs=outputs),
-            instructions=tuple(i for i in self.instructions if i.node not in behind),
-            loss=own.get(self.loss, self.loss),
+            instructions=tuple(i for i in self.instructions if i.node not in dependent),
+            loss=local_values.get(self.loss, self.loss),
         )
 
     @property
     def passes(self) -> tuple["Program", ...]:
-        """One for each micro-batch."""
+        """The programs of all micro-batches, in order."""
         return (self.earlier,) * (self.repeats - 1) + (self,)
 
     @cached_property
     def in_shares(self) -> frozenset[str]:
-        """The parameters of which ranks that share the batch hold some rows each."""
+        """The parameters that are sharded by rows over the data-parallel ranks."""
         return frozenset(n for p in self.partings if p.axis == DATA for n, _ in p.inputs)
 
     @cached_property
     def spoken(self) -> tuple[str, ...]:
-        """What ranks have to exchange alike: each exchange, and whose gradients come out when."""
-        nodes, place = self.graph.by_name, self.graph.position
+        """The collectives and the gradient order on which all ranks must agree."""
+        nodes, position = self.graph.by_name, self.graph.position
         issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
         gradients = (o for o in self.graph.outputs if o.kind is OutputKind.GRADIENT)
-        arriving = sorted((place[o.node], o.target) for o in gradients)
+        arriving = sorted((position[o.node], o.target) for o in gradients)
         return (*map(str, issued), *(target for _, target in arriving))
 
     @cached_property
     def again(self) -> tuple[Instruction, ...]:
-        """What is computed a second time."""
+        """The instructions that recompute a value."""
         return tuple(i for i in self.instructions if i.is_again)
 
     @cached_property
     def coded(self) -> tuple[str, ...]:
-        """The values that wait in 8 bits."""
+        """The activations that are saved in 8 bits."""
         nodes = (self.graph.by_name[i.node] for i in self.instructions)
         return tuple(node.inputs[0] for node in nodes if node.op == ENCODE)
 
     @cached_property
     def sends_codes(self) -> bool:
-        """Whether gradients are exchanged in few bits, or as factors."""
+        """True if gradients are exchanged compressed, as codes or low-rank factors."""
         return any(node.op in FIRST_CALLS for node in self.graph.nodes)
 
     @property
@@ -291,17 +296,17 @@ class Program:
 
     @cached_property
     def sent_bytes(self) -> int:
-        """What this rank sends to others in a step."""
+        """Bytes that this rank sends to other ranks in a step."""
         return sum(c.sent_bytes for c in self._issued)
 
     @cached_property
     def wire_bytes(self) -> int:
-        """The same with what is said of it."""
+        """Bytes that this rank sends in a step, including the backend's message headers."""
         return sum(c.wire_bytes for c in self._issued)
 
     @cached_property
     def _issued(self) -> tuple[Collective, ...]:
-        """All exchanges of a step."""
+        """The collectives of a step, including those of the update."""
         once = self.update._issued if self.update is not None else ()
         return once + tuple(c for each in self.passes for c in each._issued_in_a_pass)
 
@@ -313,24 +318,24 @@ class Program:
 
     @cached_property
     def far_bytes(self) -> int:
-        """Room that is needed in offload memory, in whole pages for each value."""
-        slots = [n for name, n in self._far_sizes().items() if not isinstance(name, str)]
+        """Bytes allocated in offload memory, in whole pages for each value."""
+        slots = [n for name, n in self._offloaded_sizes().items() if not isinstance(name, str)]
         return sum(map(offload_room, (*self.far_rooms.values(), *slots)))
 
     @cached_property
     def far_rooms(self) -> dict[str, int]:
-        """What has a place of its own in offload memory for good, by name, and its bytes."""
+        """Bytes of each value that owns a permanent allocation in offload memory, by name."""
         update = {} if self.update is None else self.update.far_rooms
-        return update | {k: n for k, n in self._far_sizes().items() if isinstance(k, str)}
+        return update | {k: n for k, n in self._offloaded_sizes().items() if isinstance(k, str)}
 
-    def _far_sizes(self) -> dict[Argument, int]:
+    def _offloaded_sizes(self) -> dict[Argument, int]:
         nodes = self.graph.by_name
         moving = (nodes[self.instructions[e.issue].node] for e in self.exchanges)
         return {n.args[0]: n.collective.sent_bytes for n in moving if n.is_far and n.collective}
 
     @cached_property
     def is_moving(self) -> bool:
-        """Whether anything goes to offload memory or comes from there."""
+        """True if any value is copied to or from offload memory."""
         moves = any(node.is_far for node in self.graph.nodes)
         return moves or (self.update is not None and self.update.is_moving)
 
@@ -353,7 +358,7 @@ class Program:
         return tuple(Underway(issue=i, wait=waited.get(v)) for v, i in issued.items())
 
     def problems(self) -> list[str]:
-        """Why this is no valid program; empty when it is one."""
+        """Return the reasons why the program is invalid; empty for a valid program."""
         have = {node.name for node in self.graph.inputs()}
         found: list[str] = []
         for instruction in self.instructions:
@@ -370,21 +375,21 @@ class Program:
         return found + self._read_early()
 
     def _read_early(self) -> list[str]:
-        """Results that are read, or lost, before they have arrived."""
-        found = []
+        """Return a problem for each result that is read or discarded before it has arrived."""
+        problems = []
         for exchange in self.exchanges:
             value = self.instructions[exchange.issue].value
             if exchange.wait is None:
-                found.append(f"nothing waits for {value}")
-            found += [
+                problems.append(f"nothing waits for {value}")
+            problems += [
                 f"{i.value or f'sink of {i.node}'} reads {value} while it is on its way"
                 for index, i in enumerate(self.instructions)
                 if value in i.inputs and index != exchange.wait
             ]
-        return found + self._summed_early()
+        return problems + self._summed_early()
 
     def _summed_early(self) -> list[str]:
-        """Sums that are read before this micro-batch has added its part."""
+        """Return a problem for each sum that is read before this micro-batch is added to it."""
         missing = {n.name for n in self.graph.inputs() if n.name.startswith(SO_FAR)} - {LOSS_SO_FAR}
         found = []
         for line in self.instructions:
@@ -399,7 +404,7 @@ class Program:
 
 
 def as_captured(graph: Graph, name: str, known: Instruction | None = None) -> Instruction:
-    """The line of this node; ``known``, where that is the same."""
+    """Return the instruction of this node; reuses ``known`` if equal."""
     node = graph.by_name[name]
     found = known and (known.node, known.inputs, known.phase)
     if known is not None and found == (name, node.inputs, node.phase):
@@ -408,16 +413,16 @@ def as_captured(graph: Graph, name: str, known: Instruction | None = None) -> In
 
 
 def _awaited(node: Node, instruction: Instruction) -> str:
-    """The value, perhaps a copy, that this wait hands over."""
+    """Return the value, possibly a recomputed one, that this wait completes."""
     return instruction.inputs[node.inputs.index(node.waits_for)]
 
 
 def order_of(graph: Graph) -> list[str]:
-    """The nodes that some output needs, in graph order."""
+    """Return the nodes that some output needs, in graph order."""
     needed = {output.node for output in graph.outputs}
     for node in reversed(graph.nodes):
-        # A node that writes into its argument acts without being read; random ones are kept so
-        # that the generator moves on exactly as in eager PyTorch.
+        # A node that mutates its argument has an effect without being read. Random nodes stay, so
+        # that the generator advances exactly as in eager PyTorch.
         if node.name in needed or node.mutates or node.is_random:
             needed.add(node.name)
             needed.update(node.inputs)
@@ -425,10 +430,10 @@ def order_of(graph: Graph) -> list[str]:
 
 
 def _last_reads(graph: Graph, instructions: Sequence[Instruction]) -> dict[int, int]:
-    """Of each storage, the last line that reads something which lies there."""
-    found: dict[int, int] = {}
+    """Return the last instruction that reads each storage."""
+    last_reads: dict[int, int] = {}
     for index, instruction in enumerate(instructions):
         for name in instruction.inputs:
             if name in graph.by_name:
-                found.update(dict.fromkeys(graph.storages_of(name), index))
-    return found
+                last_reads.update(dict.fromkeys(graph.storages_of(name), index))
+    return last_reads

@@ -1,6 +1,6 @@
-"""A value written down in 8 bits and read back: the two calls as nodes, and what they hold.
+"""Activations quantized to 8 bits: the encode and decode nodes, and the bytes they need.
 
-Blocks of elements in memory order share one scale. Not for carrying it out: see operators.py.
+Blocks of elements in memory order share one scale. Not for executing the calls: see operators/.
 """
 
 import re
@@ -9,53 +9,54 @@ from dataclasses import dataclass
 
 from steelyard.ir.graph import Graph, Node, Phase, Ref, Role, Storage, Symbol, Tensor
 
-# One scale of four bytes for so many elements: 1.6 % on top of the codes.
+# One scale of four bytes per block: 1.6 % in addition to the codes.
 BLOCK = 256
 ENCODE, DECODE = "steelyard.encode8.default", "steelyard.decode8.default"
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
 
 def coded_bytes(numel: int, *, dims: int) -> int:
-    """Strides, then scales, then codes."""
+    """Return the bytes of an encoded tensor: strides, scales, codes."""
     return 8 * dims + 4 * -(-numel // BLOCK) + numel
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Each element at a place of its own, and no gap between."""
-    dense = 1
+    """True if the elements do not overlap and leave no gap."""
+    expected = 1
     for step, count in sorted((step, count) for count, step in zip(size, stride) if count > 1):
-        if step != dense:
+        if step != expected:
             return False
-        dense *= count
+        expected *= count
     return True
 
 
 def can_be_coded(tensor: Tensor) -> bool:
-    """Floating point in up to 32 bits, and nothing put off to whoever reads it."""
+    """True for dense floating-point tensors of up to 32 bits without pending lazy operations."""
     is_floating = tensor.dtype in _DTYPES and not tensor.pending
     return is_floating and is_dense(tensor.shape, tensor.stride)
 
 
 def chooses(graph: Graph, node: Node) -> bool:
-    """Whether it makes indices or a mask of floating-point values: on others, it would make others.
+    """True if the node makes indices or a mask from floating-point values.
 
-    Signs are kept in 8 bits, and may be asked for. What draws numbers is never called again.
+    Inexact inputs could change its choice. Comparisons with zero are exempt, because 8 bits
+    preserve signs. Random operators are exempt, because they are never called again.
     """
-    of_sign = node.op in _OF_SIGNS and len(node.args) > 1 and node.args[1] == 0
-    if of_sign or node.is_random or _OF_FORM.match(node.op):
+    is_sign_test = node.op in _COMPARISONS and len(node.args) > 1 and node.args[1] == 0
+    if is_sign_test or node.is_random or _SHAPE_ONLY.match(node.op):
         return False
     read = (t for name in node.inputs for t in graph.by_name[name].outputs)
     is_float = any("float" in t.dtype for t in read)
     return is_float and any("float" not in t.dtype for t in node.outputs)
 
 
-# What looks at the shape of its argument and at none of its elements: empty_like, new_zeros.
-_OF_FORM = re.compile(r"aten\.(\w+_like|new_\w+)\.")
-_OF_SIGNS = frozenset(f"aten.{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+# Operators that read only the shape of their argument: empty_like, new_zeros.
+_SHAPE_ONLY = re.compile(r"aten\.(\w+_like|new_\w+)\.")
+_COMPARISONS = frozenset(f"aten.{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 
 
 def chosen_by(graph: Graph) -> frozenset[str]:
-    """The values that some operator chooses by, itself or by way of a look."""
+    """Return the values that some operator chooses by, directly or through a view."""
     found: set[str] = set()
     for node in reversed(graph.nodes):
         if chooses(graph, node) or (node.name in found and graph.is_look(node)):
@@ -64,8 +65,10 @@ def chosen_by(graph: Graph) -> frozenset[str]:
 
 
 def settled(graph: Graph) -> frozenset[str]:
-    """What is not to be made of other values than in the forward pass: what some operator chooses
-    by, and what it makes of that."""
+    """Return the values that must not be recomputed from inexact inputs.
+
+    These are the values that operators choose by, those operators, and their results.
+    """
     choosing = {node.name for node in graph.nodes if chooses(graph, node)}
     results = {n.name for n in graph.nodes if n.is_getitem and n.inputs[0] in choosing}
     return chosen_by(graph) | choosing | results
@@ -73,7 +76,7 @@ def settled(graph: Graph) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedActivation:
-    """The two calls for one value, and the storage that lies between them."""
+    """The encode and decode calls for one value, and the storage between them."""
 
     value: str
     storage: Storage
@@ -82,7 +85,7 @@ class QuantizedActivation:
 
     @classmethod
     def of(cls, graph: Graph, value: str, *, number: int) -> "QuantizedActivation":
-        """``number`` is that of the storage between, which the graph is to get."""
+        """Return the calls; ``number`` is the index that the graph will give to the storage."""
         node = graph.by_name[value]
         (tensor,) = node.outputs
         nbytes = coded_bytes(tensor.numel, dims=len(tensor.shape))
@@ -94,7 +97,8 @@ class QuantizedActivation:
             args=(Ref(value), tensor.stride),
             inputs=(value,),
             outputs=(coded,),
-            # Not of the forward pass: whatever names or counts that sees the step as captured.
+            # Marked backward: code that names or counts forward nodes must see the step as
+            # captured.
             phase=Phase.BACKWARD,
             path=node.path,
             line=node.line,
@@ -118,5 +122,5 @@ class QuantizedActivation:
             signature=f"{DECODE}({like})",
             moved_bytes=tensor.nbytes + nbytes,
         )
-        held = Storage(nbytes=nbytes, role=Role.ACTIVATION)
-        return cls(value=value, storage=held, encode=encode, decode=decode)
+        storage = Storage(nbytes=nbytes, role=Role.ACTIVATION)
+        return cls(value=value, storage=storage, encode=encode, decode=decode)

@@ -1,6 +1,6 @@
-"""A decision in words that survive retracing: which trade, on which module, operator, call.
+"""A decision in words that survive retracing: the trade, the module, the operator, the call.
 
-What a plan file holds and what a trade is told. Not for finding decisions: see search/.
+Plan files store rules and trades apply them. Not for finding decisions: see search/.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,25 +11,25 @@ from steelyard.ir.graph import BlockRun, Graph, Node, path_matches
 
 # Trades that need offload memory.
 OFFLOAD_TRADES = frozenset({"offload", "offload_state"})
-# Sent ahead only where what is there then is no more than at the peak without.
+# Prefetch only while resident memory does not exceed the peak without prefetching.
 WITHIN_PEAK = "peak"
-# Of a gradient, those rows of a table that were looked up.
+# Exchange only the looked-up rows of an embedding's gradient.
 ROWS = "rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Rule:
-    """``count`` nodes must match, else the plan is for another model.
+    """One decision of a plan. ``count`` nodes must match, else the plan is for another model.
 
-    ``op`` may end in ``#k``: result k of an operator that has several. ``degree`` is the trade's
-    own number where it has one (how many micro-batches, how many slices). ``lag`` and ``lead`` say
-    how many operators run while a transfer is under way: after a value is sent, before it is
-    wanted back.
-    Where a trade is on parameters and not on calls, ``op`` says what of them; where it is on
-    exchanges, what bounds ``lead``; and of codes, ``lead`` is how many steps go without them first.
-    ``times`` is how often at most a value is made again, or how often a weight is gathered.
-    ``bucket_bytes`` is how much goes in one exchange, of what is sent together. ``dim`` and
-    ``groups`` say along what a tensor is cut, ``shares`` how unequally the batch is.
+    ``op`` may end in ``#k``: result k of a multi-output operator. ``degree`` is the trade's own
+    number, if any (micro-batches, slices). ``lag`` and ``lead`` count the operators that run
+    during a transfer: after a value is sent, and before it is needed again. If a trade applies to
+    parameters instead of calls, ``op`` selects the tensors of the parameter; if it applies to
+    collectives, ``op`` is the limit on ``lead``. For gradient codecs ``lead`` is the number of
+    warm-up steps without compression. ``times`` is the maximum number of recomputations of a
+    value, or the number of gathers of a weight. ``bucket_bytes`` is the size of one joint
+    collective. ``dim`` and ``groups`` say along which dim a tensor is sharded, ``shares`` the
+    unequal parts of the batch.
     """
 
     trade: str
@@ -49,7 +49,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """Where in a model a forward value is made; the same in every trace of it."""
+    """The module, operator and call number that make a forward value; stable across traces."""
 
     module: str
     op: str
@@ -57,12 +57,12 @@ class CallSite:
 
 
 def spots(graph: Graph) -> dict[CallSite, str]:
-    """Each forward value that is made (not viewed) by its spot; values are node names."""
+    """Return the node name of each forward value that is computed (not viewed), by call site."""
     found: dict[CallSite, str] = {}
     for node in graph.forward():
-        spot = spot_of(graph, node)
-        if spot is not None:
-            found[spot] = node.name
+        site = spot_of(graph, node)
+        if site is not None:
+            found[site] = node.name
     return found
 
 
@@ -89,39 +89,39 @@ def to_rules(
     times: int = 1,
     degree: int = 0,
 ) -> tuple[Rule, ...]:
-    """The fewest sorted rules that name exactly these values.
+    """Return the fewest sorted rules that name exactly these values.
 
-    ``*`` stands only for the indices of a verified run of equal blocks, and only where every
-    block of the run takes part.
+    ``*`` replaces only the indices of a verified run of equal blocks, and only if every block of
+    the run is included.
     """
     chosen = {s for s in (spot_of(graph, graph.by_name[v]) for v in values) if s is not None}
     rules: list[Rule] = []
     for run in sorted(graph.runs, key=lambda r: -len(r.prefix)):
         by_pattern: dict[CallSite, set[CallSite]] = {}
-        for spot in chosen:
-            module = starred(spot.module, run)
+        for site in chosen:
+            module = starred(site.module, run)
             if module is not None:
-                by_pattern.setdefault(CallSite(module, spot.op, spot.nth), set()).add(spot)
+                by_pattern.setdefault(CallSite(module, site.op, site.nth), set()).add(site)
         for pattern, members in by_pattern.items():
-            if len(members) == run.count == _matched(graph, pattern):
+            if len(members) == run.count == _count_matches(graph, pattern):
                 chosen -= members
                 rules.append(_rule(trade, pattern, len(members)))
-    rules += [_rule(trade, spot, 1) for spot in chosen]
+    rules += [_rule(trade, site, 1) for site in chosen]
     return tuple(
         sorted(replace(rule, lag=lag, lead=lead, times=times, degree=degree) for rule in rules)
     )
 
 
 def matching(graph: Graph, rules: Sequence[Rule]) -> frozenset[str]:
-    """The values that the rules name; a rule that names more or fewer than it says is an error."""
+    """Return the values that the rules name; raise Mismatch if a rule's ``count`` differs."""
     return frozenset(rule_of(graph, rules))
 
 
 def rule_of(graph: Graph, rules: Sequence[Rule]) -> dict[str, Rule]:
-    """Each value that the rules name, and the (last) rule that does."""
+    """Return each value that the rules name, with the last rule that names it."""
     by_call: dict[tuple[str, int], list[tuple[str, str]]] = {}
-    for spot, name in spots(graph).items():
-        by_call.setdefault((spot.op, spot.nth), []).append((spot.module, name))
+    for site, name in spots(graph).items():
+        by_call.setdefault((site.op, site.nth), []).append((site.module, name))
     named: dict[str, Rule] = {}
     for rule in rules:
         found = [
@@ -132,16 +132,16 @@ def rule_of(graph: Graph, rules: Sequence[Rule]) -> dict[str, Rule]:
         if len(found) != rule.count:
             raise Mismatch(
                 f"{rule.trade} rule for {rule.op} (call {rule.nth}) in {rule.module or 'the loss'} "
-                f"matches {_operators(len(found))} of this model",
-                expected=f"{_operators(rule.count)}, as the plan says",
+                f"matches {_count_text(len(found))} of this model",
+                expected=f"{_count_text(rule.count)}, as the plan says",
                 remedy="plan again for this model, or edit module, op, nth or count of that rule",
             )
         named.update(dict.fromkeys(found, rule))
     return named
 
 
-def _matched(graph: Graph, pattern: CallSite) -> int:
-    """How many calls the pattern names; another run of the same list may fit it too."""
+def _count_matches(graph: Graph, pattern: CallSite) -> int:
+    """Count the calls that the pattern names; another run in the same list may match too."""
     return sum(
         (node.op, node.nth) == (pattern.op.partition("#")[0], pattern.nth)
         and path_matches(node.path, pattern.module)
@@ -150,12 +150,12 @@ def _matched(graph: Graph, pattern: CallSite) -> int:
     )
 
 
-def _rule(trade: str, spot: CallSite, count: int) -> Rule:
-    return Rule(trade=trade, module=spot.module, op=spot.op, nth=spot.nth, count=count)
+def _rule(trade: str, site: CallSite, count: int) -> Rule:
+    return Rule(trade=trade, module=site.module, op=site.op, nth=site.nth, count=count)
 
 
 def starred(module: str, run: BlockRun) -> str | None:
-    """``blocks.3.mlp`` as ``blocks.*.mlp``; None for a module outside the run."""
+    """Return ``blocks.3.mlp`` as ``blocks.*.mlp``; None for a module outside the run."""
     parts = module.split(".")
     prefix = run.prefix.split(".") if run.prefix else []
     if len(parts) <= len(prefix) or not parts[len(prefix)].isdigit():
@@ -169,10 +169,10 @@ def starred(module: str, run: BlockRun) -> str | None:
 
 
 def pattern_of(name: str, runs: Iterable[BlockRun]) -> str:
-    """Of what equal blocks hold alike the same."""
+    """Return the name with the index of an equal block replaced by ``*``."""
     patterns = (starred(name, run) for run in sorted(runs, key=lambda r: -len(r.prefix)))
     return next((p for p in patterns if p is not None), name)
 
 
-def _operators(count: int) -> str:
+def _count_text(count: int) -> str:
     return f"{count} operator{'s' if count != 1 else ''}"

@@ -1,6 +1,6 @@
-"""A choice of how the tensors of one step lie on the ranks of a mesh axis.
+"""A choice of placements for the tensors of one step on the ranks of a mesh axis.
 
-Not for what is possible or what it costs.
+Not for the possible choices or their costs.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,10 @@ from steelyard.ir.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingChoice:
-    """``inputs`` names parameters and buffers that lie in parts, ``values`` results that are laid
-    out so as soon as they are there; the rest follows from these.
+    """A sharding of one step: the given placements, from which all others follow.
+
+    ``inputs`` places parameters and buffers; ``values`` places results as soon as they are
+    computed.
     """
 
     axis: str
@@ -22,11 +24,12 @@ class ShardingChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Parameters that are best cut together: from a whole value to a sum, nothing is exchanged.
+    """Parameters that are best sharded together, because nothing is exchanged inside the region.
 
-    ``sums`` are the results of the forward pass that come out in terms, ``wholes`` the values whose
-    gradients do, and ``exchanged_bytes`` the sizes of both: each is reduced over all ranks once a
-    step. ``flops`` is what the ranks divide among them of the forward pass.
+    A region begins at a replicated value and ends in a sum. ``sums`` are the forward results that
+    come out as partial sums, ``wholes`` the values whose gradients do, and ``exchanged_bytes``
+    the sizes of both: each is reduced over all ranks once a step. ``flops`` are the forward FLOPs
+    that the ranks divide among themselves.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""The training step at other batch sizes, as whoever rewrites it may ask for it.
+"""The interface through which trades request the training step at other batch sizes or sharded.
 
 Not for capturing it: see capture/.
 """
@@ -14,69 +14,78 @@ from steelyard.ir.sharding_choice import Region, ShardingChoice
 
 
 class StepSource(Protocol):
-    """The global batch in ``micro_batches`` equal parts, and the graph of one, or of so many of
-    them together as ``share`` says."""
+    """The captured step. ``graph`` returns it for one part of the global batch.
+
+    The global batch is cut into ``micro_batches`` equal parts; the graph is for ``share`` of them
+    together.
+    """
 
     @property
     def transport(self) -> Transport:
-        """What carries the exchanges of ranks that hold it."""
+        """The backend that carries the collectives of this step."""
         ...
 
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph: ...
 
     def rewritten(self, graph: Graph) -> Graph:
-        """A graph that a trade made of one of these, once it is known here too."""
+        """Register a graph derived from one of these, and return it with known costs."""
         ...
 
     def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
-        """What could be cut together, of a graph's parameters."""
+        """Return the regions of a graph whose parameters are best sharded together."""
         ...
 
     def in_parts(self, graph: Graph, choice: ShardingChoice, *, rank: int) -> Graph:
-        """The graph of one of the ranks among which tensors lie in parts."""
+        """Return one rank's graph under a sharding of tensors."""
         ...
 
     def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
-        """The optimizer's step on one rank's parts, and parts of parts."""
+        """Return the optimizer step on one rank's shards, possibly sharded along several axes."""
         ...
 
     def in_stages(
         self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
     ) -> Pipeline:
-        """Its lines cut behind these modules, and the order in which ranks take the stages up."""
+        """Cut a program after the modules ``ends`` into stages, with the schedule of all ranks."""
         ...
 
     def divisors(self) -> tuple[int, ...]:
-        """Into how many equal parts the batch can be cut, 1 first."""
+        """Return the numbers of equal parts that the batch can be cut into, 1 first."""
         ...
 
     def why_not_split(self) -> str | None:
-        """Why cutting the batch would change what is trained; None where it would not."""
+        """Return the reason why cutting the batch would change what is trained, or None."""
         ...
 
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
-        """Whether the operators of the step in so many micro-batches surely take no less time than
-        in ``than``, which divides them; False where that is not known."""
+        """True if a step in ``micro_batches`` parts takes at least as long as in ``than`` parts.
+
+        ``than`` divides ``micro_batches``. False if this is not known.
+        """
         ...
 
     def sharers(self) -> tuple[int, ...]:
-        """Among how many ranks the batch can be shared equally, 1 first."""
+        """Return the numbers of ranks that can share the batch equally, 1 first."""
         ...
 
     def why_not_shared(self) -> str | None:
-        """As ``why_not_split``, of parts that are computed at one time, so that statistics can be
-        those of all of them."""
+        """Like ``why_not_split``, for parts that are computed at the same time.
+
+        Statistics over the batch can then be computed over all parts.
+        """
         ...
 
     def leaner_settings(self) -> tuple[str, ...]:
-        """Settings that the user's optimizer has and that lower the memory of its step, such as
-        ``foreach=False``."""
+        """Return settings of the user's optimizer that would lower the memory of its step.
+
+        One of them is ``foreach=False``.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedSource:
-    """The step of one rank, as its source: its share of the batch in equal parts."""
+    """The step of one rank as a step source: the rank's share of the batch in equal parts."""
 
     source: StepSource
     layout: ParallelLayout

@@ -1,4 +1,4 @@
-"""When something goes on in a predicted step, and on which stream of which rank.
+"""A time span of a predicted step, on a stream of a rank.
 
 Not for predicting it (predict/trace.py), nor for drawing it (report/perfetto.py).
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """``chunk`` is what is busy meanwhile: the device, a link, or nothing at all (it waits)."""
+    """One span; ``chunk`` is the busy resource: the device, a link, or none (waiting)."""
 
     rank: int
     stream: str

@@ -1,2 +1,4 @@
-"""What operators, their workspace and links cost on the devices at hand, timed once and cached.
-Not for adding costs up: that is predict."""
+"""Measured costs of operators, workspace and links on the local devices, with a cache.
+
+Not for adding costs up: see predict/.
+"""

@@ -1,8 +1,8 @@
-"""What was measured on this machine before, in one SQLite file in the user's cache folder.
+"""The cache of earlier measurements on this machine: one SQLite file in the user's cache folder.
 
-A file that cannot be used costs time, never the plan: every trouble with it ends as a note. That
-goes for a file, or a folder, that another user owns or can write to: it is not read. Not for
-deciding what is worth measuring: see measure/operators/benchmark.py.
+An unusable file costs time but never the plan: all problems become notes. A file or folder that
+another user owns or can write to counts as unusable and is not read. Not for deciding what is
+worth measuring: see measure/operators/benchmark.py.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from steelyard.ir.metrics import Estimate
 from steelyard.predict.cost_table import OperatorCost
 from steelyard.private_files import why_not_private
 
-# Raised when what the columns mean changes; other versions' files are left alone.
+# Increased when the meaning of the columns changes; files of other versions are left alone.
 _VERSION = 1
 _BUSY_SECONDS = 5.0
 _SCHEMA = """
@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 
 def default_path() -> Path:
-    """``$STEELYARD_CACHE``, or ``steelyard/costs.sqlite`` in the user's cache folder."""
+    """Return ``$STEELYARD_CACHE``, or ``steelyard/costs.sqlite`` in the user's cache folder."""
     chosen = os.environ.get("STEELYARD_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -52,7 +52,7 @@ def default_path() -> Path:
 
 
 class CostCache:
-    """Costs by (context, signature). Several processes may read and write one file at once."""
+    """Costs by (context, signature). Several processes may read and write one file concurrently."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_path()
@@ -61,7 +61,7 @@ class CostCache:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What went wrong so far, for the user."""
+        """The problems until now, as messages for the user."""
         return tuple(self._notes)
 
     def read(self, context: str, signatures: Sequence[str]) -> dict[str, OperatorCost]:
@@ -76,9 +76,9 @@ class CostCache:
 
         found: dict[str, OperatorCost] = {}
         rows: list[tuple[object, ...]] = []
-        for signature, *figures in self._using(select, rows):
+        for signature, *figures in self._transact(select, rows):
             if signature in wanted:
-                cost = _checked(figures)
+                cost = _valid_cost(figures)
                 if cost is None:
                     self._note(f"{self.path} holds an impossible cost; it is measured again")
                 else:
@@ -96,14 +96,16 @@ class CostCache:
         def insert(database: sqlite3.Connection) -> None:
             database.executemany("INSERT OR REPLACE INTO operator VALUES (?,?,?,?,?,?,?)", rows)
 
-        self._using(insert, None)
+        self._transact(insert, None)
 
     def settle(self, context: str, costs: Mapping[str, OperatorCost]) -> dict[str, OperatorCost]:
-        """Keep what was measured just now, but for what another process wrote meanwhile: that is
-        what both believe."""
-        meanwhile = self.read(context, list(costs))
-        self.write(context, {s: cost for s, cost in costs.items() if s not in meanwhile})
-        return {**costs, **meanwhile}
+        """Store new measurements, except those that another process has stored in the meantime.
+
+        Stored values win, so that both processes use the same costs.
+        """
+        stored = self.read(context, list(costs))
+        self.write(context, {s: cost for s, cost in costs.items() if s not in stored})
+        return {**costs, **stored}
 
     def read_rates(self, context: str) -> dict[str, float]:
         def select(database: sqlite3.Connection) -> list[tuple[object, ...]]:
@@ -111,7 +113,7 @@ class CostCache:
             return database.execute(statement, (context,)).fetchall()
 
         rows: list[tuple[object, ...]] = []
-        found = self._using(select, rows)
+        found = self._transact(select, rows)
         return {str(n): v for n, v in found if isinstance(v, float) and 0 < v < math.inf}
 
     def write_rates(self, context: str, rates: Mapping[str, float]) -> None:
@@ -120,18 +122,18 @@ class CostCache:
         def insert(database: sqlite3.Connection) -> None:
             database.executemany("INSERT OR REPLACE INTO rate VALUES (?,?,?,?)", rows)
 
-        self._using(insert, None)
+        self._transact(insert, None)
 
     def read_whole(self, context: str, name: str) -> Estimate | None:
-        """What was found of whole steps: seconds of one, or how two compare."""
+        """Return a stored figure of whole steps: the seconds of one, or the ratio of two."""
 
         def select(database: sqlite3.Connection) -> tuple[object, ...] | None:
             statement = "SELECT value, low, high FROM whole WHERE context = ? AND name = ?"
             row: tuple[object, ...] | None = database.execute(statement, (context, name)).fetchone()
             return row
 
-        row = self._using(select, None)
-        cost = _checked([*row, 0]) if row is not None else None
+        row = self._transact(select, None)
+        cost = _valid_cost([*row, 0]) if row is not None else None
         return cost.seconds if cost is not None else None
 
     def write_whole(self, context: str, name: str, found: Estimate) -> None:
@@ -140,27 +142,27 @@ class CostCache:
         def insert(database: sqlite3.Connection) -> None:
             database.execute("INSERT OR REPLACE INTO whole VALUES (?,?,?,?,?,?)", row)
 
-        self._using(insert, None)
+        self._transact(insert, None)
 
     def settle_whole(self, context: str, name: str, found: Estimate) -> Estimate:
-        meanwhile = self.read_whole(context, name)
-        if meanwhile is not None and meanwhile.low:
-            return meanwhile
+        stored = self.read_whole(context, name)
+        if stored is not None and stored.low:
+            return stored
         self.write_whole(context, name, found)
         return found
 
     def forget(self) -> None:
-        """Drop all costs, so that everything is measured again."""
+        """Delete all costs, so that everything is measured again."""
 
         def delete(database: sqlite3.Connection) -> None:
             database.execute("DELETE FROM operator")
             database.execute("DELETE FROM rate")
             database.execute("DELETE FROM whole")
 
-        self._using(delete, None)
+        self._transact(delete, None)
 
-    def _using(self, work: Callable[[sqlite3.Connection], _T], otherwise: _T) -> _T:
-        """``work`` on the open file; a damaged file is moved aside, once, and begun anew."""
+    def _transact(self, work: Callable[[sqlite3.Connection], _T], default: _T) -> _T:
+        """Run ``work`` on the open file; a damaged file is renamed and recreated, once."""
         for attempt in range(2):
             if not self._is_usable:
                 break
@@ -169,8 +171,8 @@ class CostCache:
                 if reason := _why_not_read(self.path):
                     self._give_up(reason)
                     break
-                with _opened(self.path) as database:
-                    if not _is_ours(database):
+                with _transaction(self.path) as database:
+                    if not _has_our_version(database):
                         self._give_up("was written by another version of steelyard")
                         break
                     return work(database)
@@ -180,23 +182,23 @@ class CostCache:
                 if attempt:
                     self._give_up(f"cannot be used ({error})")
                 else:
-                    self._move_aside(error)
+                    self._rename_damaged(error)
             except OSError as error:
                 self._give_up(f"cannot be used ({error.strerror or error})")
-        return otherwise
+        return default
 
-    def _move_aside(self, error: sqlite3.DatabaseError) -> None:
+    def _rename_damaged(self, error: sqlite3.DatabaseError) -> None:
         if not _is_damaged(self.path):
             return  # another process was faster, and this file is already its new one
-        aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
+        renamed = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
         try:
-            self.path.rename(aside)
-            for suffix in ("-wal", "-shm"):  # these belong to the damaged file alone
+            self.path.rename(renamed)
+            for suffix in ("-wal", "-shm"):  # these belong only to the damaged file
                 self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         except OSError as trouble:
             self._give_up(f"is damaged ({error}) and cannot be moved ({trouble.strerror})")
             return
-        self._note(f"{self.path} was damaged ({error}); moved to {aside.name} and begun anew")
+        self._note(f"{self.path} was damaged ({error}); moved to {renamed.name} and begun anew")
 
     def _give_up(self, why: str) -> None:
         self._is_usable = False
@@ -208,19 +210,19 @@ class CostCache:
 
 
 def _why_not_read(path: Path) -> str:
-    """Why another user may have written what SQLite would read; empty where nobody else can."""
+    """Return why another user may have written this file; empty if no other user can."""
     real = path.resolve()
-    # SQLite reads these beside the file, and believes them.
-    beside = (real.with_name(real.name + suffix) for suffix in ("-journal", "-wal", "-shm"))
-    for each in (path.parent, path, real.parent, real, *beside):
+    # SQLite reads these companion files, and trusts them.
+    companions = (real.with_name(real.name + suffix) for suffix in ("-journal", "-wal", "-shm"))
+    for each in (path.parent, path, real.parent, real, *companions):
         if reason := why_not_private(each):
             return f"is not read: {'it' if each == path else each} {reason}"
     return ""
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """One transaction on the file, closed at its end so that no process holds it for long."""
+def _transaction(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open the file for one transaction and close it, so that no process locks it for long."""
     database = sqlite3.connect(path, timeout=_BUSY_SECONDS)
     try:
         with database:
@@ -235,13 +237,13 @@ def _is_damaged(path: Path) -> bool:
     if not path.exists():
         return False
     try:
-        with _opened(path) as database:
+        with _transaction(path) as database:
             return bool(database.execute("PRAGMA quick_check").fetchone() != ("ok",))
     except sqlite3.DatabaseError:
         return True
 
 
-def _is_ours(database: sqlite3.Connection) -> bool:
+def _has_our_version(database: sqlite3.Connection) -> bool:
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version not in (0, _VERSION):
         return False
@@ -250,8 +252,8 @@ def _is_ours(database: sqlite3.Connection) -> bool:
     return True
 
 
-def _checked(figures: Sequence[object]) -> OperatorCost | None:
-    """None for what no measurement can have written."""
+def _valid_cost(figures: Sequence[object]) -> OperatorCost | None:
+    """Return the stored cost; None if no measurement can have produced it."""
     match figures:
         case [float(seconds), float(low), float(high), int(workspace)] if (
             0 <= low <= seconds <= high < math.inf and workspace >= 0

@@ -1,6 +1,6 @@
-"""Where a step lies: on the processor of this machine, or on one GPU of it.
+"""Free memory and random generators of a step's device: the CPU, or one GPU of this machine.
 
-Not for what operators take there: see measure/operators/benchmark.py.
+Not for operator costs on the device: see measure/operators/benchmark.py.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,10 @@ from steelyard.hardware.host_os import available_bytes
 
 
 def check_is_own(home: torch.device) -> None:
-    """A plan says of the process's own GPU no number: on another rank it is another one."""
+    """Raise BadInput if ``home`` is a GPU other than the current one.
+
+    A plan contains no GPU index, since each rank has its own GPU.
+    """
     if home.type == "cuda" and home.index != torch.cuda.current_device():
         raise BadInput(
             f"the model is on {home}, and the current GPU is {torch.cuda.current_device()}",
@@ -22,13 +25,13 @@ def check_is_own(home: torch.device) -> None:
 
 
 def free_bytes(home: torch.device) -> int:
-    """What could be allocated there now; torch gives back what it keeps of a GPU, if it has to."""
+    """Return the bytes that can be allocated now, including torch's cached GPU memory."""
     if home.type == "cpu":
         return available_bytes()
-    kept = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
-    return int(torch.cuda.mem_get_info(home)[0]) + kept
+    cached_bytes = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
+    return int(torch.cuda.mem_get_info(home)[0]) + cached_bytes
 
 
 def random_devices(home: torch.device) -> Iterable[torch.device]:
-    """Those whose generators torch forks beside the processor's."""
+    """Return the devices whose generators torch must fork in addition to the CPU's."""
     return [] if home.type == "cpu" else [home]

@@ -1,6 +1,6 @@
-"""How fast this device multiplies, copies and starts an operator: one quick measurement each.
+"""Peak rates of this device for products, copies and operator calls, from quick measurements.
 
-Ceilings for operators that are not measured themselves. Not for those that are: see
+They are ceilings for operators that are not measured themselves. Not for measured operators: see
 measure/operators/benchmark.py.
 """
 
@@ -15,7 +15,7 @@ from steelyard.measure.operators.benchmark import context_of
 from steelyard.measure.operators.timer import Clock
 
 _ROUNDS = 7
-# On a CPU about 10 ms each; on a GPU large enough to fill it.
+# On a CPU these take about 10 ms each; on a GPU they are large enough to fill it.
 _MATMUL_SIZE = {"cpu": 768, "cuda": 8192}
 _COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _EVICTING_BYTES = 4 << 20
@@ -24,14 +24,14 @@ _EVICTING_BYTES = 4 << 20
 def with_measured_rates(
     device: Device, *, cache: CostCache | None = None, torch_device: torch.device | None = None
 ) -> Device:
-    """``device`` with the rates it shows now, or showed when it was measured before."""
+    """Return ``device`` with rates measured now, or cached from an earlier measurement."""
     names = ("flops_per_second", "bytes_per_second", "call_seconds")
     context = context_of(device)
     rates = cache.read_rates(context) if cache else {}
     if not all(name in rates for name in names):
         rates = _measured(torch_device or torch.device("cpu"))
         if cache:
-            # Another process may have been first.
+            # Another process may have stored its figures first.
             rates |= cache.read_rates(context)
             cache.write_rates(context, rates)
     return replace(
@@ -52,7 +52,7 @@ def _measured(device: torch.device) -> dict[str, float]:
 
 
 def matmul_seconds(device: torch.device, *, rounds: int = _ROUNDS) -> list[float]:
-    """The same product, timed over and over: for its speed, and for how much it varies."""
+    """Return repeated times of one matrix product, for its speed and for its variation."""
     size = _MATMUL_SIZE[device.type]
     x = torch.ones(size, size, dtype=torch.float32, device=device)
     clock = Clock(device)
@@ -65,7 +65,7 @@ def _flops_per_second(device: torch.device) -> float:
 
 
 def _bytes_per_second(device: torch.device) -> float:
-    """Read and written bytes both count, as they do in a node's ``moved_bytes``."""
+    """Return the copy rate; read and written bytes both count, as in a node's ``moved_bytes``."""
     nbytes = _COPY_BYTES[device.type]
     source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     target = torch.zeros_like(source)
@@ -75,7 +75,7 @@ def _bytes_per_second(device: torch.device) -> float:
 
 
 def _call_seconds(device: torch.device) -> float:
-    """An operator with nothing to do, called as in a step: after one that filled the caches."""
+    """Return the time of a trivial operator after the caches were evicted, as in a step."""
     small = torch.ones(8, dtype=torch.float32, device=device)
     evicting = torch.ones(_EVICTING_BYTES // 4, dtype=torch.float32, device=device)
     clock = Clock(device)

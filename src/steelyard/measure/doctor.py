@@ -1,6 +1,6 @@
-"""Look this machine over: what Steelyard needs, what it would like, what will mislead it.
+"""Check this machine for requirements, recommendations and causes of misleading measurements.
 
-Not for printing what was found: see report/.
+Not for printing the findings: see report/.
 """
 
 import os
@@ -19,14 +19,15 @@ _PYTHON = (3, 11)
 _TORCH = "2.13"
 _LEAST_SHARED_BYTES = 256 << 20
 _LEAST_CACHE_BYTES = 64 << 20
-# Of a product timed over and over: beyond this a measured second says little about the next one.
+# Spread of repeated times of one product; above it, a measured second predicts the next one
+# badly.
 _MOST_NOISE = 0.15
 
 
 def diagnose(*, forget: bool = False) -> tuple[DoctorRow, ...]:
-    """Every row, in a second or two plus the import of torch; never fails for what it finds.
+    """Return all rows, in a second or two plus the import of torch; findings never raise.
 
-    ``forget``: first empty the cost cache; if that cannot be done, its row says why.
+    With ``forget`` the cost cache is emptied first; if that fails, its row says why.
     """
     if forget:
         cache.CostCache().forget()

@@ -1,6 +1,6 @@
-"""How fast offload memory really is: whether it reaches the rate it is declared to keep to.
+"""Measure the real speed of offload memory, and compare it with its declared rate.
 
-Not for moving anything: see offload/tier.py.
+Not for moving values: see offload/tier.py.
 """
 
 import time
@@ -18,25 +18,26 @@ from steelyard.offload.tier import OffloadFile
 from steelyard.units import format_bytes
 
 _SECONDS = 0.25
-# No larger at once: a plan is also loaded where there is no more memory than its step needs.
+# No larger transfers: a plan is also loaded where memory is only as large as its step needs.
 _FEWEST_BYTES, _MOST_BYTES = 1 << 20, 4 << 20
 _SMALL_BYTES, _CALLS = 4096, 20
-_ROUNDS, _WHILE_SECONDS = 24, 0.04
-# Disks are shared: what was reached once is reached again within this share.
+_ROUNDS, _INTERVAL_SECONDS = 24, 0.04
+# Disks are shared: a rate that was measured once is reached again within this share.
 _DOUBT = 0.1
 _REACHED = 0.9
-# What is remembered is above zero.
-_NEXT_TO_NONE = 1e-12
+# The cache stores only values above zero.
+_ALMOST_ZERO = 1e-12
 
 
 def measured_links(
     offload_memory: OffloadMemory, *, cache: CostCache | None = None
 ) -> tuple[dict[str, Link], tuple[str, ...]]:
-    """The links there and back; a note where the declared rate is not reached.
+    """Return the links to and from offload memory, with notes on rates not reached.
 
-    Measured once for a folder and a rate: two plans of a step, and its run, say the same of it.
+    Each folder and rate is measured once, so that two plans of a step, and its run, use the same
+    figures.
     """
-    memory = OffloadFile(offload_memory)  # which refuses what cannot be used, each time
+    memory = OffloadFile(offload_memory)  # raises, on each call, if the memory is unusable
     try:
         folder = Path(offload_memory.folder).resolve()
         context = f"offload memory in {folder} at {offload_memory.bytes_per_second} B/s"
@@ -44,7 +45,7 @@ def measured_links(
         if not found.keys() >= _FIGURES:
             found = _measured(memory)
             if cache:
-                # Another process may have been first.
+                # Another process may have stored its figures first.
                 found = {**found, **cache.read_rates(context)}
                 cache.write_rates(context, found)
     finally:
@@ -53,9 +54,9 @@ def measured_links(
     for axis in (FAR_OUT, FAR_IN):
         rate, reached = offload_memory.bytes_per_second, found[f"{axis} reached"]
         if reached < _REACHED * rate:
-            way = "written" if axis == FAR_OUT else "read"
+            verb = "written" if axis == FAR_OUT else "read"
             notes.append(
-                f"offload memory in {offload_memory.folder} is {way} at "
+                f"offload memory in {offload_memory.folder} is {verb} at "
                 f"{format_bytes(reached)}/s, not at "
                 f"the {format_bytes(rate)}/s declared: predicted with what was measured"
             )
@@ -79,100 +80,109 @@ _FIGURES = {
 
 
 def _measured(memory: OffloadFile) -> dict[str, float]:
-    """Bytes a second, seconds of a small one, seconds that a call takes, the share it slows."""
+    """Return rate, latency, call seconds and operator slowdown of each direction."""
     offload_memory = memory.offload_memory
     nbytes = int(min(max(offload_memory.bytes_per_second * _SECONDS, _FEWEST_BYTES), _MOST_BYTES))
     nbytes = min(nbytes, offload_memory.size_bytes) // _SMALL_BYTES * _SMALL_BYTES or _SMALL_BYTES
-    # Two under way may lie in the same place: what they say is nobody's.
+    # Two transfers at once may use the same slot: their data is never read.
     slots = Slots(memory, memory.kept([nbytes]) * 2)
     large = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     small = large[:_SMALL_BYTES]
-    _trip(slots, large)  # the first touches the buffers and the file
-    trips = [_trip(slots, small) for _ in range(_CALLS)]
+    _round_trip(slots, large)  # the first transfer touches the buffers and the file
+    small_trips = [_round_trip(slots, small) for _ in range(_CALLS)]
     times = max(1, round(offload_memory.bytes_per_second * _SECONDS / nbytes))
-    whole = [_trip(slots, large) for _ in range(times)]
+    large_trips = [_round_trip(slots, large) for _ in range(times)]
     found: dict[str, float] = {}
-    for axis, way in ((FAR_OUT, 0), (FAR_IN, 1)):
+    for axis, direction in ((FAR_OUT, 0), (FAR_IN, 1)):
         latency = max(
-            0.0, median(t[way] for t in trips) - _SMALL_BYTES / offload_memory.bytes_per_second
+            0.0,
+            median(t[direction] for t in small_trips)
+            - _SMALL_BYTES / offload_memory.bytes_per_second,
         )
         found |= {
-            f"{axis} latency": max(latency, _NEXT_TO_NONE),
-            f"{axis} reached": times * nbytes / max(1e-9, sum(t[way] - latency for t in whole)),
-            f"{axis} call": max(median(t[2] for t in trips) / 2, _NEXT_TO_NONE),
-            f"{axis} disturbs": max(_slowed(slots, large, is_sent=axis == FAR_OUT), _NEXT_TO_NONE),
+            f"{axis} latency": max(latency, _ALMOST_ZERO),
+            f"{axis} reached": times
+            * nbytes
+            / max(1e-9, sum(t[direction] - latency for t in large_trips)),
+            f"{axis} call": max(median(t[2] for t in small_trips) / 2, _ALMOST_ZERO),
+            f"{axis} disturbs": max(
+                _slowdown_share(slots, large, is_sent=axis == FAR_OUT), _ALMOST_ZERO
+            ),
         }
     return found
 
 
-def _trip(slots: Slots, x: torch.Tensor) -> tuple[float, float, float]:
-    """Seconds there, seconds back, and those that this thread itself spent."""
-    own = time.thread_time()
+def _round_trip(slots: Slots, x: torch.Tensor) -> tuple[float, float, float]:
+    """Return the seconds of writing, of reading back, and the CPU seconds of this thread."""
+    cpu_begin = time.thread_time()
     begin = time.perf_counter()
     slots.sent(0, slots.send(0, x), x)
-    there = time.perf_counter()
+    written = time.perf_counter()
     slots.fetched(0, slots.fetch(0, None))
-    back = time.perf_counter()
-    return there - begin, back - there, time.thread_time() - own
+    read_back = time.perf_counter()
+    return written - begin, read_back - written, time.thread_time() - cpu_begin
 
 
-def _slowed(slots: Slots, x: torch.Tensor, *, is_sent: bool) -> float:
-    """By what share operators slow down beside a transfer: cores and the way to memory are shared
-    with the thread that moves it. Each short while beside one is compared with those before and
-    after it, since a machine is not as fast from one tenth of a second to the next."""
+def _slowdown_share(slots: Slots, x: torch.Tensor, *, is_sent: bool) -> float:
+    """Return the share by which a transfer slows down concurrent operators.
+
+    Operators share cores and memory bandwidth with the thread that moves the data. Each short
+    interval with a transfer is compared with the intervals before and after it, since the speed
+    of a machine changes from one tenth of a second to the next.
+    """
     shares = []
-    before = _pace()
+    before = _rounds_per_second()
     for _ in range(_ROUNDS):
-        busy = _Busy(slots, x, is_sent=is_sent)
-        beside = _pace(busy.go_on)
-        busy.stop()
-        after = _pace()
-        shares.append(1 - 2 * beside / (before + after))
+        link = _BusyLink(slots, x, is_sent=is_sent)
+        during = _rounds_per_second(link.refill)
+        link.stop()
+        after = _rounds_per_second()
+        shares.append(1 - 2 * during / (before + after))
         before = after
     return median(shares)
 
 
-class _Busy:
-    """A link with always one transfer under way and one waiting."""
+class _BusyLink:
+    """A link that always has one transfer in flight and one queued."""
 
     def __init__(self, slots: Slots, x: torch.Tensor, *, is_sent: bool) -> None:
         self._slots, self._x, self._is_sent = slots, x, is_sent
-        self._under_way = [self._begun(slot) for slot in (0, 1)]
+        self._in_flight = [self._start(slot) for slot in (0, 1)]
 
-    def _begun(self, slot: int) -> Any:
+    def _start(self, slot: int) -> Any:
         return self._slots.send(slot, self._x) if self._is_sent else self._slots.fetch(slot, None)
 
-    def _is_over(self, slot: int) -> bool:
+    def _is_complete(self, slot: int) -> bool:
         if self._is_sent:
-            return bool(self._under_way[slot].done())
+            return bool(self._in_flight[slot].done())
         return self._slots.has_arrived(slot)
 
     def _end(self, slot: int) -> None:
         if self._is_sent:
-            self._slots.sent(slot, self._under_way[slot], self._x)
+            self._slots.sent(slot, self._in_flight[slot], self._x)
         else:
-            self._slots.fetched(slot, self._under_way[slot])
+            self._slots.fetched(slot, self._in_flight[slot])
 
-    def go_on(self) -> None:
-        """What has arrived is followed by another."""
+    def refill(self) -> None:
+        """Replace each completed transfer by a new one."""
         for slot in (0, 1):
-            if self._is_over(slot):
+            if self._is_complete(slot):
                 self._end(slot)
-                self._under_way[slot] = self._begun(slot)
+                self._in_flight[slot] = self._start(slot)
 
     def stop(self) -> None:
         for slot in (0, 1):
             self._end(slot)
 
 
-def _pace(also: Callable[[], None] = lambda: None) -> float:
-    """How often a second a product and a pass over memory are done."""
+def _rounds_per_second(each_round: Callable[[], None] = lambda: None) -> float:
+    """Return how often per second a matrix product and a pass over memory complete."""
     matrix = torch.ones(256, 256, dtype=torch.float32, device="cpu")
     vector = torch.ones(1 << 20, dtype=torch.float32, device="cpu")
     begin, count = time.perf_counter(), 0
-    while count == 0 or time.perf_counter() < begin + _WHILE_SECONDS:
+    while count == 0 or time.perf_counter() < begin + _INTERVAL_SECONDS:
         torch.mm(matrix, matrix)
         torch.mul(vector, 2.0)
-        also()
+        each_round()
         count += 1
     return count / (time.perf_counter() - begin)

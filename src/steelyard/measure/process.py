@@ -1,7 +1,7 @@
-"""This process as the operating system sees it: resident bytes, their high-water mark, CPU time.
+"""This process as the operating system sees it: resident bytes, their peak, and CPU time.
 
-What stands beside the allocator's figures, libraries and the C heap included. Not for bounding
-memory: the heap keeps pages it has no use for, see measure/operators/memory.py.
+Resident bytes include libraries and the C heap, unlike the allocator's figures. Not for bounding
+memory: the heap also keeps unused pages, see measure/operators/memory.py.
 """
 
 import resource
@@ -14,7 +14,7 @@ def rss_bytes() -> int:
 
 
 def rss_peak_bytes() -> int:
-    """The most that was ever resident in this process."""
+    """Return the peak resident bytes of this process."""
     peak = _status_bytes("VmHWM")
     if peak is None:
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -23,13 +23,13 @@ def rss_peak_bytes() -> int:
 
 
 def cpu_seconds() -> float:
-    """What all threads of this process have computed, in user and in system mode."""
+    """Return the CPU seconds of all threads of this process, in user and in system mode."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def _status_bytes(field: str) -> int | None:
-    """None where there is no /proc."""
+    """Return a field of /proc/self/status in bytes; None without /proc."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -232,7 +232,7 @@ def _open(offload_memory: OffloadMemory) -> int:
     kind = filesystem_of(folder)
     if kind in _IN_MEMORY:
         raise BadInput(
-            f"{offload_memory.folder} is not offload memory: it is {kind}, which lies in the same",
+            f"{offload_memory.folder} is on {kind}, which is main memory and no disk",
             expected="a folder on a disk",
             remedy="name another folder",
         )

@@ -1,4 +1,4 @@
-"""Plans on disk: decisions as TOML, predictions and measurements as JSON beside them.
+"""Plans on disk: decisions as TOML, and predictions and measurements as a JSON file next to it.
 
-Not for what a plan is: see plans/. Not for the tables of a trade's rules: see trades/.
+Not for the plan itself: see plans/. Not for the tables of a trade's rules: see trades/.
 """

@@ -1,8 +1,8 @@
 """The plan file: decisions only, as TOML that a person can read, edit, diff and check.
 
-Each trade declares its table (trades/). Written by twenty lines here and not by tomli_w, which puts
-each number of a shape on a line of its own, and picks inline or headed tables by their length, so
-that one digit more would reflow the file. Not for predictions: see prediction_file.py.
+Each trade declares its table (trades/). Written by twenty lines here and not by tomli_w, which
+puts each number of a shape on a line of its own, and picks inline or headed tables by their
+length, so that one digit more would reflow the file. Not for predictions: see prediction_file.py.
 """
 
 import shlex
@@ -44,8 +44,8 @@ from steelyard.units import (
 # 2: tables and trades were renamed (see CHANGELOG.md).
 FORMAT = 2
 MOST_BYTES = 4 * 2**20
-# Enough to see what is wrong; a hostile file has a million.
-_MOST_FOUND = 100
+# Enough to see the mistake; a hostile file has a million.
+_MOST_PROBLEMS = 100
 _TABLES = {name: trade.table for name, trade in BY_NAME.items()}
 
 
@@ -54,8 +54,8 @@ def read_decisions(path: Path) -> Decisions:
 
 
 def write_decisions(path: Path, decisions: Decisions, *, script: str = "") -> str:
-    """The digest of the text, which tells whether anybody changed it since."""
-    # With the script as it was typed, the plan is named from the same folder.
+    """Write the plan file; return the digest of its text, which reveals later edits."""
+    # With a script as typed, the plan's path is relative to the same folder.
     name = str(path) if script else path.name
     text = encode_decisions(decisions, name=name, script=script).encode()
     write_whole(path, text)
@@ -67,7 +67,7 @@ def digest_of_text(path: Path) -> str:
 
 
 def digest_of(decisions: Decisions) -> str:
-    """Names the decisions; what is said about them elsewhere carries it."""
+    """Return a digest of the decisions; files that refer to these decisions store it."""
     return sha256("\n".join(_lines(decisions)).encode()).hexdigest()
 
 
@@ -82,7 +82,7 @@ def encode_decisions(
         f"#   {printable(check, most=1000)}",
     )
     text = "\n".join([*header, *_lines(decisions)]) + "\n"
-    # What cannot be read back must never be written; a model's names may be odd.
+    # A file that cannot be read back must never be written; the names in a model may be odd.
     sorted_decisions = replace(decisions, rules=tuple(sorted(decisions.rules)))
     if decode_decisions(text, source=name) != sorted_decisions:
         raise AssertionError(f"{name} does not read back as it was written")
@@ -102,14 +102,15 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
         raise refusal(source, problems)
     target = head.target.value()
     if target.ranks % target.hosts:
-        said = f"{target.ranks} ranks on {target.hosts} hosts"
-        raise refusal(source, [f"is made for {said}, which are not as many on each"])
-    if problem := _ill_used(head.used_ranks, target, ParallelLayout.of(rules).num_ranks):
+        text = f"{target.ranks} ranks on {target.hosts} hosts"
+        raise refusal(source, [f"is made for {text}, which are not as many on each"])
+    if problem := _used_ranks_problem(head.used_ranks, target, ParallelLayout.of(rules).num_ranks):
         raise refusal(source, [problem])
-    moving = next((rule.trade for rule in rules if rule.trade in OFFLOAD_TRADES), "")
-    if head.offload_memory is None and moving:
+    offload_trade = next((rule.trade for rule in rules if rule.trade in OFFLOAD_TRADES), "")
+    if head.offload_memory is None and offload_trade:
         raise refusal(
-            source, [f"moves values to offload memory ([[{moving}]]) and has no [offload_memory]"]
+            source,
+            [f"moves values to offload memory ([[{offload_trade}]]) and has no [offload_memory]"],
         )
     return Decisions(
         target=target,
@@ -120,8 +121,11 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
     )
 
 
-def _ill_used(used: list[int], target: Target, num_ranks: int) -> str:
-    """Empty where these are as many of the ranks as the rules lie on, of whole hosts."""
+def _used_ranks_problem(used: list[int], target: Target, num_ranks: int) -> str:
+    """Return the error in ``used_ranks``; empty if valid.
+
+    They must be as many as the rules need, and cover whole hosts.
+    """
     if not used:
         return ""
     if used != sorted(set(used)) or used[-1] >= target.ranks:
@@ -163,7 +167,7 @@ def _rules(tables: dict[str, Any]) -> tuple[tuple[Rule, ...], list[str]]:
             problems.append(f"{trade} has {len(given)} tables, and at most {table.most} may stand")
             continue
         for index, entry in enumerate(given):
-            if len(problems) >= _MOST_FOUND:
+            if len(problems) >= _MOST_PROBLEMS:
                 break
             try:
                 values = table.model_validate(entry).model_dump()
@@ -176,7 +180,7 @@ def _rules(tables: dict[str, Any]) -> tuple[tuple[Rule, ...], list[str]]:
     for rule, next_rule in pairwise(rules):
         if rule == next_rule:
             problems.append(f"{rule.trade}: {printable(rule.module)} {printable(rule.op)} is twice")
-    return tuple(rules), problems[:_MOST_FOUND]
+    return tuple(rules), problems[:_MOST_PROBLEMS]
 
 
 class _BatchEntry(BaseModel):
@@ -262,7 +266,7 @@ class _OffloadMemory(BaseModel):
 
 
 class _Head(BaseModel):
-    """All of the file but the trades."""
+    """The whole file except the rules of trades."""
 
     model_config = STRICT
 

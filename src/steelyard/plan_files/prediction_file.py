@@ -1,7 +1,7 @@
-"""What is said about a plan: predictions, reasons and measurements, as generated JSON beside it.
+"""Data about a plan: predictions, reasons and measurements, as a generated JSON file.
 
-Bound to its decisions by their digest, so that figures of a plan before an edit are never shown
-as those of the plan after it. Not for the decisions: see plan_file.py.
+Bound to the decisions by their digest, so that predictions from before an edit are never shown
+for the plan after it. Not for the decisions: see plan_file.py.
 """
 
 import json
@@ -34,7 +34,7 @@ MOST_BYTES = 64 * 2**20
 
 
 def refuse_to_lose(path: Path) -> None:
-    """A plan may replace a plan, but never what a person wrote."""
+    """Raise if writing would overwrite a plan file that a person wrote or edited."""
     explanation_path(path)
     if not path.exists():
         return
@@ -52,7 +52,7 @@ def refuse_to_lose(path: Path) -> None:
 
 
 def write_plan(path: Path, plan: Plan, *, asked: Asked | None = None) -> None:
-    """The decisions to ``path``, everything else beside it."""
+    """Write the decisions to ``path`` and everything else to the JSON file."""
     asked = asked or Asked()
     explanation_path(path)
     written = write_decisions(path, plan.decisions, script=asked.script)
@@ -61,7 +61,7 @@ def write_plan(path: Path, plan: Plan, *, asked: Asked | None = None) -> None:
 
 
 def write_explanation(path: Path, plan: Plan, measured: RunMeasurement | None = None) -> None:
-    """Only the JSON beside ``path``; the plan file keeps its edits and comments."""
+    """Write the JSON file only; the plan file keeps its edits and comments."""
     try:
         # An edit that was checked, or run, is still an edit.
         before = read_plan(path)
@@ -73,17 +73,18 @@ def write_explanation(path: Path, plan: Plan, measured: RunMeasurement | None = 
 
 
 def with_reasons(plan: Plan, path: Path) -> Plan:
-    """``plan`` with what was found out when its decisions were made, if they stand unchanged.
+    """Return ``plan`` with the reasons found when its decisions were made, if these are unchanged.
 
-    Predicting decisions anew weighs no offers and draws no curve. Times come out differently each
-    time, and what was found says of when it is; of a step that needs other memory it is not said.
+    Predicting stored decisions again weighs no offers and draws no curve. Predicted times vary
+    between runs, so the reasons carry the time they refer to. If the peak memory of the step
+    changed, the reasons no longer apply and a note replaces them.
     """
     if plan.num_offers:
         return plan
     try:
         found = read_plan(path).plan
     except PlanFileError:
-        # The JSON is damaged, and about to be written anew; only the reasons are lost with it.
+        # The JSON is damaged and about to be rewritten; only the reasons are lost with it.
         return plan
     if found is None or digest_of(found.decisions) != digest_of(plan.decisions):
         return plan
@@ -92,9 +93,9 @@ def with_reasons(plan: Plan, path: Path) -> Plan:
     if _peaks(found) != _peaks(plan):
         note = "the step needs other memory than when it was planned: plan again for the reasons"
         return replace(plan, notes=(*plan.notes, note))
-    then = found.planned_seconds
-    if then is None and found.predicted.metrics != plan.predicted.metrics:
-        then = found.predicted.metrics.step_seconds.value
+    planned_seconds = found.planned_seconds
+    if planned_seconds is None and found.predicted.metrics != plan.predicted.metrics:
+        planned_seconds = found.predicted.metrics.step_seconds.value
     return replace(
         plan,
         taken=found.taken,
@@ -104,7 +105,7 @@ def with_reasons(plan: Plan, path: Path) -> Plan:
         next_cent=found.next_cent,
         least_bytes=found.least_bytes,
         least_within=found.least_within,
-        planned_seconds=then,
+        planned_seconds=planned_seconds,
         largest=found.largest,
         fewest=found.fewest,
     )
@@ -116,16 +117,16 @@ def _peaks(plan: Plan) -> tuple[int, int]:
 
 def read_plan(path: Path) -> PlanOnFile:
     decisions = read_decisions(path)
-    beside = explanation_path(path)
-    # A link that leads nowhere is no file that is missing.
-    if not os.path.lexists(beside):
+    json_path = explanation_path(path)
+    # A dangling link is not a missing file.
+    if not os.path.lexists(json_path):
         return PlanOnFile(decisions=decisions)
     try:
-        raw = read_bytes(beside, most_bytes=MOST_BYTES)
+        raw = read_bytes(json_path, most_bytes=MOST_BYTES)
     except PlanFileError as error:
         remedy = f"delete it, and {_remedy(path.name)}"
         raise PlanFileError(error.happened, expected=_EXPECTED, remedy=remedy) from None
-    return decode_explanation(raw, decisions, source=str(beside), plan_name=path.name)
+    return decode_explanation(raw, decisions, source=str(json_path), plan_name=path.name)
 
 
 def encode_explanation(
@@ -152,7 +153,7 @@ def encode_explanation(
         "asked": asdict(asked or Asked()),
     }
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # File names that are no text reach us as lone surrogates, which are no JSON.
+    # Undecodable file names arrive as lone surrogates, which JSON cannot contain.
     return text.encode("utf-8", errors="replace") + b"\n"
 
 
@@ -200,7 +201,7 @@ def _decoded(raw: bytes | str, decisions: Decisions, source: str) -> PlanOnFile:
 
 
 class _Body(BaseModel):
-    """A Plan without its decisions; a test holds the fields equal."""
+    """A Plan without its decisions; a test verifies that the fields are equal."""
 
     model_config = STRICT
 
@@ -216,7 +217,7 @@ class _Body(BaseModel):
     least_bytes: int
     least_within: int
     slowdown: Estimate | None
-    # Files of before it was kept.
+    # Older files do not have this field.
     planned_seconds: float | None = None
     largest: str
     fewest: str = ""
@@ -232,7 +233,7 @@ class _Document(BaseModel):
     written_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     plan: _Body
     measured: RunMeasurement | None
-    # Files of before it was kept.
+    # Older files do not have this field.
     asked: Asked = Asked()
 
 

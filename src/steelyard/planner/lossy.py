@@ -1,8 +1,8 @@
 """Plans that may lose accuracy: which activations to store in 8 bits, and if a plan is accepted.
 
 The error of each quantized activation must be small, and the loss drift of a short probe must stay
-within the budget. A probe says nothing certain about the final accuracy. Not for running the
-probes: see accuracy_probe.py.
+within the budget. A probe does not guarantee the final accuracy. Not for running the probes: see
+accuracy_probe.py.
 """
 
 import math

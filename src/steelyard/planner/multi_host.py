@@ -319,7 +319,7 @@ def probe_hosts(who: RankInfo, home: torch.device) -> None:
             return
         figures = figures_of_this_rank(hosts=hosts, home=home)
         figures_of_ranks, session = gathered(figures, dict[str, float]), probe_link(home)
-        # With two hosts, nothing tells which of them has the slow link.
+        # With two hosts, measurements cannot show which of them has the slow link.
         joins = measured_joins(figures_of_ranks, hosts=hosts, home=home) if hosts > 2 else {}
     # Stored under all cores of the host, because planning uses all of them.
     remember_hosts(
@@ -375,7 +375,7 @@ def check_neighbours(who: RankInfo) -> None:
 
 @contextlib.contextmanager
 def on_own_cores(who: RankInfo) -> Iterator[None]:
-    """Pin this process to its own cores within the context, apart from other ranks of the host."""
+    """Pin this process to its own cores within the context; other ranks use the other cores."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     keep_to_cores_of(who)
     try:

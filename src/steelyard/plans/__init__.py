@@ -1,4 +1,4 @@
-"""What a user asks and gets: budget, trade, plan, plan file, predictions, receipt.
+"""The data a user gives and gets: budget, trades, plan, plan file, predictions, receipt.
 
-Not for how a plan is found: see planner/ and search/.
+Not for finding a plan: see planner/ and search/.
 """

@@ -1,6 +1,6 @@
-"""What can be said of the accuracy that a plan loses, in words, and whether a budget allows it.
+"""Texts for the accuracy loss of a plan, and their check against a budget.
 
-Not for finding it out: see planner/lossy.py.
+Not for measuring the loss: see planner/lossy.py.
 """
 
 import math
@@ -15,14 +15,14 @@ _PROBED = re.compile(r"([0-9.]+|inf) ± ([0-9.]+|inf) % \(probe: .*\)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """How far the losses of two twins lay apart in a probe, as shares: one a step."""
+    """The relative loss differences of twin runs in a probe, one per step."""
 
     shares: tuple[float, ...]
     items: int
 
     @property
     def largest(self) -> float:
-        """Infinite where a loss was not finite."""
+        """The largest difference; infinite if a loss was not finite."""
         return max(self.shares) if all(map(math.isfinite, self.shares)) else math.inf
 
     @property
@@ -35,11 +35,11 @@ class Drift:
 
     @property
     def upper(self) -> float:
-        """The upper end of what the probe says, ``4.6 ± 1.5 %``: a budget has to contain it."""
+        """The upper end of the interval, as in ``4.6 ± 1.5 %``: a budget has to contain it."""
         return self.largest + self.spread
 
     def keeps(self, bound: float) -> bool:
-        """Whether the whole interval is inside the budget, by the figures that are printed."""
+        """True if the whole interval is inside the budget, by the figures that are printed."""
         return keeps(str(self), bound) is True
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Drift:
 
 
 def _figures(share: float) -> str:
-    """Of a percentage, two that count: ``1.2``, ``0.00034``."""
+    """Format a share as a percentage with two significant digits: ``1.2``, ``0.00034``."""
     if not math.isfinite(share):
         return "inf"
     rounded = float(f"{share * 100:.2g}")
@@ -59,19 +59,21 @@ def _figures(share: float) -> str:
 
 
 def is_word(word: str) -> bool:
-    """Whether it is one of those that stand for an accuracy loss, see ir/metrics.py."""
+    """True if ``word`` is a valid text for an accuracy loss, see ir/metrics.py."""
     return word in (EXACT, UNKNOWN) or word.startswith("<= ") or bool(_PROBED.fullmatch(word))
 
 
 def keeps(word: str, bound: float) -> bool | None:
-    """Whether this much accuracy may be lost, the upper end of a probe's interval included; None
-    where nobody knows how much it is."""
+    """True if a budget of ``bound`` allows this accuracy loss; None if the loss is unknown.
+
+    For a probed loss the upper end of the interval counts.
+    """
     if word == EXACT:
         return True
     if bound == 0:
         return False
     probed = _PROBED.fullmatch(word)
-    # The figures of the word are rounded, as is what it is held against.
+    # The figures in the text are rounded, so the bound is rounded in the same manner.
     if probed is None:
         return None
     # Decimal figures are added in decimal: 1.1 + 0.3 is inside 1.4.
@@ -79,8 +81,8 @@ def keeps(word: str, bound: float) -> bool | None:
 
 
 def beyond(drift: Drift, bound: float) -> str:
-    """Why a budget does not allow what a probe saw."""
-    said = f"a probe drifted {drift}"
+    """Return the reason why a budget does not allow a probed loss."""
+    text = f"a probe drifted {drift}"
     if math.isfinite(drift.upper):
-        said += f", so up to {_figures(drift.upper)} %"
-    return f"{said}, and the accuracy budget is {_figures(bound)} %"
+        text += f", so up to {_figures(drift.upper)} %"
+    return f"{text}, and the accuracy budget is {_figures(bound)} %"

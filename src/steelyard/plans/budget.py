@@ -1,6 +1,6 @@
-"""What the user can spend, and what to do with what is left.
+"""The limits that a user sets, and the quantity to optimize within them.
 
-Not for spending it: see search/.
+Not for searching within them: see search/.
 """
 
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from steelyard.units import (
 
 
 class Maximize(StrEnum):
-    """The inverse question: not whether this step fits, but the largest that does."""
+    """The inverse question: the largest batch or sequence that fits."""
 
     BATCH = "batch"
     SEQUENCE = "sequence"
 
 
 class Minimize(StrEnum):
-    """The other inverse question: the fewest that it fits on."""
+    """The other inverse question: the fewest devices on which the step fits."""
 
     DEVICES = "devices"
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Budget:
-    """Bounds per step and rank; what is None is not bounded but minimised, step time first.
+    """Limits per step and rank; an unlimited amount (None) is minimised, step time first.
 
-    ``Budget(memory="2 GiB", accuracy_loss="0.5%")`` reads amounts as people write them; the
-    fields themselves, in plain units, are taken too.
+    ``Budget(memory="2 GiB", accuracy_loss="0.5%")`` parses amounts with units; the fields, in
+    plain units, are accepted as arguments too.
     """
 
     memory_bytes: int | None

@@ -1,7 +1,7 @@
-"""Offers to apply a trade on values of the forward pass, as people would name them.
+"""Offers to apply a trade to forward values, grouped under names that people would use.
 
-Everything, a module, all blocks of a run, one operator throughout a run. Not for which values a
-trade can be applied on: it knows that itself.
+Groups are everything, a module, all blocks of a run, one operator throughout a run. Not for the
+values that a trade can be applied to: each trade knows its own.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from steelyard.plans.trade import Offer
 
 
 def offers_of(trade: str, graph: Graph, values: Iterable[str]) -> tuple[Offer, ...]:
-    """Of names for the same values, one is offered."""
+    """Return one offer for each distinct set of values, under the first label that names it."""
     sets: dict[str, dict[str, None]] = {}
     for name in sorted(values, key=graph.position.__getitem__):
         for label in _labels(graph, graph.by_name[name]):

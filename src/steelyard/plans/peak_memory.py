@@ -1,6 +1,6 @@
-"""What is alive when most is: the answer to "which tensor is to blame".
+"""The live tensors at peak memory: the answer to "which tensor is to blame".
 
-Not for finding it: see predict/.
+Not for computing them: see predict/.
 """
 
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from itertools import pairwise
 
 from steelyard.ir.graph import Phase, Role
 
-# What is held so, beside what a step itself holds.
+# Memory that a transfer needs in addition to the values of the step.
 PIECES = "pieces on their way to offload memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTensor:
-    """Storages that are alive together, made by one operator of one module."""
+    """Storages that are live at the same time and were made by one operator of one module."""
 
     nbytes: int
     what: str
@@ -25,13 +25,13 @@ class LiveTensor:
 
     @classmethod
     def of(cls, nbytes: int, what: str, role: Role) -> "LiveTensor":
-        """What no single operator made."""
+        """Return an entry for memory that no single operator made."""
         return cls(nbytes=nbytes, what=what, path="", line="", phase=Phase.FORWARD, role=role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """The line of the step at which most is alive, and what is, largest first.
+    """The instruction with the most live memory, and the live tensors there, largest first.
 
     ``resident_bytes`` (parameters, buffers, batch, optimizer state) are part of ``nbytes``.
     """
@@ -48,9 +48,9 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Bytes held at each instruction of one step, and when each begins; for drawing.
+    """Live bytes at each instruction of one step, and the start time of each; for drawing.
 
-    Of several micro-batches two are there, the first and one that adds to its gradients.
+    With several micro-batches it covers two: the first, and one that accumulates gradients.
     """
 
     seconds: tuple[float, ...]
@@ -58,14 +58,14 @@ class Timeline:
     phases: tuple[Phase, ...]
 
     def thinned(self, most: int) -> "Timeline":
-        """At most ``most`` instants, each the highest of its stretch; the peak is one of them."""
+        """Return at most ``most`` instants, each the highest of its interval, the peak included."""
         count = len(self.nbytes)
         if count <= most:
             return self
         edges = [count * i // most for i in range(most + 1)]
-        kept = [max(range(a, b), key=self.nbytes.__getitem__) for a, b in pairwise(edges)]
+        chosen = [max(range(a, b), key=self.nbytes.__getitem__) for a, b in pairwise(edges)]
         return Timeline(
-            seconds=tuple(self.seconds[i] for i in kept),
-            nbytes=tuple(self.nbytes[i] for i in kept),
-            phases=tuple(self.phases[i] for i in kept),
+            seconds=tuple(self.seconds[i] for i in chosen),
+            nbytes=tuple(self.nbytes[i] for i in chosen),
+            phases=tuple(self.phases[i] for i in chosen),
         )

@@ -1,7 +1,7 @@
-"""A plan: the decisions, for whom they were made, and what they were predicted to cost.
+"""A plan: the decisions, the model and machine they are for, and their predicted cost.
 
-The decisions stand in a TOML file a person can edit; the rest in generated JSON beside it, see
-plan_file.py. Not for making plans: see search/.
+The decisions are in a TOML file that a person can edit; the rest is in a generated JSON file, see
+plan_files/plan_file.py. Not for making plans: see search/.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,13 @@ class BatchEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Fingerprints of what was planned, and with what; ``ranks`` are those it may lie on, as many
-    on each of its ``hosts``, and ``speeds`` how fast each of them computes beside the fastest,
-    where they are not equal. ``declared`` describes the declared cluster that was planned for;
-    it is empty for a plan for the machine on which it was made."""
+    """Fingerprints of the planned step, and of the software and hardware it was planned for.
+
+    ``ranks`` are the available ranks, in equal numbers on each of ``hosts``. ``speeds`` are their
+    relative speeds, the fastest being 1; empty if all are equal. ``declared`` describes the
+    declared cluster that was planned for; it is empty for a plan for the machine on which it was
+    made.
+    """
 
     model: str
     graph: str
@@ -49,16 +52,16 @@ class Target:
         return self.ranks // self.hosts
 
     def hosts_of(self, ranks: int) -> int:
-        """On how many of the hosts the first so many ranks are."""
+        """Return the number of hosts that contain the first ``ranks`` ranks."""
         return 1 if self.hosts == 1 else -(-ranks // self.ranks_of_a_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
-    """All that a plan file holds; everything else follows from it.
+    """The full contents of a plan file; everything else follows from it.
 
-    ``offload_memory`` is the memory that values are moved to, where any are. ``used_ranks`` are the
-    ranks of ``target`` that the step lies on, where these are not simply the first ones.
+    ``offload_memory`` is the memory to which values are offloaded, if any. ``used_ranks`` are the
+    ranks of ``target`` that run the step, if these are not simply the first ones.
     """
 
     target: Target
@@ -68,12 +71,15 @@ class Decisions:
     used_ranks: tuple[int, ...] = ()
 
     def ranks_used(self, num_ranks: int) -> Sequence[int]:
-        """The numbers, among all ranks there were to choose from, of those it lies on; no list of
-        more ranks than a plan file can name, which may say any number of them."""
+        """Return the numbers of the ranks that run the step, among all ranks of ``target``.
+
+        Returns a range where possible: a plan file may declare any number of ranks, and a list of
+        so many would not fit in memory.
+        """
         return self.used_ranks or range(num_ranks)
 
     def hosts_used(self, num_ranks: int) -> Sequence[int]:
-        """And the numbers of the hosts that these are on."""
+        """Return the numbers of the hosts of these ranks."""
         each = self.target.ranks_of_a_host
         named = tuple(dict.fromkeys(rank // each for rank in self.used_ranks))
         return named or range(self.target.hosts_of(num_ranks))
@@ -81,16 +87,16 @@ class Decisions:
     @property
     def name(self) -> str:
         """Four hexadecimal digits that name the decisions in print."""
-        # A plan is called as it was before there were lags, times and buckets.
+        # Newer fields with default values are dropped, so that old plans retain their names.
         rules = str(tuple(sorted(self.rules)))
-        for unsaid in (
+        for default in (
             ", lag=0, lead=0",
             ", times=1",
             ", bucket_bytes=0",
             ", dim=0, groups=1",
             ", shares=()",
         ):
-            rules = rules.replace(unsaid, "")
+            rules = rules.replace(default, "")
         offloaded = self.offload_memory or ""
         text = f"{self.target.graph}{self.target.runner}{self.budget}{rules}{offloaded}"
         text += str(self.used_ranks or "")
@@ -99,7 +105,7 @@ class Decisions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One program, priced: the four amounts, the peak behind the second, the step drawn out."""
+    """The cost of one program: the four amounts, the peak behind the second, the timeline."""
 
     metrics: Metrics
     peak: PeakMemory
@@ -109,9 +115,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedTrade:
-    """An offer that was applied: what it pays and buys beside the plan without it.
+    """An offer that was applied, with its cost and benefit compared with the plan without it.
 
-    ``buys_seconds`` are of computation where it buys any; of codes, of waiting for others.
+    ``buys_seconds`` are seconds of computation if the trade saves any, and otherwise seconds of
+    exposed communication (gradient codecs).
     """
 
     trade: str
@@ -124,7 +131,7 @@ class SelectedTrade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """One plan of the memory-time curve; a lossy one that was not probed is of unknown accuracy."""
+    """One plan of the memory-time curve; an unprobed lossy plan has unknown accuracy."""
 
     memory_bytes: int
     step_seconds: float
@@ -136,7 +143,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextCent:
-    """Which bound is worth raising: ``more_bytes`` more would save ``saved_seconds`` a step."""
+    """The marginal saving: ``more_bytes`` more memory would save ``saved_seconds`` a step."""
 
     more_bytes: int
     saved_seconds: float
@@ -144,16 +151,16 @@ class NextCent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Decisions with their reasons. Three baselines are named: eager, unplanned, the plan.
+    """Decisions with their reasons. Three predictions are compared: eager, unplanned, the plan.
 
     ``before`` is eager PyTorch, ``unplanned`` the captured graph with no trade applied.
-    ``slowdown`` is how many times as long as the unplanned graph the plan takes, forward and
-    backward pass without the optimizer's step. ``largest`` or ``fewest`` answers the inverse
-    question where it was asked. ``least_bytes`` is the least peak that was found, with the batch in
-    at most ``least_within`` parts; 0 where finer cuts were tried as well.
-    ``planned_seconds`` is the step as it was predicted when the reasons were found, where that was
-    at another time than the prediction here; offers, curve and next cent are beside that one.
-    ``predicted_for`` is a digest of the step, machine and optimizer that were predicted.
+    ``slowdown`` is the plan's time relative to the unplanned graph, forward and backward pass
+    without the optimizer step. ``largest`` or ``fewest`` answers the inverse question if it was
+    asked. ``least_bytes`` is the lowest peak that was found with at most ``least_within``
+    micro-batches; ``least_within`` is 0 if larger counts were tried as well. ``planned_seconds``
+    is the step time predicted when the reasons were computed, if this was earlier than the
+    prediction here; offers, curve and marginal saving refer to that prediction. ``predicted_for``
+    is a digest of the step, machine and optimizer that were predicted.
     """
 
     title: str

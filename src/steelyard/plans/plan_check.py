@@ -1,6 +1,6 @@
-"""The checks of a plan file that need neither its script nor torch: made before anything starts.
+"""Checks of a plan file that need neither its script nor torch; made before anything starts.
 
-Not for reading the file: see plan_file.py. Not for what needs the script: see
+Not for reading the file: see plan_files/plan_file.py. Not for checks that need the script: see
 planner/compatibility.py.
 """
 
@@ -13,12 +13,12 @@ from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.plans.plan import Decisions
 from steelyard.safe_text import printable
 
-# For each runner, the tables of operators that it can run; new plans are made on the first.
+# For each runner, its supported operator decompositions; new plans use the first.
 DECOMPOSITIONS = {"python": ("python-2", "python-1"), "inductor": ("inductor-1", "inductor-2")}
 
 
 def check_file(path: str | Path, decisions: Decisions) -> None:
-    """Refuse an unknown runner, and a layout on other ranks than those that it is made for."""
+    """Raise if the runner is unknown, or if the layout does not match the ranks of the target."""
     target = decisions.target
     if target.runner not in DECOMPOSITIONS:
         raise BadInput(
@@ -48,7 +48,7 @@ def check_file(path: str | Path, decisions: Decisions) -> None:
 
 
 def check_startable(path: str | Path, decisions: Decisions) -> None:
-    """Refuse, before any process is started, a plan that this machine cannot have the ranks of."""
+    """Raise, before any process starts, if this machine cannot provide the ranks of the plan."""
     check_file(path, decisions)
     target, name = decisions.target, printable(str(path))
     ranks = ParallelLayout.of(decisions.rules).num_ranks
@@ -65,22 +65,22 @@ def check_startable(path: str | Path, decisions: Decisions) -> None:
 
 
 def cluster_for(decisions: Decisions) -> Cluster:
-    """This machine, and hosts like it, for the ranks of the plan, with the speeds that it found.
+    """Return this machine, and hosts equal to it, as a cluster for the ranks of the plan.
 
-    Speeds are not measured again: a busy moment must not make it another plan. Refuses more ranks
-    than this machine can be asked for, before any list of them is made.
+    Speeds come from the plan and are not measured again: a busy moment must not change the plan.
+    Raises if this machine cannot provide that many ranks, before any list of them is made.
     """
     target = decisions.target
     ranks = target.ranks
     if target.hosts > 1:
-        # Only the hosts that the plan lies on have met.
+        # Only the hosts that run the plan have joined the rendezvous.
         ranks = ParallelLayout.of(decisions.rules).num_ranks
     hosts = target.hosts_of(ranks)
     here = Cluster.here(ranks=ranks, hosts=hosts, offload_memory=decisions.offload_memory)
     if target.speeds:
         own = target.speeds
         if target.hosts > 1:
-            # Too few of them are refused below.
+            # Cluster.here raises if there are too few of them.
             own = tuple(own[rank] for rank in decisions.ranks_used(ranks) if rank < len(own))
         return Cluster.here(
             ranks=ranks, hosts=hosts, speeds=own[:ranks], offload_memory=decisions.offload_memory

@@ -1,4 +1,4 @@
-"""A plan as it was read from disk, with what stands beside it.
+"""A plan as read from disk, with its predictions and measurements.
 
 Not for reading it: see plan_files/.
 """
@@ -14,7 +14,7 @@ from steelyard.safe_text import printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The script and the declared cluster that a plan was asked for, as they were typed."""
+    """The script and the declared cluster given on the command line for a plan, as typed."""
 
     script: str = ""
     cluster: str = ""
@@ -24,9 +24,8 @@ class Asked:
 class PlanOnFile:
     """Decisions, with the plan that was predicted for them.
 
-    ``plan`` is None where the predictions are missing or the decisions were edited since.
-    ``written_sha256`` is the digest of the plan file as Steelyard last wrote it, empty if it never
-    did.
+    ``plan`` is None if the predictions are missing or the decisions were edited since.
+    ``written_sha256`` is the digest of the plan file as Steelyard last wrote it, or empty.
     """
 
     decisions: Decisions
@@ -38,7 +37,7 @@ class PlanOnFile:
 
 
 def explanation_path(path: Path) -> Path:
-    """The predictions beside a plan file: ``train.plan.toml`` -> ``train.plan.json``."""
+    """Return the path of a plan file's predictions: ``train.plan.toml`` -> ``train.plan.json``."""
     if path.suffix != ".toml":
         raise BadInput(
             f"{printable(str(path))} is no name for a plan file",

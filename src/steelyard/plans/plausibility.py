@@ -1,7 +1,7 @@
-"""Figures that no plan and no run can have, found in what a file says.
+"""Detection of values in a plan's files that no plan and no run can have.
 
-Types and keys are checked before, by pydantic; here are bounds, and laws between values. Not for
-whether a prediction is good: any that is possible passes.
+pydantic checks types and keys first; this module checks bounds, and relations between values. Not
+for the quality of a prediction: any possible one passes.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ MOST_INSTANTS = 4096
 # 4 EiB and whole numbers as in a plan file; three centuries.
 _MOST, _MOST_SECONDS = 2**62, 1e10
 # FLOPs: a thousand times those of the largest training. A step: as many as a checkpoint can name.
-_MOST_BY_NAME = {
+_LIMIT_BY_NAME = {
     "flops": 1e30,
     "steps": 10**12,
     "first_step": 10**12,
@@ -32,7 +32,8 @@ _MOST_BY_NAME = {
     "last_loss": 1e38,
 }
 _MOST_PROBLEMS = 100
-# Beside the plan without it, a trade may pay or buy less than nothing; a loss may be below zero.
+# Compared with the plan without it, a trade may pay or buy less than nothing; a loss may be
+# negative.
 _SIGNED = frozenset({"buys_bytes", "pays_seconds", "buys_seconds", "first_loss", "last_loss"})
 _AT_LEAST_ONE = frozenset({"first_step", "micro_batches"})
 
@@ -41,47 +42,51 @@ _Problem = tuple[_Place, str]
 
 
 def implausible(plan: Plan, measured: RunMeasurement | None) -> list[str]:
-    """One line for each value that cannot be, with its place in the file."""
+    """Return one line for each impossible value, with its place in the file."""
     values = [
         found
         for root, value in (("plan", plan), ("measured", measured))
         for found in _values(value, (root,))
     ]
-    # Laws between values hold for numbers within bounds; they may be beyond what a float holds.
-    found = _said(problem for value, place in values for problem in _number(value, place))
-    return found or _said(problem for value, place in values for problem in _law(value, place))
+    # Relations are checked only between values within bounds; others may not fit into a float.
+    found = _formatted(
+        problem for value, place in values for problem in _bound_problems(value, place)
+    )
+    return found or _formatted(
+        problem for value, place in values for problem in _relation_problems(value, place)
+    )
 
 
-def _said(problems: Iterator[_Problem]) -> list[str]:
-    return [f"{where(place)} {said}" for place, said in islice(problems, _MOST_PROBLEMS)]
+def _formatted(problems: Iterator[_Problem]) -> list[str]:
+    return [f"{where(place)} {text}" for place, text in islice(problems, _MOST_PROBLEMS)]
 
 
 def _values(value: object, place: _Place) -> Iterator[tuple[object, _Place]]:
-    """All values within, each behind what it is a part of."""
+    """Yield the value and all values inside it, containers before their contents."""
     yield value, place
     if isinstance(value, tuple):
         for index, inner in enumerate(value):
             yield from _values(inner, (*place, index))
     elif is_dataclass(value):
         for field in fields(value):
-            # The decisions stand in a file of their own, and were checked when that was read.
+            # The decisions are in a file of their own, which is checked when it is read.
             if field.name != "decisions":
                 yield from _values(getattr(value, field.name), (*place, field.name))
 
 
-def _law(value: object, place: _Place) -> Iterator[_Problem]:
-    for kind, problems in _LAWS.items():
+def _relation_problems(value: object, place: _Place) -> Iterator[_Problem]:
+    for kind, problems in _RELATIONS.items():
         if isinstance(value, kind):
-            yield from (((*place, *inner), said) for inner, said in problems(value))
+            yield from (((*place, *inner), text) for inner, text in problems(value))
 
 
-def _number(value: object, place: _Place) -> Iterator[_Problem]:
+def _bound_problems(value: object, place: _Place) -> Iterator[_Problem]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     name = next(part for part in reversed(place) if isinstance(part, str))
-    # An interval has its unit from what it is of.
+    # The ends of an interval have the unit of the field that contains it.
     name = str(place[-2]) if name in ("value", "low", "high") else name
-    most = _MOST_BY_NAME.get(name, _MOST_SECONDS if name.endswith("seconds") else _MOST)
+    most = _LIMIT_BY_NAME.get(name, _MOST_SECONDS if name.endswith("seconds") else _MOST)
     least = -most if name in _SIGNED else 1 if name in _AT_LEAST_ONE else 0
     if not least <= value <= most:
         shown = f"{value:g}" if abs(value) < 1e300 else "a number of more than 300 digits"
@@ -89,8 +94,8 @@ def _number(value: object, place: _Place) -> Iterator[_Problem]:
 
 
 def _of_plan(plan: Plan) -> Iterator[_Problem]:
-    left = [refusal.left for refusal in plan.refused]
-    refused = sum(1 for how in left if how is not Remaining.NEVER)
+    remainders = [refusal.left for refusal in plan.refused]
+    refused = sum(1 for remaining in remainders if remaining is not Remaining.NEVER)
     for what, count in (("taken", len(plan.taken)), ("refused", refused)):
         if count > plan.num_offers:
             yield (what,), f"has {count} offers, and there were {plan.num_offers}"
@@ -99,17 +104,17 @@ def _of_plan(plan: Plan) -> Iterator[_Problem]:
 def _of_prediction(prediction: Prediction) -> Iterator[_Problem]:
     memory, peak = prediction.metrics.memory_bytes, prediction.peak.nbytes
     if not memory.low <= peak <= memory.high:
-        said = f"is {format_bytes(peak)}, outside the interval of memory_bytes"
-        yield ("peak", "nbytes"), said
+        text = f"is {format_bytes(peak)}, outside the interval of memory_bytes"
+        yield ("peak", "nbytes"), text
     timeline = prediction.timeline
     if timeline is not None and max(timeline.nbytes, default=0) > 2 * max(peak, memory.high):
         yield ("timeline", "nbytes"), f"is more than twice the peak of {format_bytes(peak)}"
 
 
-def _of_quad(metrics: Metrics) -> Iterator[_Problem]:
+def _of_metrics(metrics: Metrics) -> Iterator[_Problem]:
     if not is_word(metrics.accuracy_loss):
         yield ("accuracy_loss",), "is no word for an accuracy loss, such as exact"
-    # They are estimated each by itself, so one may be slightly above the other.
+    # The two are estimated separately, so one may be slightly above the other.
     most = 2 * metrics.step_seconds.high
     for name in ("computation_seconds", "exposed_communication_seconds"):
         part: Estimate = getattr(metrics, name)
@@ -126,10 +131,10 @@ def _of_point(point: FrontierPoint) -> Iterator[_Problem]:
 def _of_peak(peak: PeakMemory) -> Iterator[_Problem]:
     if peak.resident_bytes > peak.nbytes:
         yield ("resident_bytes",), f"is more than the peak of {format_bytes(peak.nbytes)}"
-    for index, holding in enumerate(peak.alive):
-        if holding.nbytes > peak.nbytes:
-            said = f"is more than the peak of {format_bytes(peak.nbytes)}"
-            yield ("alive", index, "nbytes"), said
+    for index, tensor in enumerate(peak.alive):
+        if tensor.nbytes > peak.nbytes:
+            text = f"is more than the peak of {format_bytes(peak.nbytes)}"
+            yield ("alive", index, "nbytes"), text
 
 
 def _of_timeline(timeline: Timeline) -> Iterator[_Problem]:
@@ -147,10 +152,10 @@ def _of_measured(measured: RunMeasurement) -> Iterator[_Problem]:
         yield ("first_step",), f"is {measured.first_step}, beyond the last, {measured.steps}"
 
 
-_LAWS: dict[type, Callable[..., Iterator[_Problem]]] = {
+_RELATIONS: dict[type, Callable[..., Iterator[_Problem]]] = {
     Plan: _of_plan,
     Prediction: _of_prediction,
-    Metrics: _of_quad,
+    Metrics: _of_metrics,
     FrontierPoint: _of_point,
     PeakMemory: _of_peak,
     Timeline: _of_timeline,

@@ -1,4 +1,4 @@
-"""What a run cost beside what it was predicted to cost.
+"""The measured cost of a run compared with its predicted cost.
 
 Not for measuring: see measure/ and run/.
 """
@@ -11,7 +11,7 @@ from steelyard.plans.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """The peak of one rank's memory; ``measured_bytes`` is None where no step was metered."""
+    """The peak memory of one rank; ``measured_bytes`` is None if no step was measured."""
 
     rank: int
     predicted_bytes: int
@@ -19,7 +19,7 @@ class RankMemory:
 
     @property
     def miss(self) -> float | None:
-        """Measured over predicted, less one."""
+        """Relative error: measured over predicted, minus one."""
         if self.measured_bytes is None or not self.predicted_bytes:
             return None
         return self.measured_bytes / self.predicted_bytes - 1
@@ -27,15 +27,15 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMeasurement:
-    """Figures of a run; None where nothing was measured yet.
+    """Measurements of a run; None for values not measured yet.
 
-    ``steps`` were taken in all, and those from ``first_step`` on by the process that measured; in
-    them were ``passes`` calls of ``step.backward``, in a loop of the user's own.
-    ``memory_bytes`` is what the device's allocator held at the peak of one metered step;
-    ``rss_bytes`` what the operating system saw of the whole process. ``communication_bytes`` went
-    to other ranks in a step, by the kernel's count of what was handed to connections. ``ranks``
-    has each rank's memory, where there are several. ``stands_in`` says which device stood in for
-    which declared cluster, of a plan that was made for one: its times are not that cluster's.
+    ``steps`` counts all steps taken; the measuring process took those from ``first_step`` on.
+    ``passes`` counts its calls of ``step.backward``, in a user's own training loop.
+    ``memory_bytes`` is the allocator's peak on the device in one measured step, ``rss_bytes`` the
+    peak of the whole process as the operating system saw it. ``communication_bytes`` are those
+    sent to other ranks in a step, by the kernel's count of bytes handed to connections. ``ranks``
+    has the memory of each of several ranks. ``stands_in`` names the device that replaced the
+    declared cluster of the plan, if any: the times are not those of that cluster.
     """
 
     steps: int = 0
@@ -56,7 +56,8 @@ class RunMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """A plan and what became of it; ``written``: where it is, if it took another one's place."""
+    """A plan with its measurements; ``written`` is the path of a new plan made during the run, if
+    any."""
 
     plan: Plan
     measured: RunMeasurement
@@ -64,7 +65,7 @@ class Receipt:
 
     @property
     def memory_miss(self) -> float | None:
-        """Measured over predicted, less one."""
+        """Relative error: measured over predicted, minus one."""
         measured = self.measured.memory_bytes
         predicted = self.plan.predicted.metrics.memory_bytes.value
         return None if measured is None or not predicted else measured / predicted - 1

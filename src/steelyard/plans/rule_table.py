@@ -1,6 +1,6 @@
-"""The base of the tables in which a plan file holds the rules of a trade, and the types of keys.
+"""The base class of the tables for rules in a plan file, and the types of their keys.
 
-Each trade declares its own table beside its offers. Not for reading a file: see plan_files/.
+Each trade declares its own table with its offers. Not for reading a file: see plan_files/.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ LARGEST = 2**62
 
 
 class _Omitted:
-    """Marks a key that is not written where it has its default."""
+    """Marks a key that is not written if it has its default value."""
 
 
 OMITTED = _Omitted()
@@ -31,7 +31,7 @@ Parameter = Annotated[str, Field(alias="parameter")]
 
 
 def written(parse: Callable[..., float], what: str) -> BeforeValidator:
-    """Parse texts as amounts as people write them; a number keeps every digit it has."""
+    """Return a validator that parses amounts with units; numbers pass unchanged."""
     return BeforeValidator(lambda given: parse(given, what=what) if type(given) is str else given)
 
 
@@ -47,7 +47,7 @@ def as_tuple(given: object) -> object:
 class RuleTable(BaseModel):
     """One table of a plan file; its fields are fields of Rule, their aliases the keys.
 
-    ``most`` is how many tables of its kind a file may hold.
+    ``most`` is the maximum number of tables of its kind in a file.
     """
 
     model_config = STRICT
@@ -55,12 +55,12 @@ class RuleTable(BaseModel):
 
     @classmethod
     def problems(cls, rules: Sequence[Rule]) -> list[str]:  # noqa: ARG003 - none by default
-        """Errors in rules that are each valid, but not with one another or in themselves."""
+        """Return errors of rules that are valid one by one, but not together."""
         return []
 
     @classmethod
     def omits(cls, field: str, value: object) -> bool:
-        """True if the key is left out of a file because it has its default."""
+        """True if the key is left out of a file because it has its default value."""
         info = cls.model_fields[field]
         return OMITTED in info.metadata and value == info.default
 

@@ -1,8 +1,9 @@
-"""A step on more and more devices, beside two laws: of a batch that stays, and of one that grows.
+"""Scaling of a step over more devices, compared with Amdahl's and Gustafson's laws.
 
-Amdahl (AFIPS 1967): of the time on the fewest devices a share does not shrink. Gustafson (CACM
-31(5), 1988): of the time on more devices, with a batch grown alike, a share is the same whatever
-their number. Not for what a step takes: see predict/.
+Amdahl (AFIPS 1967): with the same batch, a share of the time on the fewest devices does not
+shrink. Gustafson (CACM 31(5), 1988): with a batch grown with the devices, a constant share of the
+time on any number of devices does not grow with the batch. Not for predicting a step: see
+predict/.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +17,11 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One batch size on some devices; ``hours`` and ``usd`` are of the whole training, where its
-    length and the price of a device are known."""
+    """One batch size on some devices.
+
+    ``hours`` and ``usd`` are for the whole training, if its length and the price of a device are
+    known.
+    """
 
     layout: str
     samples: int
@@ -28,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalePoint:
-    """None: no layout of so many devices divides the batch, or none fits."""
+    """The runs on one number of devices; None if no layout divides the batch, or none fits."""
 
     devices: int
     same_batch: Run | None
@@ -37,7 +41,7 @@ class ScalePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """The first point, of the fewest devices, is what the others are compared with."""
+    """The runs on increasing numbers of devices; the first point is the baseline."""
 
     title: str
     cluster: str
@@ -45,18 +49,18 @@ class Scaling:
     notes: tuple[str, ...] = ()
 
     def times(self, point: ScalePoint) -> float:
-        """How many times the devices of the first point."""
+        """Return the number of devices relative to the first point."""
         return point.devices / self.points[0].devices
 
     def speed_up(self, point: ScalePoint) -> float | None:
-        """Of the same batch, beside the first point."""
+        """Return the speed-up on the same batch, relative to the first point."""
         first = self.points[0].same_batch
         if first is None or point.same_batch is None:
             return None
         return first.step_seconds / point.same_batch.step_seconds
 
     def scaled_speed_up(self, point: ScalePoint) -> float | None:
-        """Of samples a second, the batch grown with the devices."""
+        """Return the speed-up in samples a second with the batch grown with the devices."""
         first = self.points[0].grown_batch
         if first is None or point.grown_batch is None:
             return None
@@ -65,27 +69,29 @@ class Scaling:
 
     @property
     def serial_share(self) -> float | None:
-        """The share of the step on the fewest devices that does not shrink, as fits best; None
-        where Amdahl's law says nothing of these speed-ups.
+        """The best-fitting share of the step on the fewest devices that does not shrink.
+
+        None if Amdahl's law does not describe these speed-ups.
         """
-        return _share_of(amdahl_share, [(self.times(p), self.speed_up(p)) for p in self.points])
+        return _fitted_share(amdahl_share, [(self.times(p), self.speed_up(p)) for p in self.points])
 
     @property
     def constant_share(self) -> float | None:
-        """The share of the step on any number that does not grow with the batch, as fits best; None
-        where Gustafson's law says nothing of these speed-ups.
+        """The best-fitting share of the step that does not grow with the batch and the devices.
+
+        None if Gustafson's law does not describe these speed-ups.
         """
         found = [(self.times(p), self.scaled_speed_up(p)) for p in self.points]
-        return _share_of(gustafson_share, found)
+        return _fitted_share(gustafson_share, found)
 
     @property
     def slowest_of_the_same_batch(self) -> ScalePoint | None:
-        """The point on which the batch takes longest, where it takes longer than on the first."""
+        """The point with the longest step on the same batch; None if the first is longest."""
         return self._slowest(self.speed_up)
 
     @property
     def slowest_of_the_grown_batch(self) -> ScalePoint | None:
-        """The point that takes fewest samples a second, where these are fewer than on the first."""
+        """The point with the lowest samples a second, if lower than the first; else None."""
         return self._slowest(self.scaled_speed_up)
 
     def _slowest(self, speed_up: Callable[[ScalePoint], float | None]) -> ScalePoint | None:
@@ -93,20 +99,23 @@ class Scaling:
         return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _share_of(
+def _fitted_share(
     law: Callable[[Sequence[tuple[float, float]]], float],
     points: Sequence[tuple[float, float | None]],
 ) -> float | None:
-    """None of fewer than two points, and where more devices are slower than the first ones: both
-    laws know of work that does not shrink, and not of exchanges that grow."""
+    """Return the share that fits best; None with fewer than two points, or if it exceeds one.
+
+    It exceeds one if more devices are slower than the first ones. Both laws describe work that
+    does not shrink, but not communication that grows.
+    """
     found = [(times, up) for times, up in points if up is not None]
     if len(found) < 2:
         return None
     share = law(found)
     if share > 1 + _ROUNDING:
         return None
-    # More devices hold more, and may compute less again: they may be more than so many times as
-    # fast, which no law of these two knows.
+    # More devices have more memory and may recompute less, so the speed-up may exceed their
+    # number, which neither law describes.
     return min(1.0, max(0.0, share))
 
 
@@ -128,13 +137,13 @@ def gustafson(times: float, share: float) -> float:
 
 
 def amdahl_share(found: Sequence[tuple[float, float]]) -> float:
-    """By least squares of the times taken, from pairs of (times the devices, speed-up)."""
+    """Return the least-squares fit of the times, from pairs of (times the devices, speed-up)."""
     rows = [(1 / up - 1 / times, 1 - 1 / times) for times, up in found]
     return _slope(rows)
 
 
 def gustafson_share(found: Sequence[tuple[float, float]]) -> float:
-    """By least squares of the speed-ups."""
+    """Return the least-squares fit of the speed-ups."""
     return _slope([(times - up, times - 1) for times, up in found])
 
 

@@ -1,7 +1,7 @@
-"""The one shape every trade has: where it could be applied, and what the step becomes.
+"""The interface of a trade: its offers, and its rewrite of the program.
 
-Not for prices: a peak is not a sum, so the price of an offer is what predict/ says of the
-rewritten program less what it says of the program before.
+Not for prices: a peak is not a sum, so the price of an offer is the difference between the
+predictions for the rewritten program and for the original one.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from steelyard.plans.rule_table import RuleTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Something that could be applied, as rules; ``label`` says where, for people."""
+    """A possible application of a trade, as rules; ``label`` names the place for people."""
 
     trade: str
     label: str
@@ -27,7 +27,7 @@ class Offer:
 
 
 class Remaining(StrEnum):
-    """How much of an offer was not taken."""
+    """The part of an offer that was not taken."""
 
     WHOLE = "whole"
     REST = "rest"
@@ -36,10 +36,10 @@ class Remaining(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """An offer that was not taken, or a trade that has none here, and the reason that binds.
+    """An offer that was not taken, or a trade without any offer, and the decisive reason.
 
-    ``left`` is ``rest`` of an offer of which a part was taken, and ``never`` of what could not be
-    offered at all, which no number of offers counts.
+    ``left`` is ``rest`` if a part of the offer was taken, and ``never`` if there was nothing to
+    offer; a ``never`` is not counted among the offers.
     """
 
     trade: str
@@ -49,9 +49,10 @@ class Rejection:
 
 
 class Trade(Protocol):
-    """``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` are words of the four.
+    """A trade. ``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` name the four amounts.
 
-    What is exact computes the same sums; what ``is_bitwise`` adds them up in the same order too.
+    ``is_exact``: the same sums are computed. ``is_bitwise``: they are also added in the same
+    order.
     """
 
     name: ClassVar[str]
@@ -59,26 +60,26 @@ class Trade(Protocol):
     buys: ClassVar[tuple[str, ...]]
     is_exact: ClassVar[bool]
     is_bitwise: ClassVar[bool]
-    # The table of a plan file that holds one rule.
+    # The plan-file table of one rule.
     table: ClassVar[type[RuleTable]]
 
     def offers(
         self, program: Program, source: StepSource
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        """What could be applied here, and what could not, with the reason."""
+        """Return the possible applications, and the impossible ones with the reason."""
         ...
 
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
-        """The program after applying these rules; the one given is not changed."""
+        """Return the program after applying these rules; the given program is unchanged."""
         ...
 
 
 def apply_rules(
     program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: StepSource
 ) -> Program:
-    """The program after all rules, each trade its own, in the order the trades are given.
+    """Return the program after all rules; trades apply their own rules, in the order given.
 
-    Rules that lay the step on several ranks make it the program of one of them.
+    Rules that distribute the step over ranks turn it into the program of one of them.
     """
     known = {trade.name for trade in trades}
     unknown = sorted({rule.trade for rule in rules} - known)
@@ -90,7 +91,7 @@ def apply_rules(
         )
     layout = ParallelLayout.of(rules)
     if layout != program.layout:
-        source = _laid(source, layout, program.rank)
+        source = _sharded_source(source, layout, program.rank)
         program = replace(program.with_graph(source.graph(micro_batches=1)), layout=layout)
     for trade in trades:
         own = [rule for rule in rules if rule.trade == trade.name]
@@ -101,11 +102,10 @@ def apply_rules(
 def apply_rules_on_ranks(
     program: Program, rules: Sequence[Rule], *, trades: Sequence[Trade], source: StepSource
 ) -> Program:
-    """As ``apply_rules``; where ranks have unequal shares, the program of the one that has most,
-    and
-    beside it one of each other share.
+    """Apply rules on all ranks; with unequal shares, return the program of the largest share.
 
-    They have to exchange the same in the same order, or they would wait for one another for ever.
+    Its ``sibling_programs`` are those of the other shares. Raise Mismatch unless all of them
+    issue the same collectives in the same order: otherwise ranks would deadlock.
     """
     layout = ParallelLayout.of(rules)
     if not layout.shares:
@@ -114,18 +114,18 @@ def apply_rules_on_ranks(
         apply_rules(replace(program, rank=rank), rules, trades=trades, source=source)
         for rank in layout.unequal_ranks
     )
-    odd = next((other for other in others if other.spoken != first.spoken), None)
-    if odd is not None:
+    differing = next((other for other in others if other.spoken != first.spoken), None)
+    if differing is not None:
         raise Mismatch(
-            f"with shares of {spelled(layout.shares)}, ranks {first.rank} and {odd.rank} would "
-            "exchange gradients in different orders",
+            f"with shares of {spelled(layout.shares)}, ranks {first.rank} and {differing.rank} "
+            "would exchange gradients in different orders",
             expected="steps that differ between shares in their sizes alone",
             remedy="take other shares under [[shard_batch]], such as larger ones, or equal ones",
         )
     return replace(first, sibling_programs=tuple(others))
 
 
-def _laid(source: StepSource, layout: ParallelLayout, rank: int) -> ShardedSource:
+def _sharded_source(source: StepSource, layout: ParallelLayout, rank: int) -> ShardedSource:
     possible = source.divisors() if layout.shares else source.sharers()
     if layout.shares and layout.units not in possible:
         raise Mismatch(
@@ -139,7 +139,7 @@ def _laid(source: StepSource, layout: ParallelLayout, rank: int) -> ShardedSourc
             expected=f"one of {', '.join(str(k) for k in possible)} equal shares",
             remedy="set ranks under [[shard_batch]] to one of these, or plan again",
         )
-    # In stages micro-batches go one after another, of each group by itself.
+    # Pipeline stages process the micro-batches of each group separately, one after another.
     why_not = source.why_not_split if layout.pipeline > 1 else source.why_not_shared
     reason = why_not() if layout.batch > 1 else None
     if reason is not None:

@@ -1,4 +1,4 @@
-"""The table of a plan or receipt: amounts of eager, without trades, planned and measured.
+"""The table of a plan or receipt: amounts of eager PyTorch, without trades, planned and measured.
 
 Not for the text below the table: see document.py.
 """

@@ -26,7 +26,7 @@ from steelyard.trades.sparse_gradients import SparseGradients
 
 __all__ = ["BY_NAME", "TRADES"]
 
-# In the order they are applied: what changes the graph comes before what only reorders it.
+# In application order: trades that change the graph come before those that only reorder it.
 TRADES: tuple[Trade, ...] = (
     Accumulate(), ShardTensor(), Chunk(), ShardStates(), ShardBatch(), SparseGradients(),
     QuantizedGradients(), TernaryGradients(), LowRankGradients(), TopKGradients(), Overlap(),

@@ -1,9 +1,9 @@
-"""Accumulate: run the batch in equal parts, one after another, and add their gradients up.
+"""Accumulate: run the batch as equal micro-batches and accumulate their gradients.
 
-Applied first, for it changes the graph; rules of other trades name modules and survive that. The
-mean over equal parts is the mean over the whole, but summed in another order: what is bitwise the
-same is eager PyTorch accumulating over the same parts. Not for where a batch may be cut: the
-source of the step knows that.
+Applied first because it changes the graph; rules of other trades name modules and stay valid. The
+mean of equal micro-batches is the mean of the batch, summed in another order; eager PyTorch with
+the same micro-batches gives bitwise equal results. Not for finding the valid micro-batch counts:
+the step source knows them.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Stream: carry out the stretch of a step around a huge value a few rows at a time.
+"""Chunked computation: run the region around a huge value slice by slice.
 
-For what no recomputation helps: the scores over a vocabulary and all that is made of them stand at
-the end of the forward pass, where everything else is held too. Not for what can be sliced: that is
-passes/slicing/region.py; nor for how many slices are best: see search/.
+Recomputation does not help here: the logits over a vocabulary and the values derived from them
+are live at the end of the forward pass, when all saved activations are live too. Not for finding
+sliceable regions (passes/slicing/region.py), nor for choosing the number of slices: see search/.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,14 +23,14 @@ from steelyard.passes.slicing.row_rules import SliceKind, Unsliceable, arguments
 from steelyard.plans.rule_table import LARGEST, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
 
-# Fewer rows than this make products slow; and what holds less is no trouble.
+# Fewer rows make matrix products slow, and smaller values do not matter.
 _FEWEST_ROWS = 128
 _LEAST_BYTES = 1 << 20
-# A value is huge beside the whole forward pass: at least this share of all that it makes.
+# Minimum size of a huge value, as a share of the bytes that the forward pass produces.
 _HUGE_SHARE = 0.02
 _FEWEST_SLICES = 2
-# Rows of one slice: few slices cost least, many hold least.
-_SLICES_OF = (1024, 128)
+# Rows of one slice: large slices are fastest, small ones take least memory.
+_ROWS_OF_SLICES = (1024, 128)
 
 
 class ChunkTable(RuleTable):
@@ -66,16 +66,16 @@ class Chunk:
         offers: list[Offer] = []
         reasons: dict[str, str] = {}
         covered: set[str] = set()
-        for node in _huge(graph):
+        for node in _huge_producers(graph):
             if node.name in covered:
                 continue
             label = f"{node.op.split('.')[1]} in {node.path or 'the loss'}"
             try:
-                stretch = _stretch(graph, node)
+                region = _region(graph, node)
             except Unsliceable as error:
                 reasons.setdefault(label, str(error))
                 continue
-            inside = {n.name for n in stretch.nodes}
+            inside = {n.name for n in region.nodes}
             if not covered.isdisjoint(inside):
                 continue
             covered |= inside
@@ -83,15 +83,15 @@ class Chunk:
             offers += [
                 Offer(
                     trade=self.name,
-                    label=f"{label}, {parts} slices",
-                    rules=(replace(rule, degree=parts),),
+                    label=f"{label}, {num_slices} slices",
+                    rules=(replace(rule, degree=num_slices),),
                 )
-                for parts in _parts(node, stretch)
+                for num_slices in _slice_counts(node, region)
             ]
         if offers:
             return tuple(offers), ()
-        # Why not the largest; the reasons of all others would bury it.
-        label, reason = next(iter(reasons.items()), (_NONE, _WHY_NONE))
+        # Only the reason for the largest value; the reasons for all others would bury it.
+        label, reason = next(iter(reasons.items()), (_NONE, _WHY_NOTHING_LARGE))
         return (), (Rejection(trade=self.name, label=label, reason=reason),)
 
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
@@ -101,16 +101,16 @@ class Chunk:
         graph = program.graph
         for rule in rules:
             for name in sorted(matching(graph, (rule,))):
-                graph = _streamed(graph, graph.by_name[name], parts=rule.degree)
+                graph = _with_sliced_region(graph, graph.by_name[name], num_slices=rule.degree)
         graph = source.rewritten(graph)
         return program.with_graph(graph)
 
 
 _NONE = "a large value in slices"
-_WHY_NONE = "no value of the forward pass is large beside the others"
+_WHY_NOTHING_LARGE = "no value of the forward pass is large beside the others"
 
 
-def _stretch(graph: Graph, maker: Node) -> SlicedRegion:
+def _region(graph: Graph, maker: Node) -> SlicedRegion:
     from steelyard.operators import is_pointwise
 
     if graph.decomposition.startswith("inductor"):
@@ -118,35 +118,37 @@ def _stretch(graph: Graph, maker: Node) -> SlicedRegion:
     return stretch_around(graph, maker, is_pointwise=is_pointwise)
 
 
-def _huge(graph: Graph) -> list[Node]:
-    """What makes the largest values of the forward pass, largest first."""
-    makers = [n for n in graph.forward() if not n.is_free and len(n.outputs) == 1]
-    least = max(_LEAST_BYTES, _HUGE_SHARE * sum(n.outputs[0].nbytes for n in makers))
-    huge = [n for n in makers if n.outputs[0].nbytes >= least]
+def _huge_producers(graph: Graph) -> list[Node]:
+    """Return the nodes that produce the largest forward values, largest first."""
+    producers = [n for n in graph.forward() if not n.is_free and len(n.outputs) == 1]
+    least = max(_LEAST_BYTES, _HUGE_SHARE * sum(n.outputs[0].nbytes for n in producers))
+    huge = [n for n in producers if n.outputs[0].nbytes >= least]
     return sorted(huge, key=lambda n: (-n.outputs[0].nbytes, graph.position[n.name]))
 
 
-def _parts(maker: Node, stretch: SlicedRegion) -> list[int]:
-    """Of matrices with so many rows; where those cannot be parted, of as few as can be."""
+def _slice_counts(maker: Node, region: SlicedRegion) -> list[int]:
+    """Return the slice counts to offer, for slices of about ``_ROWS_OF_SLICES`` rows."""
     rows = prod(maker.outputs[0].shape[:-1])
     if rows < 2 * _FEWEST_ROWS:
         return []
-    return sorted({min(-(-rows // each), stretch.rows) for each in _SLICES_OF} - {1})
+    return sorted(
+        {min(-(-rows // slice_rows), region.rows) for slice_rows in _ROWS_OF_SLICES} - {1}
+    )
 
 
-def _streamed(graph: Graph, maker: Node, *, parts: int) -> Graph:
-    """The graph with one node in place of the stretch around what ``maker`` makes."""
+def _with_sliced_region(graph: Graph, maker: Node, *, num_slices: int) -> Graph:
+    """Return the graph with one node in place of the sliceable region around ``maker``."""
     if prod(maker.outputs[0].shape[:-1]) < _FEWEST_SLICES:
         return graph  # a later batch may have one row, which is one slice
     try:
-        stretch = _stretch(graph, maker)
+        region = _region(graph, maker)
     except Unsliceable as error:
-        raise _cannot(maker, f"cannot be sliced here: {error}") from error
-    # A batch of another shape may have fewer rows than the one that was planned has slices.
-    return _Replacing(graph, maker, stretch, min(parts, stretch.rows)).graph()
+        raise _mismatch(maker, f"cannot be sliced here: {error}") from error
+    # A batch of another shape may have fewer rows than the plan has slices.
+    return _SlicedGraph(graph, maker, region, min(num_slices, region.rows)).graph()
 
 
-def _cannot(maker: Node, why: str) -> Mismatch:
+def _mismatch(maker: Node, why: str) -> Mismatch:
     return Mismatch(
         f"stream rule: {maker.op} in {maker.path or 'the loss'} {why}",
         expected="a value that is made and read row by row, and a number of slices of its rows",
@@ -154,124 +156,126 @@ def _cannot(maker: Node, why: str) -> Mismatch:
     )
 
 
-class _Replacing:
-    """Writes the graph in which one node stands for a stretch."""
+class _SlicedGraph:
+    """Builds the graph in which one node replaces a sliceable region."""
 
-    def __init__(self, graph: Graph, maker: Node, stretch: SlicedRegion, parts: int) -> None:
+    def __init__(self, graph: Graph, maker: Node, region: SlicedRegion, num_slices: int) -> None:
         self._graph = graph
         self._maker = maker
-        self._stretch = stretch
-        self._parts = parts
+        self._region = region
+        self._num_slices = num_slices
         self._storages = list(graph.storages)
-        self._inside = {n.name for n in stretch.nodes}
+        self._inside = {n.name for n in region.nodes}
 
     def graph(self) -> Graph:
-        graph, stretch = self._graph, self._stretch
-        replaced = self._instead()
-        gone = self._inside | {n.name for n in replaced}
-        early = self._needed_early()
-        late = {n.name for n in graph.nodes if n.name not in early} - gone
-        ahead = [
+        graph, region = self._graph, self._region
+        replaced = self._replacement_nodes()
+        removed = self._inside | {n.name for n in replaced}
+        needed = self._needed_early()
+        last = {n.name for n in graph.nodes if n.name not in needed} - removed
+        first = [
             replace(n, phase=Phase.FORWARD, nth=self._next_nth(n) + number)
             if n.phase is Phase.BACKWARD
             else n
             for number, n in enumerate(graph.nodes)
-            if n.name in early and n.name not in gone
+            if n.name in needed and n.name not in removed
         ]
-        nodes = (*ahead, *replaced, *(n for n in graph.nodes if n.name in late))
+        nodes = (*first, *replaced, *(n for n in graph.nodes if n.name in last))
         result = replace(graph, nodes=nodes, storages=tuple(self._storages))
         assert not result.problems(), result.problems()
-        assert len(stretch.nodes) > 1
+        assert len(region.nodes) > 1
         return result
 
     def _next_nth(self, node: Node) -> int:
-        """Calls of the backward pass have numbers of their own; these must differ from all."""
+        """Return an unused call number; moved backward nodes must not collide with forward ones."""
         same = (n.nth for n in self._graph.nodes if (n.path, n.op) == (node.path, node.op))
         return 1 + max(same, default=-1)
 
     def _needed_early(self) -> set[str]:
-        """All of the forward pass that does not wait for the stretch, and what that takes."""
-        saved_for_backward = set(self._inside)
+        """Return the forward nodes independent of the region, and the nodes that it depends on."""
+        dependents = set(self._inside)
         forward = set()
         for node in self._graph.nodes:
-            if not saved_for_backward.isdisjoint(node.inputs):
-                saved_for_backward.add(node.name)
-            elif node.phase is Phase.FORWARD and node.name not in saved_for_backward:
+            if not dependents.isdisjoint(node.inputs):
+                dependents.add(node.name)
+            elif node.phase is Phase.FORWARD and node.name not in dependents:
                 forward.add(node.name)
-        needed = set(self._stretch.takes)
+        needed = set(self._region.takes)
         for node in reversed(self._graph.nodes):
             if node.name in needed:
                 needed.update(node.inputs)
         return forward | needed
 
-    def _instead(self) -> list[Node]:
-        """What the rows of each mean count, the stretch, its results, and those sums divided."""
-        counts, means = [], []
-        gives = {name: self._give(name, kind) for name, kind in self._stretch.gives.items()}
-        for mean in self._stretch.means:
-            count, loss = self._taken_apart(mean)
-            weighed = _weight(mean, count)
-            counts.append(weighed)
+    def _replacement_nodes(self) -> list[Node]:
+        """Return the replacement: row weights, the sliced node, its results, divided means."""
+        weights, mean_nodes = [], []
+        values = {name: self._result_value(name, kind) for name, kind in self._region.gives.items()}
+        for mean in self._region.means:
+            count, loss = self._weight_and_loss_nodes(mean)
+            weight = _weight_node(mean, count)
+            weights.append(weight)
             if mean.args[3] == _SUM:
-                gives[loss.name] = SlicedValue(name=mean.name, tensor=loss.outputs[0], along=None)
+                values[loss.name] = SlicedValue(name=mean.name, tensor=loss.outputs[0], along=None)
             else:
-                gives[mean.name] = self._sum_of(mean)
-                means.append(self._divided(mean, loss, weighed))
-        whole = self._whole(tuple(gives.values()))
-        results = [self._result(whole, name, place) for place, name in enumerate(gives)]
-        return [*counts, whole, *results, *means]
+                values[mean.name] = self._sum_of(mean)
+                mean_nodes.append(self._mean_node(mean, loss, weight))
+        sliced = self._sliced_node(tuple(values.values()))
+        results = [self._result(sliced, name, index) for index, name in enumerate(values)]
+        return [*weights, sliced, *results, *mean_nodes]
 
-    def _give(self, name: str, kind: SliceKind) -> SlicedValue:
-        return self._sliced(name, self._graph.by_name[name].outputs[0], kind)
+    def _result_value(self, name: str, kind: SliceKind) -> SlicedValue:
+        return self._sliced_value(name, self._graph.by_name[name].outputs[0], kind)
 
     def _sum_of(self, mean: Node) -> SlicedValue:
         self._storages.append(self._storages[mean.outputs[0].storage])
         tensor = replace(mean.outputs[0], storage=len(self._storages) - 1)
         return SlicedValue(name=mean.name, tensor=tensor, along=None)
 
-    def _sliced(self, name: str, tensor: Tensor, kind: SliceKind) -> SlicedValue:
+    def _sliced_value(self, name: str, tensor: Tensor, kind: SliceKind) -> SlicedValue:
         if kind is SliceKind.COLUMNS:
-            unit = tensor.shape[-1] // self._stretch.rows
+            unit = tensor.shape[-1] // self._region.rows
             return SlicedValue(name=name, tensor=tensor, along=-1, unit=unit)
         if kind is not SliceKind.ROWS:
             return SlicedValue(name=name, tensor=tensor, along=None)
-        dims = leading(tensor.shape, self._stretch.rows)
-        unit = prod(tensor.shape[:dims]) // self._stretch.rows
+        dims = leading(tensor.shape, self._region.rows)
+        unit = prod(tensor.shape[:dims]) // self._region.rows
         return SlicedValue(name=name, tensor=tensor, along=0, dims=dims, unit=unit)
 
-    def _taken_apart(self, mean: Node) -> tuple[Node, Node]:
-        """The nodes that take the count and the loss of a mean."""
+    def _weight_and_loss_nodes(self, mean: Node) -> tuple[Node, Node]:
+        """Return the getitem nodes of the total weight and of the loss of a mean."""
         users = [self._graph.by_name[u] for u in self._graph.users[mean.name]]
-        by_place = {u.args[1]: u for u in users if u.is_getitem}
-        return by_place[1], by_place[0]
+        by_index = {u.args[1]: u for u in users if u.is_getitem}
+        return by_index[1], by_index[0]
 
-    def _divided(self, mean: Node, loss: Node, weighed: Node) -> Node:
-        """The sum over what it counts."""
+    def _mean_node(self, mean: Node, loss: Node, weight: Node) -> Node:
+        """Return the node that divides the sum by the total weight of its rows."""
         tensor = loss.outputs[0]
         divided = replace(
             loss,
             op="aten.div.Tensor",
-            args=(Ref(mean.name), Ref(weighed.name)),
-            inputs=(mean.name, weighed.name),
+            args=(Ref(mean.name), Ref(weight.name)),
+            inputs=(mean.name, weight.name),
             signature=f"aten.div.Tensor({tensor.dtype}[];{tensor.dtype}[])",
             is_view=False,
             moved_bytes=3 * tensor.nbytes,
         )
         return replace(divided, nth=self._next_nth(divided))
 
-    def _whole(self, gives: Sequence[SlicedValue]) -> Node:
-        stretch, maker = self._stretch, self._maker
+    def _sliced_node(self, gives: Sequence[SlicedValue]) -> Node:
+        region, maker = self._region, self._maker
         takes = tuple(
-            self._sliced(name, self._graph.by_name[name].outputs[0], kind)
-            for name, kind in stretch.takes.items()
+            self._sliced_value(name, self._graph.by_name[name].outputs[0], kind)
+            for name, kind in region.takes.items()
         )
         body = Body(
-            rows=stretch.rows,
-            parts=self._parts,
+            rows=region.rows,
+            parts=self._num_slices,
             takes=takes,
             calls=tuple(
                 (count, tuple(self._calls(count)))
-                for count in sorted({-(-stretch.rows // self._parts), stretch.rows // self._parts})
+                for count in sorted(
+                    {-(-region.rows // self._num_slices), region.rows // self._num_slices}
+                )
             ),
             gives=tuple(gives),
         )
@@ -280,32 +284,32 @@ class _Replacing:
             op="steelyard.stream",
             args=tuple(Ref(take.name) for take in takes),
             inputs=tuple(take.name for take in takes),
-            outputs=tuple(given.tensor for given in gives),
+            outputs=tuple(result.tensor for result in gives),
             phase=Phase.FORWARD,
             path=maker.path,
             line=maker.line,
             nth=maker.nth,
             signature=f"steelyard.stream({sha256(body.told.encode()).hexdigest()[:24]})",
-            flops=sum(n.flops for n in stretch.nodes),
-            moved_bytes=sum(n.moved_bytes for n in stretch.nodes),
+            flops=sum(n.flops for n in region.nodes),
+            moved_bytes=sum(n.moved_bytes for n in region.nodes),
             body=body,
         )
 
     def _calls(self, count: int) -> Iterator[Node]:
-        stretch, graph = self._stretch, self._graph
-        for node in stretch.nodes:
-            found = stretch.acts[node.name]
-            args = arguments(graph, node, found, rows=stretch.rows, count=count)
+        region, graph = self._region, self._graph
+        for node in region.nodes:
+            found = region.acts[node.name]
+            args = arguments(graph, node, found, rows=region.rows, count=count)
             yield replace(node, args=args)
 
-    def _result(self, whole: Node, name: str, place: int) -> Node:
+    def _result(self, sliced: Node, name: str, index: int) -> Node:
         node = self._graph.by_name[name]
         return Node(
             name=name,
             op="getitem",
-            args=(Ref(whole.name), place),
-            inputs=(whole.name,),
-            outputs=(whole.outputs[place],),
+            args=(Ref(sliced.name), index),
+            inputs=(sliced.name,),
+            outputs=(sliced.outputs[index],),
             phase=Phase.FORWARD,
             path=node.path,
             line=node.line,
@@ -313,12 +317,15 @@ class _Replacing:
         )
 
 
-# As torch numbers the reductions of a loss.
+# The enum value of the sum reduction in torch.
 _SUM = 2
 
 
-def _weight(mean: Node, count: Node) -> Node:
-    """What all rows of a mean weigh together, which the kernel would tell with the loss."""
+def _weight_node(mean: Node, count: Node) -> Node:
+    """Return a node that computes the total weight of a mean's rows.
+
+    The fused loss kernel would return it together with the loss, which is too late here.
+    """
     target, weight = mean.args[1], mean.args[2]
     assert isinstance(target, Ref)
     inputs = (target.name, *((weight.name,) if isinstance(weight, Ref) else ()))

@@ -1,16 +1,16 @@
-"""Compressed gradients: ranks that share the batch send each other gradients in few bits.
+"""Compressed gradients: data-parallel ranks exchange gradients in few bits.
 
-Four trades of one kind, which differ in the codec and in what that pays:
+Four trades of one kind, which differ in the codec and in its cost:
 
 - quantized: bfloat16, all-reduced, or 8 bits, multiples of a scale for each block, summed in
-  float32 behind an all-to-all where there are more than two ranks (ZeRO++, Wang et al., ICLR 2024).
+  float32 after an all-to-all if there are more than two ranks (ZeRO++, Wang et al., ICLR 2024).
 - ternary: TernGrad (Wen et al., NIPS 2017) with two bits on the wire: a scale for each block, the
   nearest of -1, 0 and 1 times it, and error feedback: the loss is added to the next step's gradient
   (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019).
-- low rank: PowerSGD's linear form (Vogels et al., NeurIPS 2019): one turn of power iteration a
-  step, begun with the factor of the step before; both factors are all-reduced, with error feedback.
-- top k: the largest elements of each block with their places, so that all blocks take as many
-  bytes and nothing is sorted, with error feedback (Aji and Heafield, EMNLP 2017; Lin et al., ICLR
+- low rank: PowerSGD's linear form (Vogels et al., NeurIPS 2019): one power iteration per step,
+  warm-started with the previous step's factor; both factors are all-reduced, with error feedback.
+- top k: the largest elements of each block with their indices, so that all blocks have the same
+  size and nothing is sorted, with error feedback (Aji and Heafield, EMNLP 2017; Lin et al., ICLR
   2018).
 
 Not for the arithmetic (operators/gradient_codecs.py, operators/low_rank.py), nor for the exchange
@@ -42,14 +42,14 @@ from steelyard.plans.rule_table import (
 )
 from steelyard.plans.trade import Offer, Rejection
 
-# A parameter of one dimension scales or shifts whole channels: few numbers, each of weight.
+# A 1-dim parameter scales or shifts whole channels: few elements, each of large influence.
 _FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10
-# The first gradients are the largest, and the optimizer's averages are of few of them.
+# The first gradients are the largest, and the optimizer's moments average only a few of them.
 _WARM_UP = 5
 
 
 class CompressedGradientsTable(RuleTable):
-    """A parameter whose gradient is compressed, and the number of first steps without."""
+    """A parameter whose gradient is compressed, and the number of warm-up steps without."""
 
     most: ClassVar[int] = MOST_PARAMETERS
 
@@ -71,9 +71,9 @@ class LowRankGradientsTable(CompressedGradientsTable):
 
 
 class _CompressGradients:
-    """Send gradients in the codecs of one trade: pays computation and accuracy, buys communication.
+    """Exchange gradients compressed: pays computation and accuracy, buys communication.
 
-    With error feedback it pays memory too, for what a step has lost until it is made up for.
+    Error feedback also pays memory, for the error of one step until a later step corrects it.
     """
 
     name: ClassVar[str]
@@ -116,7 +116,7 @@ class TopKGradients(_CompressGradients):
 
 
 def _offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-    """Offer each codec of the trade for all gradients that ranks sum up, except small ones."""
+    """Offer each codec of the trade for all all-reduced gradients, except small ones."""
     if program.layout.batch == 1:
         return (), ()
     offers: list[Offer] = []
@@ -135,7 +135,7 @@ def _offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[R
 
 
 def _codable(graph: Graph, codec: Codec) -> list[str]:
-    """The parameters whose gradients this codec can encode, in the order of their buckets."""
+    """Return the parameters whose gradients this codec can encode, in bucket order."""
     return [
         member.target
         for bucket in buckets(graph)
@@ -147,7 +147,7 @@ def _codable(graph: Graph, codec: Codec) -> list[str]:
 def _rules_for(
     trade: str, graph: Graph, names: Iterable[str], *, op: str, degree: int = 0, lead: int = 0
 ) -> tuple[Rule, ...]:
-    """The fewest rules that name exactly these parameters."""
+    """Return the fewest rules that name exactly these parameters."""
     names = list(names)
     by_pattern: dict[str, list[str]] = {}
     for name in names:
@@ -164,7 +164,7 @@ def _rules_for(
 
 
 def _compressed(program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
-    """The program that sends the gradients of these rules in their codecs."""
+    """Return the program that exchanges the gradients of these rules in their codecs."""
     if not rules:
         return program
     assert not program.again, "what is exchanged is changed before anything is computed again"
@@ -177,12 +177,12 @@ def _compressed(program: Program, rules: Sequence[Rule], source: StepSource) -> 
             expected="ranks that share the batch, and nothing else",
             remedy=f"take the {rules[0].trade} rules out of the plan, or plan again",
         )
-    codecs = dict(_named(program.graph, rules))
+    codecs = dict(_codecs_by_name(program.graph, rules))
     exchanged = {m.target for bucket in buckets(program.graph) for m in bucket.members}
-    if odd := sorted(codecs.keys() - exchanged):
+    if unsupported := sorted(codecs.keys() - exchanged):
         raise Mismatch(
-            f"the plan sends the gradient of {odd[0].removeprefix(WEIGHT)} in codes, and ranks do "
-            "not sum it up by itself, or twice in codes",
+            f"the plan sends the gradient of {unsupported[0].removeprefix(WEIGHT)} in codes, and "
+            "ranks do not sum it up by itself, or twice in codes",
             expected="parameters that every rank holds as a whole, each in one rule",
             remedy=f"take it out of the {rules[0].trade} rules, or plan again",
         )
@@ -190,7 +190,7 @@ def _compressed(program: Program, rules: Sequence[Rule], source: StepSource) -> 
     return program.with_graph(source.rewritten(graph))
 
 
-def _named(graph: Graph, rules: Sequence[Rule]) -> Iterator[tuple[str, Codec]]:
+def _codecs_by_name(graph: Graph, rules: Sequence[Rule]) -> Iterator[tuple[str, Codec]]:
     for rule in rules:
         codec = codec_of(rule)
         for name in parameters_named(graph, rule):

@@ -1,8 +1,9 @@
-"""Offload: send a forward value to offload memory after it is made, fetch it for the backward pass.
+"""Offload: send a forward value to offload memory and fetch it for the backward pass.
 
-vDNN's trade (Rhu et al., MICRO 2016), as exchanges of a rank with itself: one call sends, one lets
-the near copy go, one begins to fetch, one hands the value over. Struck last, so that lags and leads
-count the operators that really run. Not for which values, nor when: see search/.
+vDNN's trade (Rhu et al., MICRO 2016), modelled as collectives of a single rank. Four calls per
+value: start the send, free the device copy, start the fetch, return the fetched value. Applied
+last, so that lag and lead count the operators that really run. Not for choosing values, lag and
+lead: see search/.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,15 +31,18 @@ from steelyard.plans.offers import offers_of
 from steelyard.plans.rule_table import OMITTED, CallTable, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
 
-# Of a value that may come back in slices. Two slices are near, so that of few nothing is gained; of
-# many, each is a transfer of its own and a product of few rows.
+# Limits for fetching a value in slices. Two slices are resident at a time, so a few slices save
+# nothing; with many, each slice is a separate transfer and a product of few rows.
 _LEAST_SLICED_BYTES, _SLICE_BYTES = 1 << 20, 2 << 20
 _FEWEST_SLICES, _MOST_SLICES = 4, 64
 
 
 class OffloadTable(CallTable):
-    """``[[offload]]``: a value, in how many slices it is fetched, and how many operators run while
-    it is sent (``lag``) and fetched (``lead``)."""
+    """``[[offload]]``: an offloaded value, and the slices and timing of its transfers.
+
+    ``slices`` is the number of slices it is fetched in. ``lag`` and ``lead`` are the numbers of
+    operators that run while it is sent and while it is fetched.
+    """
 
     degree: Annotated[Whole, Field(alias="slices"), OMITTED] = 0
     lag: Whole = 0
@@ -46,9 +50,9 @@ class OffloadTable(CallTable):
 
 
 class Offload:
-    """Pays communication with offload memory, buys memory; what comes back are the same bits.
+    """Pays communication with offload memory, buys memory; the fetched bits are the saved ones.
 
-    Of a value that comes back in slices the products that read it are added up in another order.
+    If a value is fetched in slices, the products that read it sum in another order.
     """
 
     name: ClassVar[str] = "offload"
@@ -87,24 +91,25 @@ class Offload:
                 expected="each value in one rule: it is sent off once",
                 remedy="take one of them out of the plan, or plan again",
             )
-        made_again = {i.node for i in program.again}
-        never = [name for name in chosen if name in made_again] or sorted(
-            # A smaller batch may make them smaller than is worth it; they go all the same.
+        recomputed = {i.node for i in program.again}
+        impossible = [name for name in chosen if name in recomputed] or sorted(
+            # A smaller batch may shrink values below the worthwhile size; they are offloaded all
+            # the same.
             chosen.keys() - saved_for_backward(program, least_bytes=1)
         )
-        if never:
-            node = program.graph.by_name[never[0]]
-            why = "is computed again" if never[0] in made_again else "cannot be sent off"
-            why = "is kept in 8 bits" if never[0] in program.coded else why
+        if impossible:
+            node = program.graph.by_name[impossible[0]]
+            problem = "is computed again" if impossible[0] in recomputed else "cannot be sent off"
+            problem = "is kept in 8 bits" if impossible[0] in program.coded else problem
             raise Mismatch(
-                f"offload rule for {node.op} in {node.path or 'the top level'}, which {why}",
+                f"offload rule for {node.op} in {node.path or 'the top level'}, which {problem}",
                 expected="rules for values that the backward pass reads, once each",
                 remedy="take the rule out of the plan, or plan again",
             )
         slices = {name: rule.degree for name, rule in chosen.items() if rule.degree > 1}
-        whole = sorted(slices.keys() - sliceable_inputs(program, slices).keys())
-        if whole:
-            node, count = program.graph.by_name[whole[0]], slices[whole[0]]
+        unsliceable = sorted(slices.keys() - sliceable_inputs(program, slices).keys())
+        if unsliceable:
+            node, count = program.graph.by_name[unsliceable[0]], slices[unsliceable[0]]
             raise Mismatch(
                 f"offload rule for {node.op} in {node.path or 'the top level'} asks for {count} "
                 "slices, and it comes back whole",
@@ -114,18 +119,18 @@ class Offload:
             )
         program = with_transfers(program, {n: (r.lag, r.lead) for n, r in chosen.items()}, slices)
         if slices:
-            # So that what the new calls cost is known.
+            # Registers the new graph, so that the costs of its new calls are known.
             source.rewritten(program.graph)
         return program
 
 
 def _offers_in_slices(program: Program) -> Iterator[Offer]:
-    """One for each value that may be, those of equal blocks together."""
+    """Yield one offer per sliceable value; values of equal blocks share one."""
     graph = program.graph
     large = saved_for_backward(program, least_bytes=_LEAST_SLICED_BYTES)
     by_count: dict[int, list[str]] = {}
     for value, products in sliceable_inputs(program, large).items():
-        if count := _slices(products[0].matrix):
+        if count := _slice_count(products[0].matrix):
             by_count.setdefault(count, []).append(value)
     for count, values in sorted(by_count.items()):
         for rule in to_rules(graph, values, trade="offload", lead=1, degree=count):
@@ -133,8 +138,8 @@ def _offers_in_slices(program: Program) -> Iterator[Offer]:
             yield Offer(trade="offload", label=label, rules=(rule,))
 
 
-def _slices(matrix: Tensor) -> int:
-    """Into how many it is taken apart; 0 where two of them are no less than most of it."""
+def _slice_count(matrix: Tensor) -> int:
+    """Return the number of slices, or 0 if two slices are most of the matrix."""
     count = min(max(_FEWEST_SLICES, matrix.nbytes // _SLICE_BYTES), _MOST_SLICES)
     return count if 3 * rows_in_slice(matrix, count) <= matrix.shape[0] else 0
 
@@ -144,50 +149,52 @@ def with_transfers(
     chosen: Mapping[str, tuple[int, int]],
     slices: Mapping[str, int] = MappingProxyType({}),
 ) -> Program:
-    """The program that sends these values off and reads what it fetches in their place.
+    """Return the program that offloads these values and reads the fetched ones in their place.
 
-    Each with its lag and its lead: so many operators run between sending and letting go, and
-    between beginning to fetch and reading. A value that nothing reads late stays as it is. Those
-    with ``slices`` come back in so many.
+    ``chosen`` maps each value to its lag and lead: the number of operators between sending and
+    freeing it, and between starting the fetch and reading it. A value that the backward pass does
+    not read stays. ``slices`` maps some values to the number of slices in which they are fetched.
     """
     plain = [i for i in program.instructions if i.sink is None]
-    wanted = first_wanted(program.graph, plain, chosen)
-    in_order = sorted(wanted, key=lambda name: (wanted[name], name))
+    first_reader = first_wanted(program.graph, plain, chosen)
+    in_order = sorted(first_reader, key=lambda name: (first_reader[name], name))
     slots = {name: slot for slot, name in enumerate(in_order)}
-    parted = {name: slices[name] for name in in_order if name in slices}
-    found = with_inputs_in_slices(program, parted, slots)
+    sliced = {name: slices[name] for name in in_order if name in slices}
+    found = with_inputs_in_slices(program, sliced, slots)
     graph, lines = found.graph, found.lines
     first = first_late(lines)
-    wanted = first_wanted(graph, lines, wanted.keys() - parted.keys())
+    first_reader = first_wanted(graph, lines, first_reader.keys() - sliced.keys())
     transfers = []
-    placed = _Gaps(graph, lines)
+    insertions = _Insertions(graph, lines)
     for name, slot in slots.items():
         calls = _Calls(graph, name, slot)
-        if name in parted:
+        if name in sliced:
             transfer = calls.in_slices(found.reads[name])
         else:
-            transfer = calls.whole(wanted[name])
+            transfer = calls.whole(first_reader[name])
         transfers.append(transfer)
         lag, lead = chosen[name]
-        made = next(k for k, i in enumerate(lines) if i.value == name)
-        placed.put(transfer, made=made, lag=lag, lead=lead)
-    late = Late(graph, {name: f"{name}.fetched" for name in wanted})
+        index = next(k for k, i in enumerate(lines) if i.value == name)
+        insertions.put(transfer, made=index, lag=lag, lead=lead)
+    rewriter = Late(graph, {name: f"{name}.fetched" for name in first_reader})
     ordered: list[Instruction] = []
     for number, line in enumerate(lines):
-        ordered += placed.before(number)
-        ordered += late.rewritten(line) if number >= first else [line]
-        ordered += placed.behind(number)
+        ordered += insertions.before(number)
+        ordered += rewriter.rewritten(line) if number >= first else [line]
+        ordered += insertions.behind(number)
     nodes = [node for transfer in transfers for node in transfer.nodes]
-    moved = replace(graph, nodes=(*graph.nodes, *nodes))
-    result = program.with_lines(ordered, on=moved)
+    with_transfer_nodes = replace(graph, nodes=(*graph.nodes, *nodes))
+    result = program.with_lines(ordered, on=with_transfer_nodes)
     assert not result.problems(), result.problems()
     return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Back:
-    """Fetched for the line ``wanted``: the call that begins it, and the one that ends it, which
-    hands the value over, or lets the last slices go ``behind`` that line."""
+    """The fetch of a value for the line ``wanted``: the calls that start and end it.
+
+    The end call returns the value or, ``behind`` that line, frees the last slices.
+    """
 
     begin: Node
     end: Node
@@ -197,7 +204,7 @@ class Back:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The calls by which a value goes and comes back: once, or in slices for each that reads it."""
+    """The transfer calls of one value: a send, and one fetch or, in slices, one per reader."""
 
     send: Node
     sent: Node
@@ -209,7 +216,7 @@ class Transfer:
 
 
 class _Calls:
-    """The calls of one value, whose place in offload memory is ``slot``."""
+    """Builds the transfer calls of one value, whose allocation in offload memory is ``slot``."""
 
     def __init__(self, graph: Graph, value: str, slot: int) -> None:
         self._node = graph.by_name[value]
@@ -217,14 +224,14 @@ class _Calls:
         self._slot = slot
         (self._tensor,) = self._node.outputs
         send, sent = self._call("send", value), self._call("sent", f"{value}.send", value)
-        self._send = replace(send, collective=self._over(FAR_OUT, Exchange.SEND))
+        self._send = replace(send, collective=self._collective(FAR_OUT, Exchange.SEND))
         self._sent = replace(sent, waits_for=send.name)
 
     def whole(self, wanted: int) -> Transfer:
         fetch = self._call("fetch", self._sent.name, outputs=(self._tensor,))
         fetched = self._call("fetched", fetch.name, outputs=(self._tensor,))
         back = Back(
-            begin=replace(fetch, collective=self._over(FAR_IN, Exchange.FETCH)),
+            begin=replace(fetch, collective=self._collective(FAR_IN, Exchange.FETCH)),
             end=replace(fetched, waits_for=fetch.name),
             wanted=wanted,
         )
@@ -240,77 +247,80 @@ class _Calls:
                 args=(*begin.args, read.count, *read.matrix.shape),
                 collective=read.link,
             )
-            # It reads the product too, and so stays behind it.
+            # The end call also reads the product, so that it runs after it.
             end = self._call("end", begin.name, read.call.name, copy=copy)
             end = replace(end, waits_for=begin.name)
             back.append(Back(begin=begin, end=end, wanted=read.line, behind=True))
         return Transfer(send=self._send, sent=self._sent, back=tuple(back))
 
     def _call(
-        self, what: str, *inputs: str, outputs: tuple[Tensor, ...] = (), copy: str = ""
+        self, call_name: str, *inputs: str, outputs: tuple[Tensor, ...] = (), copy: str = ""
     ) -> Node:
-        # Not of the forward pass: whatever names or counts that sees the step as captured.
+        # Marked backward: code that names or counts forward nodes must see the step as captured.
         return Node(
-            name=f"{self._value}.{what}{copy}",
-            op=f"{FAR_CALLS}{what}",
+            name=f"{self._value}.{call_name}{copy}",
+            op=f"{FAR_CALLS}{call_name}",
             args=(self._slot, *(Ref(i) for i in inputs)),
             inputs=inputs,
             outputs=outputs,
             phase=Phase.BACKWARD,
             path=self._node.path,
             line=self._node.line,
-            signature=f"{FAR_CALLS}{what}",
+            signature=f"{FAR_CALLS}{call_name}",
         )
 
-    def _over(self, axis: str, kind: Exchange) -> Collective:
+    def _collective(self, axis: str, kind: Exchange) -> Collective:
         nbytes = self._tensor.nbytes
         return Collective(kind=kind, axis=axis, num_ranks=1, sent_bytes=nbytes, hops=1)
 
 
 @dataclass(slots=True)
-class _Gaps:
-    """Where sending and fetching go between the lines, counted in operators that run."""
+class _Insertions:
+    """Positions of the transfer calls between the lines, counted in operators that run."""
 
     graph: Graph
     lines: Sequence[Instruction]
-    _behind: dict[int, list[Instruction]] = field(default_factory=dict)
-    _letting_go: dict[int, list[Instruction]] = field(default_factory=dict)
-    _fetching: dict[int, list[Instruction]] = field(default_factory=dict)
-    _handing_over: dict[int, list[Instruction]] = field(default_factory=dict)
+    _after: dict[int, list[Instruction]] = field(default_factory=dict)
+    _frees: dict[int, list[Instruction]] = field(default_factory=dict)
+    _fetch_starts: dict[int, list[Instruction]] = field(default_factory=dict)
+    _fetch_ends: dict[int, list[Instruction]] = field(default_factory=dict)
     _running: list[int] = field(default_factory=list)
-    _so_far: list[int] = field(default_factory=list)
+    _ran_before: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """``_running`` are the lines that run an operator, ``_so_far`` how many before each."""
+        """``_running`` lists the lines that run an operator, ``_ran_before`` counts those before
+        each."""
         for number, line in enumerate(self.lines):
-            self._so_far.append(len(self._running))
+            self._ran_before.append(len(self._running))
             if not self.graph.by_name[line.node].is_free:
                 self._running.append(number)
 
     def put(self, transfer: Transfer, *, made: int, lag: int, lead: int) -> None:
-        before_it = self._so_far[made + 1]
-        fetches = [max(before_it, self._so_far[back.wanted] - lead) for back in transfer.back]
+        ran_before_value = self._ran_before[made + 1]
+        fetches = [
+            max(ran_before_value, self._ran_before[back.wanted] - lead) for back in transfer.back
+        ]
         wanted = transfer.back[0].wanted
-        self._behind.setdefault(made, []).append(_line(transfer.send, self.lines[made].phase))
-        self._put(self._letting_go, transfer.sent, min(before_it + lag, fetches[0]), wanted)
+        self._after.setdefault(made, []).append(_line(transfer.send, self.lines[made].phase))
+        self._put(self._frees, transfer.sent, min(ran_before_value + lag, fetches[0]), wanted)
         for back, fetch in zip(transfer.back, fetches, strict=True):
-            self._put(self._fetching, back.begin, fetch, back.wanted)
-            where = self._behind if back.behind else self._handing_over
+            self._put(self._fetch_starts, back.begin, fetch, back.wanted)
+            where = self._after if back.behind else self._fetch_ends
             where.setdefault(back.wanted, []).append(_line(back.end, Phase.BACKWARD))
 
     def _put(
-        self, where: dict[int, list[Instruction]], node: Node, counted: int, wanted: int
+        self, lines_at: dict[int, list[Instruction]], node: Node, num_run: int, wanted: int
     ) -> None:
-        """Before so many operators have run, and before the line that wants it."""
-        place = wanted if counted == self._so_far[wanted] else self._running[counted]
-        where.setdefault(place, []).append(_line(node, self.lines[place].phase))
+        """Insert after ``num_run`` operators have run, but before the line that needs the value."""
+        index = wanted if num_run == self._ran_before[wanted] else self._running[num_run]
+        lines_at.setdefault(index, []).append(_line(node, self.lines[index].phase))
 
     def behind(self, number: int) -> list[Instruction]:
-        return self._behind.get(number, [])
+        return self._after.get(number, [])
 
     def before(self, number: int) -> list[Instruction]:
-        given = (self._letting_go, self._fetching, self._handing_over)
-        return [line for lines in given for line in lines.get(number, [])]
+        groups = (self._frees, self._fetch_starts, self._fetch_ends)
+        return [line for lines in groups for line in lines.get(number, [])]
 
 
 def _line(node: Node, phase: Phase) -> Instruction:

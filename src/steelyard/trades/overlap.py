@@ -1,8 +1,8 @@
-"""Overlap: wait for what ranks exchange only a few exchanges later, and send what is there already
-some operators ahead, so that others compute.
+"""Overlap: delay the waits for collectives, and issue collectives some operators earlier.
 
-Either may hold more: what has arrived, and what a backend keeps until then. Applied behind
-whatever puts exchanges into the graph. Not for what is exchanged.
+Operators then compute during the exchange. Both may take more memory: for results that have
+arrived, and for arguments that a backend needs until the wait. Applied after every trade that
+inserts collectives. Not for the collectives themselves.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,11 @@ from steelyard.predict.liveness import liveness
 
 
 class OverlapTable(RuleTable):
-    """``[[overlap]]``: by how many collectives waiting is put off, and how many operators ahead a
-    collective is issued."""
+    """``[[overlap]]``: the delay of waits and the advance of collectives.
+
+    ``window`` is the number of collectives by which waits are delayed, ``ahead`` the number of
+    operators by which a collective is issued earlier.
+    """
 
     lag: Annotated[int, Field(ge=1, le=LARGEST, alias="window")]
     lead: Annotated[Whole, Field(alias="ahead"), OMITTED] = 0
@@ -68,32 +71,35 @@ class Overlap:
         assert not program.again, (
             "overlap orders the graph, so it is applied before copies are made"
         )
-        if not program.layout.shares:  # where these differ, so may what ranks find, and they speak
-            first = sent_first(program)
-            is_whole = not first.problems()  # a sum that is sent has what else reads it behind it
-            program = first if is_whole and _peak(first) <= _peak(program) else program
-        late = waits_within(program, max(rule.lag for rule in rules))
+        if not program.layout.shares:  # unequal ranks might choose different orders
+            reordered = sent_first(program)
+            # Invalid if another line reads a sum after it was sent.
+            is_whole = not reordered.problems()
+            program = reordered if is_whole and _peak(reordered) <= _peak(program) else program
+        delayed = waits_within(program, max(rule.lag for rule in rules))
         ahead = max(rule.lead for rule in rules)
         if ahead:
-            room = _room(late) if any(rule.op == WITHIN_PEAK for rule in rules) else ()
-            late = issued_ahead(late, ahead, room)
-        return program.with_graph(_in_order_of(late))
+            headroom = _headroom(delayed) if any(rule.op == WITHIN_PEAK for rule in rules) else ()
+            delayed = issued_ahead(delayed, ahead, headroom)
+        return program.with_graph(_in_order_of(delayed))
 
 
 def _peak(program: Program) -> int:
     return liveness(program, None).peak_bytes
 
 
-def _room(program: Program) -> tuple[int, ...]:
-    """How much less than at its peak is there at each line."""
+def _headroom(program: Program) -> tuple[int, ...]:
+    """Return the free bytes below the peak at each line."""
     found = liveness(program, None)
     alive = zip(program.instructions, found.bytes_at, strict=True)
     return tuple(found.peak_bytes - nbytes for line, nbytes in alive if line.sink is None)
 
 
 def _in_order_of(program: Program) -> Graph:
-    """Its graph with the nodes in the order of its lines; what no line computes stays in front of
-    what it stood in front of."""
+    """Return the program's graph with its nodes in instruction order.
+
+    A node that no instruction computes stays in front of its old successor.
+    """
     graph = program.graph
     place = {line.value: at for at, line in enumerate(program.instructions) if line.sink is None}
     keys: dict[str, tuple[int, int]] = {}

@@ -1,8 +1,8 @@
-"""Quantize activations: keep a forward value in 8 bits until the backward pass reads it.
+"""Quantize activations: save a forward value in 8 bits until the backward pass reads it.
 
-ActNN's trade (Chen et al., ICML 2021), with plain rounding: the forward pass is computed as before
-and only gradients see what was lost. Not for which values, nor for what may be lost: see search/
-and planner/lossy.py.
+ActNN's trade (Chen et al., ICML 2021), with plain rounding: the forward pass is exact and only
+gradients see the error. Not for choosing values or the accepted loss: see search/ and
+planner/lossy.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ _NOT_UNDER_INDUCTOR = "only plans for generated Python are probed, and none is b
 
 
 class QuantizeActivationsTable(CallTable):
-    """``[[quantize_activations]]``: a value that is kept in 8 bits."""
+    """``[[quantize_activations]]``: a value that is saved in 8 bits."""
 
 
 class QuantizeActivations:
@@ -78,24 +78,29 @@ class QuantizeActivations:
                 expected="each value in one rule: it is written down once",
                 remedy="take one of them out of the plan, or plan again",
             )
-        made_again = {i.node for i in program.again}
-        # A smaller batch may make them smaller than is worth it; they are coded all the same.
-        never = sorted(chosen & made_again) or sorted(chosen - quantizable(program, least_bytes=1))
-        if never:
-            node = program.graph.by_name[never[0]]
-            why = "is computed again" if never[0] in made_again else "cannot be kept in 8 bits"
+        recomputed = {i.node for i in program.again}
+        # A smaller batch may shrink values below the worthwhile size; they are encoded all the
+        # same.
+        impossible = sorted(chosen & recomputed) or sorted(
+            chosen - quantizable(program, least_bytes=1)
+        )
+        if impossible:
+            node = program.graph.by_name[impossible[0]]
+            problem = (
+                "is computed again" if impossible[0] in recomputed else "cannot be kept in 8 bits"
+            )
             raise Mismatch(
                 f"quantize_activations rule for {node.op} in {node.path or 'the top level'}, "
-                f"which {why}",
+                f"which {problem}",
                 expected="rules for floating-point values that the backward pass reads, once each",
                 remedy="take the rule out of the plan, or plan again",
             )
         coded = with_codes(program, chosen)
-        misled = _misled(coded)
-        if misled is not None:
+        inexact = _inexact_choice(coded)
+        if inexact is not None:
             raise Mismatch(
-                f"{misled.op} in {misled.path or 'the top level'} would choose by what is computed "
-                "again from 8 bits, and otherwise than the forward pass did",
+                f"{inexact.op} in {inexact.path or 'the top level'} would choose by what is "
+                "computed again from 8 bits, and otherwise than the forward pass did",
                 expected="what is compared or sorted as it was, or nothing above it in 8 bits",
                 remedy="take the recompute rules of what it reads out of the plan, or plan again",
             )
@@ -103,46 +108,49 @@ class QuantizeActivations:
 
 
 def quantizable(program: Program, *, least_bytes: int = LEAST_BYTES) -> frozenset[str]:
-    """The values that could be kept in 8 bits."""
+    """Return the values that could be saved in 8 bits."""
     graph = program.graph
     able = saved_for_backward(program, least_bytes=least_bytes) - chosen_by(graph)
     return frozenset(name for name in able if can_be_coded(graph.by_name[name].outputs[0]))
 
 
 def with_codes(program: Program, chosen: Iterable[str]) -> Program:
-    """The program that writes these values down after their last use in the forward pass, and late
-    reads what is read back. A value that nothing reads late stays as it is."""
+    """Return the program that encodes these values and reads the decoded ones in the backward pass.
+
+    A value is encoded after its last use in the forward pass. A value that the backward pass does
+    not read stays.
+    """
     graph = program.graph
     lines = [i for i in program.instructions if i.sink is None]
-    wanted = first_wanted(graph, lines, chosen)
-    if not wanted:
+    first_reader = first_wanted(graph, lines, chosen)
+    if not first_reader:
         return program
-    in_order = sorted(wanted, key=graph.position.__getitem__)
-    codings = [
+    in_order = sorted(first_reader, key=graph.position.__getitem__)
+    encodings = [
         QuantizedActivation.of(graph, value, number=len(graph.storages) + place)
         for place, value in enumerate(in_order)
     ]
-    behind, before = _places(graph, lines, codings, wanted)
-    late = Late(graph, {c.value: c.decode.name for c in codings})
+    behind, before = _places(graph, lines, encodings, first_reader)
+    rewriter = Late(graph, {c.value: c.decode.name for c in encodings})
     first = first_late(lines)
     ordered: list[Instruction] = []
     for number, line in enumerate(lines):
         ordered += [_line(c.decode, Phase.BACKWARD) for c in before.get(number, ())]
-        ordered += late.rewritten(line) if number >= first else [line]
+        ordered += rewriter.rewritten(line) if number >= first else [line]
         ordered += [_line(c.encode, Phase.FORWARD) for c in behind.get(number, ())]
-    coded = replace(
+    encoded = replace(
         graph,
         nodes=_in_order(graph, lines, behind=behind, before=before),
-        storages=(*graph.storages, *(c.storage for c in codings)),
+        storages=(*graph.storages, *(c.storage for c in encodings)),
     )
-    result = program.with_lines(ordered, on=coded)
+    result = program.with_lines(ordered, on=encoded)
     assert not result.problems(), result.problems()
-    assert not coded.problems(), coded.problems()
+    assert not encoded.problems(), encoded.problems()
     return result
 
 
-def _misled(program: Program) -> Node | None:
-    """An operator that makes indices or a mask of copies that are not what they are copies of."""
+def _inexact_choice(program: Program) -> Node | None:
+    """Return an operator that would compute indices or a mask from inexact values, if any."""
     graph = program.graph
     inexact = {f"{value}.decoded" for value in program.coded}
     for line in program.instructions:
@@ -161,13 +169,13 @@ _Places = dict[int, list[QuantizedActivation]]
 def _places(
     graph: Graph,
     lines: Sequence[Instruction],
-    codings: Sequence[QuantizedActivation],
-    wanted: Mapping[str, int],
+    encodings: Sequence[QuantizedActivation],
+    first_reader: Mapping[str, int],
 ) -> tuple[_Places, _Places]:
-    """Behind which line each value is written down, and before which it is read back.
+    """Return the lines after which values are encoded, and those before which they are decoded.
 
-    Of several at one place the smallest is written down first and read back last, which needs the
-    least room for both forms of one value.
+    At one line the smallest value is encoded first and decoded last. This minimizes the memory
+    for both forms of one value.
     """
     last: dict[int, int] = {}
     for number, line in enumerate(lines[: first_late(lines)]):
@@ -176,30 +184,31 @@ def _places(
     behind: _Places = {}
     before: _Places = {}
 
-    def size(coding: QuantizedActivation) -> tuple[int, int]:
-        (tensor,) = coding.decode.outputs
+    def size(encoding: QuantizedActivation) -> tuple[int, int]:
+        (tensor,) = encoding.decode.outputs
         return tensor.nbytes, -tensor.storage
 
-    for coding in sorted(codings, key=size):
-        (tensor,) = coding.decode.outputs
-        behind.setdefault(last[tensor.storage], []).append(coding)
-    for coding in sorted(codings, key=size, reverse=True):
-        before.setdefault(wanted[coding.value], []).append(coding)
+    for encoding in sorted(encodings, key=size):
+        (tensor,) = encoding.decode.outputs
+        behind.setdefault(last[tensor.storage], []).append(encoding)
+    for encoding in sorted(encodings, key=size, reverse=True):
+        before.setdefault(first_reader[encoding.value], []).append(encoding)
     return behind, before
 
 
 def _in_order(
     graph: Graph, lines: Sequence[Instruction], *, behind: _Places, before: _Places
 ) -> tuple[Node, ...]:
-    """The nodes about as they run: what one finds in the caches is measured in this order."""
+    """Return the nodes about in execution order; cache effects are measured in this order."""
     after: dict[str, list[Node]] = {}
     ahead: dict[str, list[Node]] = {}
-    for number, codings in behind.items():
-        after.setdefault(lines[number].node, []).extend(c.encode for c in codings)
-    for number, codings in before.items():
-        # A copy's own node stands in the forward pass; what it is made for does not.
+    for number, encodings in behind.items():
+        after.setdefault(lines[number].node, []).extend(c.encode for c in encodings)
+    for number, encodings in before.items():
+        # The node of a recomputed line is in the forward pass; the decode goes before the
+        # backward reader instead.
         reader = next(line for line in lines[number:] if not line.is_again)
-        ahead.setdefault(reader.node, []).extend(c.decode for c in codings)
+        ahead.setdefault(reader.node, []).extend(c.decode for c in encodings)
     return tuple(
         node
         for own in graph.nodes

@@ -1,8 +1,8 @@
-"""Recompute: forget a forward value after its last use there, make it again for the backward pass.
+"""Recompute: drop a forward value after its last forward use and recompute it when needed.
 
-Checkmate's trade (Jain et al., MLSys 2020): each value is made again just before the first late
-line that needs it and, where it is to be made more often, before those for which it would wait
-longest. Not for choosing which values: see search/.
+Checkmate's trade (Jain et al., MLSys 2020): each value is recomputed just before the first
+backward line that needs it. If it may be recomputed several times, the others go before the lines
+with the longest idle time. Not for choosing values: see search/.
 """
 
 from bisect import bisect
@@ -27,14 +27,14 @@ _ONCE: Mapping[str, int] = MappingProxyType({})
 
 
 class RecomputeTable(CallTable):
-    """``[[recompute]]``: a value, and how often at most it is recomputed."""
+    """``[[recompute]]``: a value, and the maximum number of its recomputations."""
 
     # More often than a chain of a thousand blocks could use.
     times: Annotated[int, Field(ge=1, le=16), OMITTED] = 1
 
 
 class Recompute:
-    """Pays computation, buys memory; exact, because nothing random is ever made twice."""
+    """Pays computation, buys memory; exact, because no random operator is ever recomputed."""
 
     name: ClassVar[str] = "recompute"
     pays: ClassVar[tuple[str, ...]] = ("computation",)
@@ -58,11 +58,11 @@ class Recompute:
         rules: Sequence[Rule],
         source: StepSource,  # noqa: ARG002 - other trades ask it
     ) -> Program:
-        able = recomputable(program.graph)
+        allowed = recomputable(program.graph)
         named = rule_of(program.graph, rules)
-        never = named.keys() - able
-        if never:
-            node = program.graph.by_name[min(never)]
+        impossible = named.keys() - allowed
+        if impossible:
+            node = program.graph.by_name[min(impossible)]
             raise Mismatch(
                 f"recompute rule for {node.op} in {node.path or 'the top level'}, which cannot be "
                 "computed again",
@@ -77,26 +77,26 @@ class Recompute:
             )
         if not named:
             return program
-        times = Counter(i.node for i in program.again if i.node in able)
+        times = Counter(i.node for i in program.again if i.node in allowed)
         for value, rule in named.items():
             times[value] = max(times[value], rule.times)
         return with_copies(program, times, times=times)
 
 
 def with_copies(
-    program: Program, again: Iterable[str], *, times: Mapping[str, int] = _ONCE
+    program: Program, recomputed: Iterable[str], *, times: Mapping[str, int] = _ONCE
 ) -> Program:
-    """The program whose backward pass reads copies of these values instead of the values.
+    """Return the program whose backward pass reads recomputed copies of these values.
 
-    ``times``: how often at most those are made that may be made more than once.
+    ``times``: the maximum number of copies of values that may be recomputed more than once.
     """
     graph = program.graph
     computed = [i for i in program.instructions if i.sink is None and not i.is_again]
     first = _first_backward(computed)
-    copied = _copied(graph, frozenset(again))
+    copied = _nodes_to_recompute(graph, frozenset(recomputed))
     needed = _needed(graph, computed[first:], copied)
     placed = [_original(graph, i) for i in computed[:first]]
-    copies = _Copies(graph, needed, _Turns.of(graph, computed, first, needed, times))
+    copies = _Copies(graph, needed, _CopyTable.of(graph, computed, first, needed, times))
     for number in range(first, len(computed)):
         line = computed[number]
         placed += copies.target(graph.by_name[line.node].inputs, number)
@@ -105,27 +105,27 @@ def with_copies(
 
 
 def _first_backward(computed: Sequence[Instruction]) -> int:
-    """Where the backward pass begins."""
+    """Return the index of the first backward line."""
     phases = (i for i, ins in enumerate(computed) if ins.phase is Phase.BACKWARD)
     return next(phases, len(computed))
 
 
-def _copied(graph: Graph, again: frozenset[str]) -> frozenset[str]:
-    """The forward nodes to be made again: the values, operators of several results, views."""
+def _nodes_to_recompute(graph: Graph, recomputed: frozenset[str]) -> frozenset[str]:
+    """Return the forward nodes to recompute: the values, multi-output operators, their views."""
     copied: set[str] = set()
     for node in graph.forward():
-        if node.name in again:
+        if node.name in recomputed:
             copied.add(node.name)
             if node.is_getitem:
                 copied.add(node.inputs[0])
         elif graph.is_look(node) and copied.intersection(node.inputs):
-            # A view follows what it looks at; only views of copies are made again.
+            # A view is recomputed only if its base is.
             copied.add(node.name)
     return frozenset(copied)
 
 
 def _needed(graph: Graph, late: Sequence[Instruction], copied: frozenset[str]) -> frozenset[str]:
-    """Those of ``copied`` that the backward pass reads, or a copy that it reads, and so on."""
+    """Return those of ``copied`` that the backward pass needs, directly or through other copies."""
     needed = {i for ins in late for i in graph.by_name[ins.node].inputs if i in copied}
     pending = list(needed)
     while pending:
@@ -142,17 +142,17 @@ def _original(graph: Graph, instruction: Instruction) -> Instruction:
 
 
 class _Copies:
-    """Lines that make copies, and lines that read them."""
+    """Builds the lines that compute copies, and the lines that read them."""
 
-    def __init__(self, graph: Graph, needed: frozenset[str], turns: "_Turns") -> None:
+    def __init__(self, graph: Graph, needed: frozenset[str], turns: "_CopyTable") -> None:
         self._graph = graph
         self._needed = needed
-        self._turns = turns
+        self._copy_table = turns
         self._made: set[str] = set()
 
     def target(self, inputs: Iterable[str], number: int) -> list[Instruction]:
-        """What to make before these inputs can be read, in the order of the forward pass."""
-        graph, turns = self._graph, self._turns
+        """Return the copies to compute before these inputs can be read, in forward order."""
+        graph, turns = self._graph, self._copy_table
         found: set[str] = set()
         pending = list(inputs)
         while pending:
@@ -162,7 +162,8 @@ class _Copies:
             found.add(name)
             pending += graph.by_name[name].inputs
             if graph.has_several(name):
-                # All results that will be read are taken at once, so that the rest dies here.
+                # All results that are read later are extracted at once, so that the others die
+                # here.
                 parts = (u for u in graph.users[name] if self._is_missing(u, number))
                 found.update(u for u in parts if turns.is_read(u, number))
         lines = []
@@ -173,7 +174,7 @@ class _Copies:
         return lines
 
     def reading(self, node: str, value: str, phase: Phase, number: int) -> Instruction:
-        """This node, computed from copies where there are any."""
+        """Return the line that computes this node, from copies of its inputs if they exist."""
         names = self._graph.by_name[node].inputs
         copies = (self._copy(i, number) for i in names)
         inputs = tuple(c if c in self._made else i for i, c in zip(names, copies, strict=True))
@@ -183,18 +184,18 @@ class _Copies:
         return name in self._needed and self._copy(name, number) not in self._made
 
     def _copy(self, name: str, number: int) -> str:
-        return again_name(name, self._turns.of_line(name, number))
+        return again_name(name, self._copy_table.of_line(name, number))
 
 
-class _Turns:
-    """Of what is made more than once: which of its copies a line reads."""
+class _CopyTable:
+    """The copies of values that are recomputed more than once, and the one each line reads."""
 
     def __init__(self) -> None:
-        # Of each value, and of each operator of several results.
+        # The lines of the copies of each value and of each multi-output operator.
         self._starts: dict[str, tuple[int, ...]] = {}
         self._reads: dict[str, list[Span]] = {}
-        # What a view looks at.
-        self._of: dict[str, str] = {}
+        # The base value of each view.
+        self._base: dict[str, str] = {}
 
     @classmethod
     def of(
@@ -212,12 +213,12 @@ class _Turns:
         return turns
 
     def of_line(self, name: str, number: int) -> int:
-        """0 for the first copy."""
-        lines = self._starts.get(self._of.get(name, name), ())
+        """Return the index of the copy that this line reads; 0 for the first."""
+        lines = self._starts.get(self._base.get(name, name), ())
         return max(0, bisect(lines, number) - 1)
 
     def is_read(self, value: str, number: int) -> bool:
-        """Whether any line reads the copy that this line would."""
+        """True if any line reads the same copy as line ``number``."""
         turn = self.of_line(value, number)
         begins = (begin for begin, _ in self._reads.get(value, ()))
         return value not in self._reads or any(self.of_line(value, b) == turn for b in begins)
@@ -225,20 +226,20 @@ class _Turns:
     def _read(
         self, graph: Graph, computed: Sequence[Instruction], first: int, needed: frozenset[str]
     ) -> None:
-        """What the backward pass itself reads."""
+        """Collect the spans in which the backward pass itself reads each value."""
         for node in graph.forward():
             if node.name not in needed:
                 continue
             if graph.is_look(node):
-                self._of[node.name] = next(self._of[i] for i in node.inputs if i in self._of)
+                self._base[node.name] = next(self._base[i] for i in node.inputs if i in self._base)
             elif not graph.has_several(node.name):
-                self._of[node.name] = node.name
-        on = {value: graph.storages_of(value)[0] for value in self._of.values()}
+                self._base[node.name] = node.name
+        on = {value: graph.storages_of(value)[0] for value in self._base.values()}
         late = late_reads(graph, computed, first, set(on.values()))
         self._reads = {value: late[storage] for value, storage in on.items()}
 
     def _place(self, graph: Graph, times: Mapping[str, int]) -> None:
-        """From the last operator to the first, so that all that reads one is placed before it."""
+        """Choose the lines of the copies, last operator first: readers are placed before inputs."""
         made: dict[str, list[str]] = {}
         for value in self._reads:
             node = graph.by_name[value]
@@ -249,8 +250,8 @@ class _Turns:
             lines = starts(reads, most)
             self._starts.update(dict.fromkeys((maker, *made[maker]), lines))
             for name in graph.by_name[maker].inputs:
-                if name in self._of:
-                    self._reads[self._of[name]] += [(line, line) for line in lines]
+                if name in self._base:
+                    self._reads[self._base[name]] += [(line, line) for line in lines]
 
 
 def again_name(name: str, turn: int = 0) -> str:
@@ -258,8 +259,7 @@ def again_name(name: str, turn: int = 0) -> str:
 
 
 def recomputable(graph: Graph) -> frozenset[str]:
-    """The forward values that can be made again to the same bits, and of which the backward pass
-    reads something."""
+    """Return the forward values that the backward pass needs and that recompute bit by bit."""
     outputs = {o.node for o in graph.outputs}
     leaving = {s for name in outputs for s in graph.storages_of(name)}
     found: set[str] = set()
@@ -272,13 +272,13 @@ def recomputable(graph: Graph) -> frozenset[str]:
             continue
         if leaving.intersection(graph.storages_of(node.name)):
             continue
-        if _why_never(graph, maker) is None:
+        if _why_not_recomputable(graph, maker) is None:
             found.add(node.name)
     return frozenset(found)
 
 
-def _why_never(graph: Graph, node: Node) -> str | None:
-    """Why calling this operator again would not give the same, or would do more than that."""
+def _why_not_recomputable(graph: Graph, node: Node) -> str | None:
+    """Return the reason why a second call would differ or have side effects; None if neither."""
     if node.is_random:
         is_torchs = node.op.startswith(("aten.", "steelyard."))
         return f"{'is' if is_torchs else 'may be'} random: a second call would draw other numbers"
@@ -303,20 +303,20 @@ def _why_never(graph: Graph, node: Node) -> str | None:
 
 
 def _reads_whole(graph: Graph, node: Node, user: str) -> bool:
-    """An operator of several results that is taken apart late, or not by getitem."""
+    """True if a multi-output operator is read in the backward pass, or not through getitem."""
     reader = graph.by_name[user]
     late = reader.phase is not Phase.FORWARD
     return graph.has_several(node.name) and (late or not reader.is_getitem)
 
 
 def _refusals(trade: str, graph: Graph) -> tuple[Rejection, ...]:
-    """The operators that would have been offered if they could be called again."""
+    """Return the operators that are not offered because they cannot be called again."""
     useful = graph.reaching_backward
     reasons: dict[tuple[str, str], int] = {}
     for node in graph.forward():
         if node.is_free or node.name not in useful:
             continue
-        reason = _why_never(graph, node)
+        reason = _why_not_recomputable(graph, node)
         if reason is not None:
             reasons[node.op, reason] = reasons.get((node.op, reason), 0) + 1
     return tuple(

@@ -1,11 +1,10 @@
-"""Shard the batch: each rank works on an equal share of it, and gradients are summed over ranks.
+"""Shard the batch: data parallelism, with gradients summed over ranks.
 
-Data parallelism, as nodes of one rank's graph: buckets of all-reduces behind the backward pass's
-gradients, and the loss of all; of several micro-batches the last exchanges what all have added up,
-as under DistributedDataParallel's ``no_sync``. What is summed is the mean over the same samples in
-another order.
-Random values are each rank's own. Not for when results are waited for: see overlap.py; nor for
-giving a rank its part of the weights or of what the optimizer keeps.
+Built as nodes of one rank's graph: bucketed all-reduces of the gradients, and the loss over all
+ranks. With several micro-batches the last one exchanges the accumulated gradients, as under
+DistributedDataParallel's ``no_sync``. The result is the mean over the same samples, summed in
+another order. Random values differ by rank. Not for delaying waits: see overlap.py; nor for
+sharding weights or optimizer state: see shard_states.py.
 """
 
 from collections.abc import Sequence
@@ -36,8 +35,7 @@ from steelyard.plans.trade import Offer, Rejection
 
 
 class ShardBatchTable(RuleTable):
-    """``[[shard_batch]]``; ``shares`` are the samples that each rank takes, of as many as they add
-    up to."""
+    """``[[shard_batch]]``; ``shares`` are the samples of each rank, out of their sum."""
 
     degree: Ranks
     shares: Annotated[
@@ -98,9 +96,9 @@ class ShardBatch:
         if not rules or ranks == 1:
             return program
         if program.layout.pipeline > 1:
-            return program  # ranks with the same stages sum up behind all micro-batches
+            return program  # ranks of one stage reduce gradients after all micro-batches
         assert not program.again, "shard_batch changes the graph, so it is applied early"
-        # Those that hold the same part of a model are as far apart as its parts are many.
+        # Ranks with the same shard of the model are spaced by the number of shards.
         stride = program.layout.tensor
         before = program.graph
         graph = synchronised(before, layout=program.layout, transport=source.transport)
@@ -122,5 +120,5 @@ class ShardBatch:
         return program.with_graph(graph)
 
 
-# What stock DistributedDataParallel takes; a search tries others.
+# The default of DistributedDataParallel; a search tries other sizes.
 BUCKET_BYTES = 25 * 2**20

@@ -1,10 +1,11 @@
-"""Shard the layers: each rank holds some, and micro-batches go through them as on a belt.
+"""Shard the layers: pipeline parallelism over micro-batches.
 
-What a rank does not hold it neither keeps nor updates; activations and their gradients travel
-between neighbours, and while the belt fills and empties ranks wait. Several such groups of ranks
-may share the batch: those with the same stages sum up their gradients behind the passes. Struck
-last, on the lines that all else has settled. The ranks of a stage may share its tensors: its lines
-then hold exchanges among them. Not for when who works: the table is one of torch's schedules.
+A rank stores and updates its own layers only. Activations and their gradients travel between
+neighbours, and ranks idle while the pipeline fills and drains. Several such groups of ranks may
+share the batch: ranks of the same stage then reduce their gradients after the passes. The ranks
+of a stage may also shard its tensors: its lines then contain their collectives. Applied last, to
+the lines that all other trades produced. Not for the order of actions: that is one of torch's
+schedules.
 """
 
 from collections.abc import Sequence
@@ -22,15 +23,16 @@ from steelyard.passes.pipeline.stage_boundaries import balanced_ends
 from steelyard.plans.rule_table import Ranks, RuleTable
 from steelyard.plans.trade import Offer, Rejection
 
-# Stages to a rank, under each of torch's schedules that is offered. LoopedBFS keeps more than
-# Interleaved1F1B for the same time, and GPipe than 1F1B, which takes no single micro-batch though.
+# Stages per rank, for each of torch's schedules that is offered. LoopedBFS saves more activations
+# than Interleaved1F1B for the same time, and so does GPipe compared with 1F1B; but 1F1B does not
+# accept a single micro-batch.
 SCHEDULES = {
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
 }  # fmt: skip
 
 
 class ShardPipelineTable(RuleTable):
-    """``[[shard_pipeline]]``: a stage ends behind each of these modules."""
+    """``[[shard_pipeline]]``: one stage ends after each of these modules."""
 
     most: ClassVar[int] = 10_000
 
@@ -40,7 +42,7 @@ class ShardPipelineTable(RuleTable):
 
 
 class ShardPipeline:
-    """Pays communication, buys computation and memory. The values are those of micro-batches."""
+    """Pays communication, buys computation and memory. Results equal those of micro-batches."""
 
     name: ClassVar[str] = "shard_pipeline"
     pays: ClassVar[tuple[str, ...]] = ("communication",)
@@ -54,23 +56,23 @@ class ShardPipeline:
         program: Program,
         source: StepSource,  # noqa: ARG002 - the modules decide, not the batch
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        """Each schedule, on stages that are to compute about equally much."""
+        """Offer each schedule, with stages of about equal computation."""
         ranks = program.layout.pipeline
         if ranks == 1:
             return (), ()
         reason = _why_not(program)
-        offers = () if reason else tuple(self._offered(program, ranks))
+        offers = () if reason else tuple(self._offers(program, ranks))
         if offers:
             return offers, ()
         reason = reason or f"the model has too few modules for {ranks} stages"
         label = f"layers on {ranks} ranks"
         return (), (Rejection(trade=self.name, label=label, reason=reason),)
 
-    def _offered(self, program: Program, ranks: int) -> list[Offer]:
+    def _offers(self, program: Program, ranks: int) -> list[Offer]:
         found = []
         for schedule, each in SCHEDULES.items():
             graph = program.graph
-            ends = balanced_ends(graph, each * ranks, weight=_about, handing=float)
+            ends = balanced_ends(graph, each * ranks, weight=_weight, handing=float)
             if ends:
                 rules = rules_for(ends, schedule=schedule, ranks=ranks)
                 label = f"{schedule}, {each * ranks} stages on {ranks} ranks"
@@ -81,8 +83,8 @@ class ShardPipeline:
         ranks = program.layout.pipeline
         if not rules or ranks == 1:
             return program
-        said = {(rule.degree, rule.op) for rule in rules}
-        if len(said) > 1:
+        settings = {(rule.degree, rule.op) for rule in rules}
+        if len(settings) > 1:
             raise Mismatch(
                 "the shard_pipeline rules do not agree on ranks or schedule",
                 expected="the same of both in each, as all are ends of stages of one pipeline",
@@ -122,8 +124,8 @@ def _why_not(program: Program) -> str:
     return ""
 
 
-def _about(node: Node) -> float:
-    """What it computes and moves, in the same coin: so many operations for each byte."""
+def _weight(node: Node) -> float:
+    """Return the node's cost in bytes moved, with FLOPs converted at a fixed rate."""
     return node.flops / _FLOPS_PER_BYTE + node.moved_bytes if not node.is_free else 0.0
 
 

@@ -1,13 +1,12 @@
-"""Shard states: ranks that share the batch keep a share of the model each, and of all that goes
-with it.
+"""Shard states: each data-parallel rank stores a shard of the weights and of their state.
 
-Of a parameter that is cut each rank holds some rows, with their gradient and what the optimizer
-keeps for them, and updates these; in front of its first reader it is gathered from all ranks, once
-a step or once for each pass, and its gradient is summed and scattered: ZeRO's third stage
-(Rajbhandari et al., SC 2020). The first two would gather behind the update what this gathers in the
-next step, where others compute beside it (docs/decisions/0016-one-way-to-share-states.md). Stages
-of a pipeline gather in front of all micro-batches, and sum up behind them. Not for which
-parameters: see search/.
+Each rank has some rows of a sharded parameter, with their gradient and optimizer state, and
+updates these rows. The parameter is all-gathered before its first reader, once a step or once for
+each pass, and its gradient is reduce-scattered: ZeRO's third stage (Rajbhandari et al., SC 2020).
+The first two stages would gather after the update; this gathers in the next step, where the
+transfer overlaps with computation (docs/decisions/0016-one-way-to-share-states.md). Pipeline
+stages gather before all micro-batches, and reduce after them. Not for choosing parameters: see
+search/.
 """
 
 from collections.abc import Sequence
@@ -37,13 +36,15 @@ from steelyard.plans.rule_table import (
 )
 from steelyard.plans.trade import Offer, Rejection
 
-# Of a parameter; less costs two exchanges more and buys nothing.
+# Minimum size of a parameter: less costs two more collectives and saves nothing.
 _LEAST_BYTES = 16 << 10
 
 
 class ShardStatesTable(RuleTable):
-    """``[[shard_states]]``: what of a parameter is sharded; by default the weight, its gradient and
-    its optimizer state."""
+    """``[[shard_states]]``: the state of a parameter that is sharded.
+
+    By default the weight, its gradient and its optimizer state are sharded.
+    """
 
     most: ClassVar[int] = MOST_PARAMETERS
 
@@ -51,13 +52,13 @@ class ShardStatesTable(RuleTable):
     module: Parameter
     op: Annotated[Literal["optimizer", "gradient", ""], Field(alias="what"), OMITTED] = ""
     times: Annotated[int, Field(ge=1, le=2, alias="gathers"), OMITTED] = 1
-    # Each parameter is gathered by itself by default.
+    # By default each parameter is gathered by itself.
     bucket_bytes: Annotated[BytesOrNone, Field(alias="bucket"), OMITTED] = 0
     count: Positive = 1
 
 
 class ShardStates:
-    """Pays communication, buys memory. Sums are added up as by shard_batch."""
+    """Pays communication, buys memory. Sums are added in the same order as with shard_batch."""
 
     name: ClassVar[str] = "shard_states"
     pays: ClassVar[tuple[str, ...]] = ("communication",)
@@ -71,7 +72,7 @@ class ShardStates:
         program: Program,
         source: StepSource,  # noqa: ARG002 - the program says what there is
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        """One for each parameter, those of equal blocks together."""
+        """Offer each parameter that divides among the ranks; equal blocks share an offer."""
         ranks, graph = program.layout.batch, program.graph
         if ranks == 1:
             return (), ()
@@ -129,7 +130,7 @@ class ShardStates:
         named = [(name, rule) for rule in rules for name in parameters_named(program.graph, rule)]
         names = [name for name, _ in named]
         if layout.pipeline > 1:
-            graph = program.graph  # stages work on whole weights, gathered once for all of them
+            graph = program.graph  # stages work on whole weights, gathered once for all passes
             for name in names:
                 check_shared(graph, name, layout.batch)
         else:

@@ -1,9 +1,9 @@
-"""Shard tensors: ranks hold parts of the same weights and compute parts of the same values.
+"""Shard tensors: tensor parallelism; ranks have parts of weights and compute parts of values.
 
-Columns, rows, heads, channels, experts, a vocabulary: whatever the graph shows to go together (see
-capture/spmd/shardable_regions.py), exchanged where a whole value or a sum is read. A part of the
-weights is a part of their gradients and of what the optimizer keeps. Applied before what else
-changes the graph, which then works on parts. Not for which regions: see search/.
+Covers columns, rows, heads, channels, experts, vocabulary: any region that the graph allows (see
+capture/spmd/shardable_regions.py), with collectives at readers of a whole value or of a sum.
+Gradients and optimizer state are sharded like the weights. Applied before the other trades that
+change the graph, which then work on shards. Not for choosing regions: see search/.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ from steelyard.plans.trade import Offer, Rejection
 
 
 class ShardTensorTable(RuleTable):
-    """``[[shard_tensor]]``: the dim along which a parameter is cut, in ``groups`` of equal size."""
+    """``[[shard_tensor]]``: the dim along which a parameter is sharded, in equal ``groups``."""
 
     most: ClassVar[int] = MOST_PARAMETERS
 
@@ -44,7 +44,7 @@ class ShardTensorTable(RuleTable):
 
 
 class ShardTensor:
-    """Pays communication, buys computation and memory. Sums are added up in another order."""
+    """Pays communication, buys computation and memory. Sums are added in another order."""
 
     name: ClassVar[str] = "shard_tensor"
     pays: ClassVar[tuple[str, ...]] = ("communication",)
@@ -56,8 +56,10 @@ class ShardTensor:
     def offers(
         self, program: Program, source: StepSource
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        """Each region, those of equal blocks together, among the ranks that tensors lie on; first
-        those which exchange least for what is computed."""
+        """Offer each region over the tensor-parallel ranks; regions of equal blocks share an offer.
+
+        Regions that exchange least for their FLOPs come first.
+        """
         ranks = program.layout.tensor
         if ranks == 1:
             return (), ()
@@ -66,15 +68,15 @@ class ShardTensor:
         if not reason:
             for region in source.regions(program.graph, num_ranks=ranks):
                 pattern = tuple(
-                    (pattern_of(name.partition(":")[2], program.graph.runs), lies)
-                    for name, lies in region.inputs
+                    (pattern_of(name.partition(":")[2], program.graph.runs), placement)
+                    for name, placement in region.inputs
                 )
                 by_pattern.setdefault(pattern, []).append(region)
             reason = "" if by_pattern else "no operators go together that could work on parts"
         if reason:
             label = f"tensors among {ranks} ranks"
             return (), (Rejection(trade=self.name, label=label, reason=reason),)
-        cheapest = sorted(by_pattern.values(), key=_exchanged_for_flops)
+        cheapest = sorted(by_pattern.values(), key=_exchanged_bytes_per_flop)
         return tuple(_offer(program.graph, regions, ranks) for regions in cheapest), ()
 
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
@@ -89,7 +91,7 @@ class ShardTensor:
                 remedy="take the shard_tensor rules out of the plan, or plan again",
             )
         choice = ShardingChoice(
-            axis=TENSOR, num_ranks=ranks, inputs=tuple(_named(program.graph, rules))
+            axis=TENSOR, num_ranks=ranks, inputs=tuple(_placements(program.graph, rules))
         )
         rank = program.layout.place(program.rank, TENSOR)
         graph = source.in_parts(program.graph, choice, rank=rank)
@@ -99,7 +101,7 @@ class ShardTensor:
         return replace(program.with_graph(graph), partings=(choice,), update=update)
 
 
-def _exchanged_for_flops(regions: Sequence[Region]) -> float:
+def _exchanged_bytes_per_flop(regions: Sequence[Region]) -> float:
     return sum(r.exchanged_bytes for r in regions) / max(sum(r.flops for r in regions), 1)
 
 
@@ -112,24 +114,24 @@ def _offer(graph: Graph, regions: Sequence[Region], ranks: int) -> Offer:
                 pattern = pattern_of(name, graph.runs)
                 by_pattern.setdefault((pattern, placement), []).append(name)
     rules = []
-    for (pattern, lies), names in by_pattern.items():
-        # Where not all of the equal blocks can be cut, each is named.
+    for (pattern, shard), names in by_pattern.items():
+        # If some of the equal blocks cannot be sharded, the others are named one by one.
         is_all = len(names) == sum(path_matches(n, pattern) for n in _tensors(graph).values())
-        for said, count in [(pattern, len(names))] if is_all else [(n, 1) for n in names]:
+        for module, count in [(pattern, len(names))] if is_all else [(n, 1) for n in names]:
             rules.append(
                 Rule(
-                    trade=ShardTensor.name, module=said, degree=ranks, dim=lies.dim,
-                    groups=lies.groups, count=count,
+                    trade=ShardTensor.name, module=module, degree=ranks, dim=shard.dim,
+                    groups=shard.groups, count=count,
                 )
             )  # fmt: skip
-    (seed, lies), path = next(iter(by_pattern)), pattern_of(regions[0].path, graph.runs)
-    where = f"{path or 'the model'}{f' ({len(regions)})' if len(regions) > 1 else ''}"
-    way = f"{seed.removeprefix(f'{path}.')} by dim {lies.dim}"
-    return Offer(trade=ShardTensor.name, label=f"{where}: {way}", rules=tuple(rules))
+    (name_pattern, shard), path = next(iter(by_pattern)), pattern_of(regions[0].path, graph.runs)
+    place = f"{path or 'the model'}{f' ({len(regions)})' if len(regions) > 1 else ''}"
+    sharding = f"{name_pattern.removeprefix(f'{path}.')} by dim {shard.dim}"
+    return Offer(trade=ShardTensor.name, label=f"{place}: {sharding}", rules=tuple(rules))
 
 
 def _tensors(graph: Graph) -> dict[str, str]:
-    """The names of the model's tensors, by those of the inputs that they are."""
+    """Return the names of the model's tensors, by the names of their graph inputs."""
     return {
         node.name: node.name.partition(":")[2]
         for node in graph.inputs()
@@ -138,10 +140,10 @@ def _tensors(graph: Graph) -> dict[str, str]:
     }
 
 
-def _named(graph: Graph, rules: Iterable[Rule]) -> list[tuple[str, Placement]]:
-    """The inputs that the rules name, and how each lies."""
+def _placements(graph: Graph, rules: Iterable[Rule]) -> list[tuple[str, Placement]]:
+    """Return the graph inputs that the rules name, with their placements."""
     names = _tensors(graph)
-    lies: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     for rule in rules:
         found = [key for key, name in names.items() if path_matches(name, rule.module)]
         if len(found) != rule.count:
@@ -151,11 +153,11 @@ def _named(graph: Graph, rules: Iterable[Rule]) -> list[tuple[str, Placement]]:
                 remedy="plan again for this model, or edit parameter or count of that rule",
             )
         for key in found:
-            if key in lies:
+            if key in placements:
                 raise Mismatch(
                     f"{names[key]} is cut by two shard_tensor rules",
                     expected="one rule for each tensor",
                     remedy="take one of them out of the plan",
                 )
-            lies[key] = Shard(rule.dim, rule.groups)
-    return list(lies.items())
+            placements[key] = Shard(rule.dim, rule.groups)
+    return list(placements.items())

@@ -1,11 +1,10 @@
-"""Pinned transfer: ranks of one host send one another what they do through memory that they share.
+"""Shared-memory transfer: ranks of one host exchange messages through shared memory.
 
-What a step sends has the same shape every time, between stages as well as of gradients that are
-summed up. So whoever reads it makes room once, and whoever sends it writes it there: no copy
-through a connection on either side, no thread that takes a turn, and no room made in any step.
-Fixed slots ahead of the transfer are the mechanism of Xue et al. (EuroSys 2019), there over RDMA.
-Not for the slots themselves: see comm/shared_memory/slots.py, and for what is exchanged,
-comm/shared_memory/collectives.py.
+The messages of a step, between pipeline stages or in all-reduces, have the same shapes every
+time. So the reader allocates slots once and the sender writes into them: no copy through a
+connection on either side, no thread to schedule, and no allocation in any step. Fixed slots
+allocated before the transfer are the mechanism of Xue et al. (EuroSys 2019), there over RDMA. Not
+for the slots (comm/shared_memory/slots.py) or the exchange (comm/shared_memory/collectives.py).
 """
 
 from collections.abc import Container, Sequence
@@ -37,7 +36,7 @@ class SharedMemoryTransfer:
     pays: ClassVar[tuple[str, ...]] = ("memory",)
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = True
-    # Of more than two ranks, sums are added up in another order than gloo's.
+    # With more than two ranks, sums are added in another order than gloo's.
     is_bitwise: ClassVar[bool] = False
     table: ClassVar[type[RuleTable]] = SharedMemoryTransferTable
 
@@ -48,7 +47,7 @@ class SharedMemoryTransfer:
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         if program.pipeline is not None:
             what, op = "messages of stages", STAGES
-        elif _among_ranks(program.graph):
+        elif _rank_collectives(program.graph):
             what, op = "exchanges", EXCHANGES
         else:
             return (), ()
@@ -70,7 +69,7 @@ class SharedMemoryTransfer:
         op, pipeline, graph = rules[0].op, program.pipeline, program.graph
         if op == STAGES and pipeline is not None:
             return replace(program, pipeline=replace(pipeline, is_pinned=True))
-        if op == EXCHANGES and pipeline is None and (exchanged := _among_ranks(graph)):
+        if op == EXCHANGES and pipeline is None and (exchanged := _rank_collectives(graph)):
             return replace(program, graph=_pinned(graph, exchanged))
         what, needs = _NEEDS[op]
         raise Mismatch(
@@ -80,8 +79,8 @@ class SharedMemoryTransfer:
         )
 
 
-def _among_ranks(graph: Graph) -> frozenset[str]:
-    """The calls that issue exchanges among ranks."""
+def _rank_collectives(graph: Graph) -> frozenset[str]:
+    """Return the calls that issue collectives among ranks."""
     issued = ((name, graph.by_name[name].collective) for name in graph.collectives)
     return frozenset(name for name, c in issued if c is not None and not c.is_far)
 
@@ -92,16 +91,16 @@ def _pinned(graph: Graph, exchanged: Container[str]) -> Graph:
 
 
 def _through_slots(node: Node) -> Node:
-    by_torch = node.collective
-    assert by_torch is not None
+    original = node.collective
+    assert original is not None
     pinned = THROUGH_SLOTS.collective(
-        by_torch.kind, axis=by_torch.axis, num_ranks=by_torch.num_ranks,
-        nbytes=by_torch.whole_bytes, stride=by_torch.stride,
+        original.kind, axis=original.axis, num_ranks=original.num_ranks,
+        nbytes=original.whole_bytes, stride=original.stride,
     )  # fmt: skip
     return replace(node, collective=pinned)
 
 
-# What the rule says is sent so.
+# The kinds of messages that a rule can name.
 STAGES, EXCHANGES = "stages", "exchanges"
 _NEEDS = {
     STAGES: ("the messages of stages, and lays no stages", "[[shard_pipeline]] rules"),

@@ -1,8 +1,7 @@
-"""Sparse gradients: of a table of which few rows are looked up, ranks send each other those rows.
+"""Sparse gradients: ranks exchange only the looked-up rows of an embedding's gradient.
 
-An embedding's gradient is zero in all other rows, so that the rows of all ranks, and which they
-are, say all of it: the same sum in another order (Parallax: Kim et al., EuroSys 2019). Not for
-gradients that are dense.
+The gradient is zero in all other rows, so the rows of all ranks and their indices contain all of
+it: the same sum in another order (Parallax: Kim et al., EuroSys 2019). Not for dense gradients.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from steelyard.plans.trade import Offer, Rejection, Remaining
 
 
 class SparseGradientsTable(RuleTable):
-    """``[[sparse_gradients]]``: an embedding whose gradient is sent as the rows looked up."""
+    """``[[sparse_gradients]]``: an embedding whose gradient is sent as the looked-up rows."""
 
     most: ClassVar[int] = MOST_PARAMETERS
 
@@ -79,9 +78,9 @@ class SparseGradients:
             )
         possible = {t.target for t in tables(program.graph) if not t.why_whole}
         named = [name for rule in rules for name in parameters_named(program.graph, rule)]
-        if odd := sorted(set(named) - possible):
+        if unsupported := sorted(set(named) - possible):
             raise Mismatch(
-                f"the plan sends rows of the gradient of {odd[0].removeprefix(WEIGHT)}",
+                f"the plan sends rows of the gradient of {unsupported[0].removeprefix(WEIGHT)}",
                 expected="a table that is looked up and read in no other way, in one micro-batch",
                 remedy="take it out of the sparse_gradients rules, or plan again",
             )
@@ -90,9 +89,12 @@ class SparseGradients:
 
 
 def _why_not_fewer(table: Table, ranks: int) -> str:
-    """A ring sends twice the whole, but for one part of as many as there are ranks."""
-    rows = (ranks - 1) * table.looked_up * table.row_bytes
-    whole = 2 * (ranks - 1) / ranks * table.num_rows * table.row_bytes
-    if rows < whole:
+    """Return the reason why sending rows would not send fewer bytes; empty if it would.
+
+    A ring all-reduce sends twice the tensor, minus one rank's share of each round.
+    """
+    row_bytes_sent = (ranks - 1) * table.looked_up * table.row_bytes
+    ring_bytes = 2 * (ranks - 1) / ranks * table.num_rows * table.row_bytes
+    if row_bytes_sent < ring_bytes:
         return ""
     return f"{ranks} ranks look {table.looked_up} rows up each, and the table has {table.num_rows}"

@@ -549,7 +549,7 @@ def test_every_model_trains_alike_with_all_in_slices_that_can_be(
     before = replace(before, update=update)
     source = Whole(before.graph)
     able = {what: movable(before, what, least_bytes=1) for what in WHATS}
-    slices = offload_state._possible(before, able).of
+    slices = offload_state._slice_limits(before, able).of
     assert slices.keys() == set(WHATS)
     assert all(slices.values()), slices
     chosen = [

@@ -218,7 +218,7 @@ def test_closed_in_the_middle_it_touches_no_other_file(tmp_path: Path) -> None:
 def test_a_folder_in_memory_is_refused() -> None:
     shared = Path("/dev/shm")
     assert module.filesystem_of(shared) == "tmpfs", "as on any Linux with glibc"
-    with pytest.raises(BadInput, match="no offload memory: it is tmpfs"):
+    with pytest.raises(BadInput, match="is on tmpfs, which is main memory"):
         OffloadFile(OffloadMemory(shared, rate=FAST, size="1 MiB"))
 
 

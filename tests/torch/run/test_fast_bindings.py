@@ -9,7 +9,7 @@ import torch
 
 from steelyard.ir.graph import Node
 from steelyard.operators import encode8, operator_named
-from steelyard.run.fast_bindings import _BINDINGS, quickest
+from steelyard.run.fast_bindings import _BINDINGS, fastest_call
 
 torch.manual_seed(0)
 X, Y, M = torch.randn(4, 6), torch.randn(4, 6), torch.rand(4, 6) > 0.5
@@ -78,7 +78,7 @@ def test_a_binding_means_what_its_operator_means(op: str) -> None:
         expected = results(operator_named(op)(*args, **kwargs))
         torch.manual_seed(1)
         found = results(
-            quickest(Node(name="n", op=op, kwargs=tuple(kwargs.items())))(*args, **kwargs)
+            fastest_call(Node(name="n", op=op, kwargs=tuple(kwargs.items())))(*args, **kwargs)
         )
         assert len(expected) == len(found)
         for ours, theirs in zip(found, expected, strict=True):
@@ -93,5 +93,7 @@ def test_a_binding_means_what_its_operator_means(op: str) -> None:
 
 def test_a_keyword_that_no_binding_is_known_to_take_goes_to_the_operator() -> None:
     node = Node(name="n", op="aten.sum.dim_IntList", kwargs=(("dtype", None),))
-    assert quickest(node) is not torch.sum
-    assert torch.equal(quickest(node)(X, [0], dtype=torch.float64), X.sum(0, dtype=torch.float64))
+    assert fastest_call(node) is not torch.sum
+    assert torch.equal(
+        fastest_call(node)(X, [0], dtype=torch.float64), X.sum(0, dtype=torch.float64)
+    )

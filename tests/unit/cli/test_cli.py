@@ -245,7 +245,7 @@ def test_a_plan_on_the_ranks_of_one_host_is_started_there_alone(planned: Path) -
     shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
     write_plan(planned, _among_hosts(3, shared, each=2))
     laid = LaunchSpec.of(planned)
-    assert (laid.ranks, laid.hosts, laid.among) == (2, 1, 6)
+    assert (laid.ranks, laid.hosts, laid.planned_ranks) == (2, 1, 6)
     assert should_start_ranks(laid)
 
 
@@ -255,7 +255,7 @@ def test_more_ranks_than_a_plan_of_one_host_is_made_for_are_no_further_hosts(pla
         planned, _among_hosts(1, Rule(trade="shard_batch", degree=4, bucket_bytes=1), each=2)
     )
     laid = LaunchSpec.of(planned)
-    assert (laid.ranks, laid.hosts, laid.among) == (4, 1, 2)
+    assert (laid.ranks, laid.hosts, laid.planned_ranks) == (4, 1, 2)
 
 
 @pytest.mark.parametrize(("rank", "place"), [(0, None), (1, None), (2, 0), (3, 1), (4, 2), (5, 3)])

@@ -292,7 +292,7 @@ def test_scripts_are_executable_and_stop_at_the_first_error() -> None:
 def test_no_folder_with_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     """Pytest leaves out folders that are called so, without a word: ``dist`` was one of them."""
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
-    assert Path("tests/dist") in folders
+    assert Path("tests/system/dist") in folders
     left_out = pytestconfig.getini("norecursedirs")
     for folder in folders:
         for part in folder.parts:

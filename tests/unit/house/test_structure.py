@@ -1,10 +1,12 @@
 """The shape of the source tree: imports go one way, and a folder can be taken in at a glance."""
 
 import ast
+import re
 from pathlib import Path
 
 import grimp
 
+WORDS = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8").split()
 SOURCE = Path(__file__).resolve().parents[3] / "src" / "steelyard"
 MOST_FILES = 20
 
@@ -39,3 +41,24 @@ def test_no_class_name_stands_for_two_things() -> None:
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
     assert {name: where for name, where in files.items() if len(where) > 1} == {}
+
+
+def test_modules_are_named_by_words_of_the_field() -> None:
+    """A new word goes into words.txt, where people review it."""
+    names = {part for path in SOURCE.rglob("*.py") for part in path.relative_to(SOURCE).parts}
+    words = {word for name in names for word in name.removesuffix(".py").split("_") if word}
+    assert sorted(words - {*WORDS}) == []
+    assert sorted({*WORDS} - words) == [], "words that no module has any more"
+
+
+def test_docstrings_say_what_a_thing_is_or_does() -> None:
+    """Not in the grammar of an index: a noun or a verb comes first."""
+    openers = re.compile(r"(What|Of|Whether|Where|From which|Which|How much|How many)\b")
+    found = [
+        f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0][:60]}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if (text := ast.get_docstring(node) or "") and openers.match(text)
+    ]
+    assert found == []

@@ -7,10 +7,15 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from steelyard.ir.graph import Node, Phase
 
+# The folders of torch and of Steelyard, as tracebacks name them.
+_PACKAGES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ROOT = re.compile(r"^L\['\w+'\]\.?")
 _GLOBAL = re.compile(r"\bG\['(?!__import_)(\w+)'\]")
@@ -53,7 +58,8 @@ def line_in_trace(trace: str) -> str:
 
 
 def is_user_file(filename: str) -> bool:
-    return "/torch/" not in filename and "/steelyard/" not in filename
+    """Return True for code outside torch and Steelyard, whatever the folders are called."""
+    return not filename.startswith(_PACKAGES)
 
 
 def short_file(filename: str) -> str:

@@ -1,11 +1,11 @@
-"""Others at work while something is measured here, as the other ranks of this machine will be.
+"""Background load while operators are measured, as other ranks will cause in a run.
 
-Ranks share caches and the way to memory: beside others an operator takes longer than alone. So
-there are as many processes as there are other ranks, each on its part of the cores, and each goes
-through the operators of the step over and over, for as long as somebody here measures. They are
-told so over pairs of sockets without a name, where nobody else can speak. Hosts may share a machine
-too, unseen: those that wait for a plan are called to work by whoever knows them. Not for measuring:
-see measure/operators/benchmark.py.
+Ranks share caches and memory bandwidth, so an operator takes longer with other ranks at work than
+alone. One process per other rank, each on its share of the cores, therefore repeats the operators
+of the step while something is measured. These processes are controlled over anonymous socket
+pairs, which no other process can access. Hosts may also share a machine without knowing it: hosts
+that wait for a plan are asked to work through ``OTHER_HOSTS``. Not for measuring: see
+measure/operators/benchmark.py.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from steelyard.hardware.host_os import cores_of
 from steelyard.ir.graph import Graph
 from steelyard.measure.links.json_graph import from_json, to_json
 from steelyard.measure.malloc import is_kept, keep_freed_memory
-from steelyard.measure.operators.benchmark import Beside, busy_with
+from steelyard.measure.operators.benchmark import BackgroundWork, make_load
 
-# To start, to make what operators read, and to call each once.
+# Time limit to start, to prepare the arguments of operators, and to call each operator once.
 _SECONDS = 120.0
-# Who has had nothing to do for so long ends: memory is for training.
+# A process that is idle for this long ends: memory is needed for training.
 _PATIENCE_SECONDS = 15.0
 _LENGTH, _PIECE = struct.Struct("<Q"), 1 << 20
 _IDLE = "ranks were measured beside ranks that had nothing to do: what they would do is too large"
 _ALONE = "operators were measured while the other hosts had nothing to do"
-# How other hosts come to work, where some wait for what is found here.
-OTHER_HOSTS: ContextVar[Beside | None] = ContextVar("other hosts", default=None)
-# How all that met come to measure what joins them, where a step lies like one here.
+# Puts the other hosts to work, if some of them wait for the measurements of this host.
+OTHER_HOSTS: ContextVar[BackgroundWork | None] = ContextVar("other hosts", default=None)
+# Makes all hosts that met measure the links between them, from the given device.
 ALL_HOSTS: ContextVar[Callable[[torch.device], None] | None] = ContextVar("hosts", default=None)
 
 
@@ -49,27 +49,27 @@ class _Work(NamedTuple):
     graphs: tuple[Graph, ...]
     device: Device
     sharers: int
-    keeps: bool
+    keeps_freed: bool
 
 
-class _Line:
-    """One end of a pair of sockets, over which JSON goes, each value with its length before it."""
+class _JsonSocket:
+    """One end of a socket pair that carries JSON values, each prefixed with its length."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self.closed = False
 
-    def send(self, what: Any) -> None:
-        said = to_json(what).encode()
-        self._end.sendall(_LENGTH.pack(len(said)) + said)
+    def send(self, value: Any) -> None:
+        encoded = to_json(value).encode()
+        self._end.sendall(_LENGTH.pack(len(encoded)) + encoded)
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Something is to be read, or the other end is gone."""
+        """True if a value can be read or the other end is closed."""
         if self.closed:
             raise OSError("this end is closed")
-        asked = select.poll()
-        asked.register(self._end, select.POLLIN)
-        return bool(asked.poll(1000 * seconds))
+        poller = select.poll()
+        poller.register(self._end, select.POLLIN)
+        return bool(poller.poll(1000 * seconds))
 
     def recv(self) -> Any:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
@@ -90,33 +90,35 @@ class _Line:
 
 
 class BackgroundLoad:
-    """The others of so many ranks here, or of as many on each of several ``hosts``. There are none
-    beside a single rank, nor where this process is one of several itself: the others measure when
-    it does."""
+    """The load of the other ranks of this machine, or of all ranks of the other ``hosts``.
+
+    A single rank has none. If this process itself is one of several ranks, no processes are
+    started: the other ranks measure at the same time.
+    """
 
     def __init__(self, num_ranks: int, device: Device, *, hosts: int = 1) -> None:
         self.num_ranks, self._device = num_ranks, device
-        # What is measured with nobody to call is another figure.
+        # Measurements without load from other hosts are cached as those of one host.
         self.hosts = hosts if OTHER_HOSTS.get() is not None or _is_a_rank() else 1
         self.notes: tuple[str, ...] = (_ALONE,) if hosts > self.hosts else ()
-        self._others: dict[int, _Other] = {}
+        self._processes: dict[int, _LoadProcess] = {}
         self._work: _Work | None = None
 
     def is_given(self, graphs: Sequence[Graph]) -> None:
-        """What to work on; the first that it is given."""
+        """Set the graphs whose operators are the load; only the first call has an effect."""
         if self._work is None:
             self._work = _Work(
                 graphs=tuple(graphs),
                 device=self._device,
                 sharers=self.num_ranks,
-                keeps=is_kept(),
+                keeps_freed=is_kept(),
             )
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
         if self.hosts > 1:
-            called = OTHER_HOSTS.get() or contextlib.nullcontext
-            with called():
+            work_on_hosts = OTHER_HOSTS.get() or contextlib.nullcontext
+            with work_on_hosts():
                 yield
             return
         if self.num_ranks == 1 or _is_a_rank():
@@ -126,30 +128,30 @@ class BackgroundLoad:
         try:
             self._begin(self._work)
             yield
-            for other in self._others.values():
-                other.check()
+            for process in self._processes.values():
+                process.check()
         finally:
-            for other in self._others.values():
-                other.tell(False)
+            for process in self._processes.values():
+                process.tell(False)
 
     def dismiss(self) -> None:
-        """Until they are needed again."""
-        for other in self._others.values():
-            other.end()
-        self._others.clear()
+        """End the processes until the load is needed again."""
+        for process in self._processes.values():
+            process.end()
+        self._processes.clear()
 
     def _begin(self, work: _Work) -> None:
-        waited_for = list(range(1, self.num_ranks))
-        while waited_for:
-            new = [n for n in waited_for if n not in self._others or self._others[n].is_gone]
-            self._others |= {rank: _Other(rank, work.sharers) for rank in new}
+        waiting = list(range(1, self.num_ranks))
+        while waiting:
+            new = [n for n in waiting if n not in self._processes or self._processes[n].has_ended]
+            self._processes |= {rank: _LoadProcess(rank, work.sharers) for rank in new}
             for rank in new:
-                self._others[rank].tell(work)
-            for rank in waited_for:
-                self._others[rank].tell(True)
-            # One that had nothing to do may have gone at that moment.
-            waited_for = [rank for rank in waited_for if not self._others[rank].has_begun()]
-        if any(other.is_idle for other in self._others.values()):
+                self._processes[rank].tell(work)
+            for rank in waiting:
+                self._processes[rank].tell(True)
+            # An idle process may have ended just now; it is started again.
+            waiting = [rank for rank in waiting if not self._processes[rank].has_begun()]
+        if any(process.is_idle for process in self._processes.values()):
             self.notes = (_IDLE,)
 
 
@@ -158,39 +160,39 @@ def _is_a_rank() -> bool:
     return dist.is_initialized() or (world.isdecimal() and int(world) > 1)
 
 
-class _Other:
-    """A process that works while it is told to, and ends when nobody tells it any more."""
+class _LoadProcess:
+    """A process that works on request, and ends when no request comes any more."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.is_idle = False
-        own, theirs = socket.socketpair()
-        self._line = _Line(own)
-        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        with theirs:
+        parent_end, child_end = socket.socketpair()
+        self._socket = _JsonSocket(parent_end)
+        self._stderr_file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(_PATIENCE_SECONDS)],
+                [sys.executable, "-m", __name__, str(child_end.fileno()), str(_PATIENCE_SECONDS)],
                 stdout=subprocess.DEVNULL,
-                stderr=self._complaints,
-                pass_fds=[theirs.fileno()],
+                stderr=self._stderr_file,
+                pass_fds=[child_end.fileno()],
             )
         os.sched_setaffinity(self._process.pid, cores_of(rank, num_ranks))
-        self.end = weakref.finalize(self, _end, self._process, self._line, self._complaints)
+        self.end = weakref.finalize(self, _end, self._process, self._socket, self._stderr_file)
 
     @property
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def tell(self, what: "_Work | bool") -> None:
-        """What to work on; and then when to work, and when to rest."""
-        with contextlib.suppress(OSError):  # it is gone, which is seen where it is waited for
-            self._line.send(what)
+    def tell(self, request: "_Work | bool") -> None:
+        """Send the work, and then True to start working or False to pause."""
+        with contextlib.suppress(OSError):  # the process has ended, which has_begun reports
+            self._socket.send(request)
 
     def has_begun(self) -> bool:
-        """Once it has; False if it went for want of work before it was told of some."""
+        """Wait until it works; False if it ended for idleness before it received work."""
         try:
-            if not self._line.poll(_SECONDS):
+            if not self._socket.poll(_SECONDS):
                 raise TimeoutError(f"nothing within {_SECONDS:.0f} s")
-            self.is_idle = not self._line.recv()
+            self.is_idle = not self._socket.recv()
         except (OSError, EOFError) as error:
             if isinstance(error, TimeoutError):
                 self._process.kill()
@@ -200,42 +202,44 @@ class _Other:
         return True
 
     def check(self) -> None:
-        """It is at work still."""
-        if self.is_gone:
+        """Raise RunFailed if the process has ended."""
+        if self.has_ended:
             raise self._failure("")
 
     def _failure(self, why: str) -> RunFailed:
-        self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
-        said = (lines or [why or f"nothing, and ended with {self._process.returncode}"])[-1]
+        self._stderr_file.seek(0)
+        lines = self._stderr_file.read().decode(errors="replace").strip().splitlines()
+        last_line = (lines or [why or f"nothing, and ended with {self._process.returncode}"])[-1]
         return RunFailed(
-            f"no rank could be measured beside others: one of them says {said[:120]}",
+            f"no rank could be measured beside others: one of them says {last_line[:120]}",
             expected="a process for each rank of this machine, at work while one measures",
             remedy="free memory, or plan for fewer ranks",
         )
 
 
-def _end(process: "subprocess.Popen[bytes]", line: _Line, complaints: IO[bytes]) -> None:
+def _end(
+    process: "subprocess.Popen[bytes]", connection: _JsonSocket, stderr_file: IO[bytes]
+) -> None:
     process.kill()
     process.wait()
-    line.close()
-    complaints.close()
+    connection.close()
+    stderr_file.close()
 
 
-def main(line: _Line, patience: float) -> None:
-    """Told by ``line`` what to work on, when to, and when to rest."""
-    work = _Work(*line.recv())
-    if work.keeps:
+def main(connection: _JsonSocket, patience: float) -> None:
+    """Read the work from ``connection``, then work and pause on request."""
+    work = _Work(*connection.recv())
+    if work.keeps_freed:
         keep_freed_memory()
     torch.set_num_threads(work.device.threads)
-    carry_out = busy_with(work.graphs, work.device, sharers=work.sharers)
-    while line.poll(patience):
-        if line.recv():
-            line.send(carry_out is not None)
-            if carry_out is not None:
-                carry_out(line.poll)
+    run_load = make_load(work.graphs, work.device, sharers=work.sharers)
+    while connection.poll(patience):
+        if connection.recv():
+            connection.send(run_load is not None)
+            if run_load is not None:
+                run_load(connection.poll)
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(EOFError, ConnectionError):  # whoever measured is gone
-        main(_Line(socket.socket(fileno=int(sys.argv[1]))), float(sys.argv[2]))
+    with contextlib.suppress(EOFError, ConnectionError):  # the measuring process has ended
+        main(_JsonSocket(socket.socket(fileno=int(sys.argv[1]))), float(sys.argv[2]))

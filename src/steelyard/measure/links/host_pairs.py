@@ -1,9 +1,9 @@
-"""Links between each two hosts, and exchanges within the hosts that are joined best.
+"""Measure links between pairs of hosts, and collectives among the best-connected hosts.
 
-Exchanges among all hosts show the slowest link alone. Here the first ranks of each two hosts send
-each other messages, disjoint pairs at one time; and where some hosts are clearly better joined than
-all are, an exchange among these is timed too. All ranks of the group take part. Not for exchanges
-among all ranks: see worker.py.
+A collective among all hosts shows only the slowest link. Here the first ranks of two hosts send
+each other messages, with disjoint pairs at the same time. Where some hosts are clearly better
+connected than all of them, a collective among these is timed too. All ranks of the group take
+part. Not for collectives among all ranks: see worker.py.
 """
 
 import time
@@ -13,34 +13,41 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from steelyard.measure.links.worker import NEXT_TO_NONE, ExchangeSizes, exchanged_among
+from steelyard.measure.links.worker import ALMOST_ZERO, ExchangeSizes, all_reduce_figures
 from steelyard.predict.rank_subsets import best_joined, better_joined
 
-# Bytes of the messages of a pair: the larger of the last two where the first is quick.
+# Message sizes of a pair: the last one is used only if the one before is quick.
 _SMALL, _MIDDLE, _LARGE = 4096, 256 << 10, 1 << 20
 _QUICK_SECONDS = 0.1
 _ROUNDS, _FEW_ROUNDS = 9, 3
-# Each host is timed with all others where they are so few, else with those at growing distances.
+# Up to this many hosts, every pair is timed; beyond, each host with those at growing distances.
 _MOST_WITH_ALL = 16
 
 
-def timed_joins(speeds: Sequence[float], *, each: int, sizes: ExchangeSizes) -> dict[str, float]:
-    """Named figures: latency and rate of each pair that was timed, and for each number of hosts
-    that are better joined than all, seconds of exchanges among them. The same on every rank.
-    ``speeds`` are of the hosts, with ``each`` ranks on one."""
+def measure_host_links(
+    speeds: Sequence[float], *, each: int, sizes: ExchangeSizes
+) -> dict[str, float]:
+    """Return figures of host pairs and of the best-connected subsets, the same on every rank.
+
+    They are latency and rate of each timed pair, and seconds of all-reduces for each number of
+    hosts whose best subset is better connected than all hosts. ``speeds`` are those of the hosts,
+    with ``each`` ranks per host.
+    """
     hosts = len(speeds)
     found = _pair_figures(hosts, each)
     seconds = pair_seconds(found, hosts)
     groups = best_joined(seconds, speeds)
     for number in better_joined(groups, seconds):
         ranks = [host * each + n for host in groups[number] for n in range(each)]
-        found |= {name_of(number, what): s for what, s in exchanged_among(ranks, sizes).items()}
+        found |= {name_of(number, what): s for what, s in all_reduce_figures(ranks, sizes).items()}
     return found
 
 
 def pair_seconds(found: Mapping[str, float], hosts: int) -> list[list[float]]:
-    """The time of a message of 1 MiB between each two hosts. A pair that was not timed is as slow
-    as the slower of the two hosts is with its best partner."""
+    """Return the seconds of a message of 1 MiB between each two hosts.
+
+    A pair that was not timed gets the slower of the two hosts' best times.
+    """
     timed = {
         (i, j): found[latency_of(i, j)] + _LARGE / found[rate_of(i, j)]
         for i in range(hosts)
@@ -59,8 +66,10 @@ def pair_seconds(found: Mapping[str, float], hosts: int) -> list[list[float]]:
 
 
 def host_rates(found: Mapping[str, float], hosts: int) -> list[float]:
-    """The rate of each host's link: the one that it has with its best partner, in bytes a second;
-    empty where pairs were not timed."""
+    """Return the link rate of each host in bytes per second: the rate with its best partner.
+
+    The list is empty if pairs were not timed.
+    """
     rates = [
         max((found[rate_of(*pair)] for pair in _pairs_with(host, hosts) if rate_of(*pair) in found),
             default=0.0)
@@ -82,15 +91,17 @@ def rate_of(host: int, other: int) -> str:
 
 
 def name_of(number: int, what: str) -> str:
-    """Of a figure of the exchanges among so many hosts."""
+    """Return the cache key of a figure of collectives among ``number`` hosts."""
     return f"{what} among {number} hosts"
 
 
 def rounds_of_pairs(hosts: int) -> list[list[tuple[int, int]]]:
-    """Disjoint pairs, round by round: every two hosts once where they are few, else each host with
-    those 1, 2, 4 ... after it."""
+    """Return rounds of disjoint pairs.
+
+    With few hosts each pair occurs once; with many, each host meets those 1, 2, 4 ... after it.
+    """
     if hosts <= _MOST_WITH_ALL:
-        # The circle method: one stays, the others move on by one place each round.
+        # The circle method: one host stays, the others move on by one place each round.
         seats: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
         rounds = []
         for _ in range(len(seats) - 1):
@@ -136,22 +147,22 @@ def _pair_figures(hosts: int, each: int) -> dict[str, float]:
 
 
 def _timed(is_first: bool, other: int) -> tuple[float, float]:
-    """Latency and rate of messages between this rank and another, which does the same."""
-    small = _there_and_back(_SMALL, _ROUNDS, is_first, other)
+    """Return latency and rate of messages between this rank and another that runs the same code."""
+    small = _one_way_seconds(_SMALL, _ROUNDS, is_first, other)
     nbytes = _MIDDLE
-    more = _there_and_back(nbytes, 1, is_first, other)
-    # Both have to send the same.
-    is_quick = torch.tensor(float(more < _QUICK_SECONDS), device="cpu")
+    larger = _one_way_seconds(nbytes, 1, is_first, other)
+    # Both ranks must use the same size.
+    is_quick = torch.tensor(float(larger < _QUICK_SECONDS), device="cpu")
     dist.send(is_quick, other) if is_first else dist.recv(is_quick, other)
     if is_quick:
         nbytes = _LARGE
-        more = _there_and_back(nbytes, _FEW_ROUNDS, is_first, other)
-    rate = (nbytes - _SMALL) / max(more - small, NEXT_TO_NONE)
-    return max(small - _SMALL / rate, NEXT_TO_NONE), rate
+        larger = _one_way_seconds(nbytes, _FEW_ROUNDS, is_first, other)
+    rate = (nbytes - _SMALL) / max(larger - small, ALMOST_ZERO)
+    return max(small - _SMALL / rate, ALMOST_ZERO), rate
 
 
-def _there_and_back(nbytes: int, rounds: int, is_first: bool, other: int) -> float:
-    """Half of it; the first is not counted, as it finds the connection."""
+def _one_way_seconds(nbytes: int, rounds: int, is_first: bool, other: int) -> float:
+    """Return half a round trip, as a median; the first trip only opens the connection."""
     x = torch.ones(nbytes // 4, dtype=torch.float32, device="cpu")
     seconds = []
     for _ in range(rounds + 1):

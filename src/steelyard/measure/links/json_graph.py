@@ -1,6 +1,6 @@
-"""Graphs, devices and what they are made of as JSON, for a process that another one started.
+"""JSON encoding of graphs, devices and their parts, to send them to a child process.
 
-Not for files: those have formats of their own, see plan_files/plan_file.py and
+Not for files, which have their own formats: see plan_files/plan_file.py and
 plan_files/prediction_file.py.
 """
 
@@ -41,20 +41,23 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def to_json(value: Any) -> str:
-    """A value of the kinds above, of tuples of them and of plain numbers and texts."""
-    return json.dumps(_spelled(value))
+    """Return the JSON of a value of the kinds above, tuples, numbers and texts."""
+    return json.dumps(_encode(value))
 
 
 def from_json(text: str | bytes) -> Any:
-    """What ``to_json`` wrote; raises ValueError for anything else, and builds no other classes."""
+    """Return the value that ``to_json`` encoded; raise ValueError for anything else.
+
+    No classes but the kinds above are built.
+    """
     try:
-        return _read(json.loads(text))
+        return _decode(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no value that was spelled as JSON: {error!r}") from error
 
 
-def _spelled(value: Any) -> Any:
-    """Tuples are arrays; all else that JSON lacks is an object with the name of its kind."""
+def _encode(value: Any) -> Any:
+    """Encode tuples as arrays, and other values that JSON lacks as objects named by their kind."""
     if isinstance(value, Enum):
         return {type(value).__name__: value.value}
     if value is None or isinstance(value, bool | int | float | str):
@@ -62,21 +65,21 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, tuple):
-        return [_spelled(each) for each in value]
+        return [_encode(each) for each in value]
     assert is_dataclass(value), f"a {type(value).__name__} cannot be spelled"
     assert type(value).__name__ in _KINDS, f"a {type(value).__name__} cannot be spelled"
-    return {type(value).__name__: {f.name: _spelled(getattr(value, f.name)) for f in fields(value)}}
+    return {type(value).__name__: {f.name: _encode(getattr(value, f.name)) for f in fields(value)}}
 
 
-def _read(found: Any) -> Any:
-    if isinstance(found, list):
-        return tuple(_read(each) for each in found)
-    if not isinstance(found, dict):
-        return found
-    ((name, given),) = found.items()
+def _decode(encoded: Any) -> Any:
+    if isinstance(encoded, list):
+        return tuple(_decode(each) for each in encoded)
+    if not isinstance(encoded, dict):
+        return encoded
+    ((name, content),) = encoded.items()
     if name == "complex":
-        return complex(*given)
+        return complex(*content)
     kind = _KINDS[name]
     if issubclass(kind, Enum):
-        return kind(given)
-    return kind(**{key: _read(each) for key, each in given.items()})
+        return kind(content)
+    return kind(**{key: _decode(each) for key, each in content.items()})

@@ -1,8 +1,8 @@
-"""What joins ranks, and how fast each of them computes, as figures that are remembered.
+"""Figures of the links between ranks and of the speed of each rank, measured and cached.
 
-Those of this machine are started to be measured, each on its part of the cores; those of several
-hosts, or that somebody else put elsewhere, measure when they have met, and ``fitted`` makes
-figures of what they say. Not for what a rank does to be measured: see worker.py.
+Ranks of this machine are started for it, each on its share of the cores. Ranks of several hosts,
+or ranks placed elsewhere, measure when they meet, and ``fitted`` turns their results into
+figures. Not for the measurements of one rank: see worker.py.
 """
 
 import json
@@ -29,14 +29,14 @@ from steelyard.measure.links.background_load import ALL_HOSTS
 from steelyard.measure.links.host_pairs import (
     host_rates,
     latency_of,
+    measure_host_links,
     name_of,
     pair_seconds,
     rate_of,
-    timed_joins,
 )
 from steelyard.measure.links.worker import (
+    ALMOST_ZERO,
     DOUBT,
-    NEXT_TO_NONE,
     SECONDS,
     SIZES,
     ExchangeSizes,
@@ -47,30 +47,34 @@ from steelyard.predict.rank_subsets import best_joined
 
 BETWEEN_HOSTS, BETWEEN_GPUS = "network between hosts", "between GPUs"
 _FIGURES = ("latency", "rate", "call", "disturbs")
-# Of messages from one rank to the next.
-_HANDED = ("hop", "hand", "hand rate", "hand disturbs")
-# Of messages through slots in memory that ranks share.
+# Figures of messages from one rank to the next.
+_MESSAGES = ("hop", "hand", "hand rate", "hand disturbs")
+# Figures of messages through slots in shared memory.
 _SLOTS = ("slot hop", "slot rate", "slot hand")
-# Of what all exchange so.
-_SLOTTED = ("slotted call", "slotted hop", "slotted rate")
-# Among ranks of one host, where there are several hosts.
-_NEAR = ("near", "near rate", "near disturbs")
-# How long ranks wait for the last one, after how long; not of GPUs, nor in older lists.
+# Figures of collectives through slots in shared memory.
+_SLOT_COLLECTIVES = ("slotted call", "slotted hop", "slotted rate")
+# Figures among ranks of one host, if there are several hosts.
+_WITHIN_HOST = ("near", "near rate", "near disturbs")
+# Arrival skew: the wait for the last rank, and the compute time before it. It is missing for GPUs
+# and in older cache entries.
 _SKEW = ("skew short", "skew short after", "skew long", "skew long after")
-# Of hosts: which they were, and what tells whether their link has become another.
-_NAMES, _LOOK = "hosts", ("small look", "middle look")
-# Ranks on equal cores differ by as much, by what else the machine does.
+# For hosts: a hash of their names, and the probe that detects a changed link.
+_NAMES_KEY, _PROBE = "hosts", ("small look", "middle look")
+# Speeds of ranks on equal cores differ by up to this share, from other load on the machine.
 ALIKE_SHARE = 0.15
-# Of hosts that met in this process, whose list of prices may be of no use.
-_met_here: dict[str, dict[str, float]] = {}
+# Figures of hosts that met in this process, in case the cache file is unusable.
+_met_in_process: dict[str, dict[str, float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkMeasurement:
-    """Of some ranks: what joins them where all exchange something, and where one hands something to
-    another, and both through memory that they share, where they can; what joins those of one host,
-    where others are on other hosts; and how fast each computes beside the fastest, no speeds where
-    they do not differ by more than the doubt."""
+    """The links between ranks of a group, and the compute speed of each rank.
+
+    ``link`` is for collectives and ``handing`` for messages from one rank to another; ``slotted``
+    and ``slots`` are the same through shared memory, where it is possible. ``near`` joins ranks
+    of one host, if there are several hosts. ``speeds`` are relative to the fastest rank, and
+    empty if they do not differ by more than the doubt.
+    """
 
     link: Link
     handing: Link
@@ -79,15 +83,15 @@ class LinkMeasurement:
     slots: Link | None
     slotted: Link | None
     skew: Skew | None
-    # Those to lie on for each smaller number of ranks, where they are not simply the first ones.
+    # The best ranks for each smaller number of ranks, where they are not simply the first ones.
     subsets: Mapping[int, "Joined"] = field(default_factory=dict)
-    # Of each host's link, in bytes a second, where it is known.
+    # Bytes per second of each host's link, where known.
     host_rates: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """Some of the ranks, with the links among them where these are better than those of all."""
+    """A subset of the ranks, with its links where these are better than those of all ranks."""
 
     ranks: tuple[int, ...]
     link: Link | None = None
@@ -102,32 +106,34 @@ def measured_ranks(
     speeds: Sequence[float] = (),
     cache: CostCache | None = None,
 ) -> LinkMeasurement:
-    """So many ranks, measured once and remembered: on this machine they are started for it, where
-    ``home`` is one of its GPUs each on one, and those of several hosts have met before. ``speeds``
-    are believed in place of those that were measured."""
+    """Return the links and speeds of ``num_ranks`` ranks, measured once and then cached.
+
+    On one host the ranks are started for it; if ``home`` is a GPU, each on its own GPU. Ranks of
+    several hosts must have met before. ``speeds`` override the measured ones.
+    """
     context = context_of(num_ranks, hosts=hosts, home=home)
     found = cache.read_rates(context) if cache and hosts == 1 else {}
     if hosts > 1:
-        if (together := ALL_HOSTS.get()) is not None:
-            together(home)
-        # What was found in this process holds, whatever became of the list.
-        found = _met_here.get(context, cache.read_rates(context) if cache else {})
+        if (measure_on_all_hosts := ALL_HOSTS.get()) is not None:
+            measure_on_all_hosts(home)
+        # Figures of this process are valid even if the cache file has become unusable.
+        found = _met_in_process.get(context, cache.read_rates(context) if cache else {})
         if not is_whole(found, num_ranks, hosts=hosts):
             each = num_ranks // hosts
             raise BadInput(
-                f"this host has not measured what joins it to {hosts - 1} more{_of_gpus(home)}",
+                f"this host has not measured what joins it to {hosts - 1} more{_gpu_suffix(home)}",
                 expected="hosts that have met, as they do to make a plan for such a model",
                 remedy=f"on each: torchrun --nnodes {hosts} --nproc-per-node {each} ... -m "
                 "steelyard plan",
             )
     if not is_whole(found, num_ranks):
-        found = fitted(_said(num_ranks, home), sizes=SIZES[home.type])
+        found = fitted(_measure_local_ranks(num_ranks, home), sizes=SIZES[home.type])
         if cache:
-            # Another process may have been first.
+            # Another process may have stored its figures first.
             found = {**found, **cache.read_rates(context)}
             cache.write_rates(context, found)
-    here = "loopback" if home.type == "cpu" else BETWEEN_GPUS
-    measured = _measured(found, num_ranks, kind=here if hosts == 1 else BETWEEN_HOSTS)
+    local_kind = "loopback" if home.type == "cpu" else BETWEEN_GPUS
+    measured = _to_measurement(found, num_ranks, kind=local_kind if hosts == 1 else BETWEEN_HOSTS)
     if speeds:
         found = {**found, **{_speed_of(rank): speed for rank, speed in enumerate(speeds)}}
     subsets = _subsets(found, num_ranks, hosts=hosts, sizes=sizes_of(home, hosts))
@@ -136,14 +142,21 @@ def measured_ranks(
 
 
 def is_whole(found: Mapping[str, float], num_ranks: int, *, hosts: int = 1) -> bool:
-    """Whether no figure is missing of what is remembered."""
-    near = _NEAR if 1 < hosts < num_ranks else ()
+    """True if the cached figures are complete."""
+    host_keys = _WITHIN_HOST if 1 < hosts < num_ranks else ()
     speeds_of = map(_speed_of, range(num_ranks))
-    return found.keys() >= {*_FIGURES, *_HANDED, *_SLOTS, *_SLOTTED, *near, *speeds_of}
+    return found.keys() >= {
+        *_FIGURES,
+        *_MESSAGES,
+        *_SLOTS,
+        *_SLOT_COLLECTIVES,
+        *host_keys,
+        *speeds_of,
+    }
 
 
 def remember_hosts(
-    said: Sequence[Mapping[str, float]],
+    rank_figures: Sequence[Mapping[str, float]],
     names: Sequence[str],
     *,
     hosts: int,
@@ -152,35 +165,40 @@ def remember_hosts(
     joins: Mapping[str, float] | None = None,
     cache: CostCache,
 ) -> None:
-    """What the ranks, which have their hosts' names, said of themselves; ``session`` is what they
-    will
-    look at when they meet again. ``joins`` are figures of pairs and subsets of the hosts, of which
-    each subset that a plan may lie on is remembered as if it had met by itself."""
+    """Store the figures of ranks that met, whose hosts have these ``names``.
+
+    ``session`` is the link probe to compare with at their next meeting. ``joins`` are figures of
+    pairs and subsets of the hosts. Each subset that a plan may use is also stored, as if it had
+    met alone.
+    """
     context = context_of(len(names), hosts=hosts, home=home)
-    capture_and_price = dict(zip(_LOOK, session, strict=True))
-    near, each = SIZES[home.type], len(names) // hosts
-    figures = fitted(said, sizes=sizes_of(home, hosts), near=near, each=each)
-    found = {**figures, **(joins or {}), **capture_and_price, _NAMES: _number_of(names)}
-    _met_here[context] = found
+    link_probe = dict(zip(_PROBE, session, strict=True))
+    host_sizes, each = SIZES[home.type], len(names) // hosts
+    figures = fitted(rank_figures, sizes=sizes_of(home, hosts), near=host_sizes, each=each)
+    found = {**figures, **(joins or {}), **link_probe, _NAMES_KEY: _names_hash(names)}
+    _met_in_process[context] = found
     cache.write_rates(context, found)
     for members in _groups(found, hosts, each).values():
-        own = _figures_of(found, members, names, each=each, sizes=sizes_of(home, hosts))
+        subset_found = _subset_figures(
+            found, members, names, each=each, sizes=sizes_of(home, hosts)
+        )
         context = context_of(len(members) * each, hosts=len(members), home=home)
-        _met_here[context] = own
-        cache.write_rates(context, own)
+        _met_in_process[context] = subset_found
+        cache.write_rates(context, subset_found)
 
 
 def measured_joins(
-    said: Sequence[Mapping[str, float]], *, hosts: int, home: torch.device = CPU
+    rank_figures: Sequence[Mapping[str, float]], *, hosts: int, home: torch.device = CPU
 ) -> dict[str, float]:
-    """Figures of each two hosts and of those that are joined best; all ranks measure together."""
-    each = len(said) // hosts
-    return timed_joins(_speeds(said, each)[::each], each=each, sizes=sizes_of(home, hosts))
+    """Return figures of host pairs and of the best-connected subsets; a collective call."""
+    each = len(rank_figures) // hosts
+    return measure_host_links(
+        _speeds(rank_figures, each)[::each], each=each, sizes=sizes_of(home, hosts)
+    )
 
 
 def _groups(found: Mapping[str, float], hosts: int, each: int) -> Mapping[int, tuple[int, ...]]:
-    """The hosts to lie on, for each number of several hosts but all; none where pairs of hosts
-    were not timed."""
+    """Return the best subset of each size from two to all but one; empty without timed pairs."""
     if hosts < 3 or rate_of(0, 1) not in found:
         return {}
     speeds = [found[_speed_of(host * each)] for host in range(hosts)]
@@ -192,7 +210,7 @@ def _subsets(
     found: Mapping[str, float], num_ranks: int, *, hosts: int, sizes: ExchangeSizes
 ) -> dict[int, Joined]:
     if hosts == 1:
-        # Any two ranks of one machine are as near.
+        # All pairs of ranks of one machine count as equally fast.
         level = [[1.0] * num_ranks for _ in range(num_ranks)]
         groups = best_joined(level, [found[_speed_of(rank)] for rank in range(num_ranks)])
         return {
@@ -203,21 +221,23 @@ def _subsets(
     each, subsets = num_ranks // hosts, {}
     for number, group in _groups(found, hosts, each).items():
         ranks = tuple(host * each + n for host in group for n in range(each))
-        own = _joined_figures(found, group, hosts=hosts, each=each, sizes=sizes)
-        if own:
-            there = _measured({**found, **own}, num_ranks, kind=BETWEEN_HOSTS)
-            joined = Joined(ranks=ranks, link=there.link, handing=there.handing)
+        subset_figures = _subset_link_figures(found, group, hosts=hosts, each=each, sizes=sizes)
+        if subset_figures:
+            measured = _to_measurement({**found, **subset_figures}, num_ranks, kind=BETWEEN_HOSTS)
+            joined = Joined(ranks=ranks, link=measured.link, handing=measured.handing)
             subsets[number * each] = joined
         elif ranks != tuple(range(len(ranks))):
             subsets[number * each] = Joined(ranks=ranks)
     return subsets
 
 
-def _joined_figures(
+def _subset_link_figures(
     found: Mapping[str, float], group: Sequence[int], *, hosts: int, each: int, sizes: ExchangeSizes
 ) -> dict[str, float]:
-    """What joins these hosts, by the exchanges of the smallest group that was measured and is no
-    smaller; empty where that is all of them."""
+    """Return the link figures of a subset of hosts; empty if only the set of all hosts covers it.
+
+    They come from the collectives of the smallest measured subset that is at least as large.
+    """
     numbers = range(len(group), hosts)
     number = next((n for n in numbers if name_of(n, "small") in found), None)
     if number is None:
@@ -227,19 +247,19 @@ def _joined_figures(
     pairs = [(i, j) for i in group for j in group if i < j and rate_of(i, j) in found]
     hand_rate = min((found[rate_of(*pair)] for pair in pairs), default=found["hand rate"])
     hop = max((found[latency_of(*pair)] for pair in pairs), default=found["hop"])
-    # What a byte takes of the core is the same at any rate.
-    slows = found["hand disturbs"] * hand_rate / found["hand rate"]
+    # The CPU cost per byte is the same at any rate.
+    slowdown = found["hand disturbs"] * hand_rate / found["hand rate"]
     return {
         "latency": latency,
         "rate": rate,
-        "disturbs": min(1.0, max(found[name_of(number, "disturbs")], NEXT_TO_NONE)),
+        "disturbs": min(1.0, max(found[name_of(number, "disturbs")], ALMOST_ZERO)),
         "hop": hop,
         "hand rate": hand_rate,
-        "hand disturbs": min(1.0, max(slows, NEXT_TO_NONE)),
+        "hand disturbs": min(1.0, max(slowdown, ALMOST_ZERO)),
     }
 
 
-def _figures_of(
+def _subset_figures(
     found: Mapping[str, float],
     group: Sequence[int],
     names: Sequence[str],
@@ -247,99 +267,110 @@ def _figures_of(
     each: int,
     sizes: ExchangeSizes,
 ) -> dict[str, float]:
-    """As these hosts would have measured it, had no others come. Where their own exchanges were not
-    measured there is nothing to look at when they meet, and they measure."""
+    """Return the figures as these hosts would have measured them without the others.
+
+    If their own collectives were not measured there is no link probe, so that they measure again
+    when they meet.
+    """
     number, hosts = len(group), len(names) // each
     ranks = [host * each + n for host in group for n in range(each)]
-    kept = (*_FIGURES, *_HANDED, *_SLOTS, "slot copied", *_SLOTTED, *_NEAR, *_SKEW)
-    own = {name: found[name] for name in kept if name in found}
-    own |= _joined_figures(found, group, hosts=hosts, each=each, sizes=sizes)
+    inherited = (
+        *_FIGURES,
+        *_MESSAGES,
+        *_SLOTS,
+        "slot copied",
+        *_SLOT_COLLECTIVES,
+        *_WITHIN_HOST,
+        *_SKEW,
+    )
+    subset = {name: found[name] for name in inherited if name in found}
+    subset |= _subset_link_figures(found, group, hosts=hosts, each=each, sizes=sizes)
     speeds = [found[_speed_of(rank)] for rank in ranks]
-    own |= {_speed_of(n): speed / max(speeds) for n, speed in enumerate(speeds)}
-    own[_NAMES] = _number_of([names[rank] for rank in ranks])
-    places = {host: place for place, host in enumerate(group)}
+    subset |= {_speed_of(n): speed / max(speeds) for n, speed in enumerate(speeds)}
+    subset[_NAMES_KEY] = _names_hash([names[rank] for rank in ranks])
+    positions = {host: position for position, host in enumerate(group)}
     for i in group:
         for j in group:
             if i < j and rate_of(i, j) in found:
-                own[rate_of(places[i], places[j])] = found[rate_of(i, j)]
-                own[latency_of(places[i], places[j])] = found[latency_of(i, j)]
+                subset[rate_of(positions[i], positions[j])] = found[rate_of(i, j)]
+                subset[latency_of(positions[i], positions[j])] = found[latency_of(i, j)]
     if name_of(number, "small") in found:
-        own |= {session: found[name_of(number, f"least {session.split()[0]}")] for session in _LOOK}
-    return own
+        subset |= {probe: found[name_of(number, f"least {probe.split()[0]}")] for probe in _PROBE}
+    return subset
 
 
 def remembered_probe(
     names: Sequence[str], *, hosts: int, home: torch.device = CPU, cache: CostCache
 ) -> tuple[float, ...] | None:
-    """What was looked at when ranks of hosts of these names last met; None where others did, or
-    nobody."""
+    """Return the link probe of the last meeting of these hosts; None if it is unknown."""
     num_ranks = len(names)
     found = cache.read_rates(context_of(num_ranks, hosts=hosts, home=home))
-    # Of more than two hosts each pair is timed, since it became known how to.
-    looks = {*_LOOK, *([rate_of(0, 1)] if hosts > 2 else [])}
-    is_known = is_whole(found, num_ranks, hosts=hosts) and looks <= found.keys()
-    if not is_known or found.get(_NAMES) != _number_of(names):
+    # Since pairs are timed, entries for more than two hosts must contain them.
+    required = {*_PROBE, *([rate_of(0, 1)] if hosts > 2 else [])}
+    is_known = is_whole(found, num_ranks, hosts=hosts) and required <= found.keys()
+    if not is_known or found.get(_NAMES_KEY) != _names_hash(names):
         return None
-    return tuple(found[name] for name in _LOOK)
+    return tuple(found[name] for name in _PROBE)
 
 
-def _number_of(names: Sequence[str]) -> float:
-    """One that a list of figures holds, and that a float holds exactly."""
+def _names_hash(names: Sequence[str]) -> float:
+    """Return a hash of the names that a float represents exactly, since the cache stores floats."""
     return 1.0 + int(sha256("\n".join(names).encode()).hexdigest()[:12], 16)
 
 
-def _measured(found: Mapping[str, float], num_ranks: int, *, kind: str) -> LinkMeasurement:
+def _to_measurement(figures: Mapping[str, float], num_ranks: int, *, kind: str) -> LinkMeasurement:
     link = Link(
         kind=kind,
-        latency_seconds=found["latency"],
-        bytes_per_second=found["rate"],
+        latency_seconds=figures["latency"],
+        bytes_per_second=figures["rate"],
         doubt=DOUBT,
-        call_seconds=found["call"],
-        disturbs=found["disturbs"],
+        call_seconds=figures["call"],
+        disturbs=figures["disturbs"],
     )
     handing = replace(
         link,
-        latency_seconds=found["hop"],
-        bytes_per_second=found["hand rate"],
-        call_seconds=found["hand"],
-        disturbs=found["hand disturbs"],
+        latency_seconds=figures["hop"],
+        bytes_per_second=figures["hand rate"],
+        call_seconds=figures["hand"],
+        disturbs=figures["hand disturbs"],
     )
-    speeds = tuple(found[_speed_of(rank)] for rank in range(num_ranks))
+    speeds = tuple(figures[_speed_of(rank)] for rank in range(num_ranks))
     slots = Link(
         kind="slots",
-        latency_seconds=found["slot hop"],
-        bytes_per_second=found["slot rate"],
+        latency_seconds=figures["slot hop"],
+        bytes_per_second=figures["slot rate"],
         doubt=DOUBT,
-        call_seconds=found["slot hand"],
-        # Who sends a message writes it itself; to another host a device does, of what lies here.
-        disturbs=min(1.0, found.get("slot copied", 1.0)),
-        is_remote="slot copied" in found,
+        call_seconds=figures["slot hand"],
+        # The sender writes the message itself. To another host a device writes it, from a local
+        # copy.
+        disturbs=min(1.0, figures.get("slot copied", 1.0)),
+        is_remote="slot copied" in figures,
         is_even=kind == BETWEEN_GPUS,
     )
     slotted = replace(
         slots,
-        # Whoever waits does all of it.
+        # The waiting rank does all of the work.
         disturbs=1.0,
-        latency_seconds=found["slotted hop"],
-        bytes_per_second=found["slotted rate"],
-        call_seconds=found["slotted call"],
+        latency_seconds=figures["slotted hop"],
+        bytes_per_second=figures["slotted rate"],
+        call_seconds=figures["slotted call"],
     )
     near = None
-    if "near" in found:
+    if "near" in figures:
         near = replace(
             link,
-            latency_seconds=found["near"],
-            bytes_per_second=found["near rate"],
-            disturbs=found["near disturbs"],
+            latency_seconds=figures["near"],
+            bytes_per_second=figures["near rate"],
+            disturbs=figures["near disturbs"],
         )
     return LinkMeasurement(
         link=link,
         handing=handing,
         near=near,
         speeds=speeds if min(speeds) < 1 else (),
-        slots=slots if slots.bytes_per_second > NEXT_TO_NONE else None,
-        slotted=slotted if slotted.bytes_per_second > NEXT_TO_NONE else None,
-        skew=_skew(found),
+        slots=slots if slots.bytes_per_second > ALMOST_ZERO else None,
+        slotted=slotted if slotted.bytes_per_second > ALMOST_ZERO else None,
+        skew=_skew(figures),
     )
 
 
@@ -357,17 +388,17 @@ def _speed_of(rank: int) -> str:
 
 
 def context_of(num_ranks: int, *, hosts: int = 1, home: torch.device = CPU) -> str:
-    """Under which the figures of so many ranks are remembered."""
+    """Return the cache context of the figures of ``num_ranks`` ranks."""
     cores = len(cores_of(0, 1))
-    said = (
+    setup = (
         f"{num_ranks} ranks of gloo in turn, messages apart, slots watched, skew, on {cores} cores"
     )
-    among = f", on {hosts} hosts{' with RDMA' if is_able() else ''}" if hosts > 1 else ""
-    among += _on_gpus(home) if home.type == "cuda" else ""
-    return f"{said}{among}, torch {torch.__version__}"
+    location = f", on {hosts} hosts{' with RDMA' if is_able() else ''}" if hosts > 1 else ""
+    location += _on_gpus(home) if home.type == "cuda" else ""
+    return f"{setup}{location}, torch {torch.__version__}"
 
 
-def _of_gpus(home: torch.device) -> str:
+def _gpu_suffix(home: torch.device) -> str:
     return ", from its GPUs" if home.type == "cuda" else ""
 
 
@@ -376,126 +407,137 @@ def _on_gpus(home: torch.device) -> str:
 
 
 def fitted(
-    said: Sequence[Mapping[str, float]],
+    rank_figures: Sequence[Mapping[str, float]],
     *,
     sizes: ExchangeSizes = SIZES["cpu"],
     near: ExchangeSizes = SIZES["cpu"],
     each: int = 1,
 ) -> dict[str, float]:
-    """A line through the times of a small and two large exchanges, as a ring sends them, and one
-    through those of messages from one rank to the next; of what each rank said, the slowest
-    counts. There are ``each`` on one host, which may have exchanged something for themselves, as
-    large as ``near``."""
-    num_ranks, speeds = len(said), _speeds(said, each)
-    timed = {name: max(one[name] for one in said) for name in said[0]}
+    """Return figures fitted to the slowest rank's times.
+
+    One line is fitted through the times of a small and two large all-reduces, as a ring executes
+    them, and another through those of messages from one rank to the next. With ``each`` ranks per
+    host, the all-reduces within a host have the sizes ``near``.
+    """
+    num_ranks, speeds = len(rank_figures), _speeds(rank_figures, each)
+    timed = {name: max(one[name] for one in rank_figures) for name in rank_figures[0]}
     latency, rate = _latency_and_rate(timed, num_ranks, sizes)
     hops = 2 * (num_ranks - 1)
     return {
         "latency": latency,
         "rate": rate,
-        "call": max(timed["call"] / hops, NEXT_TO_NONE),
-        "disturbs": _slowing("disturbs", said, speeds),
-        **_among_neighbours(timed, near, each),
-        **({"near disturbs": _slowing("near disturbs", said, speeds)} if each > 1 else {}),
-        **_handed_on(timed, sizes),
-        "hand disturbs": _slowing("hand disturbs", said, speeds),
-        **_through_slots(timed, sizes),
-        **_exchanged_through_slots(timed, num_ranks, sizes),
+        "call": max(timed["call"] / hops, ALMOST_ZERO),
+        "disturbs": _largest_slowdown("disturbs", rank_figures, speeds),
+        **_host_figures(timed, near, each),
+        **(
+            {"near disturbs": _largest_slowdown("near disturbs", rank_figures, speeds)}
+            if each > 1
+            else {}
+        ),
+        **_message_figures(timed, sizes),
+        "hand disturbs": _largest_slowdown("hand disturbs", rank_figures, speeds),
+        **_slot_figures(timed, sizes),
+        **_slot_collective_figures(timed, num_ranks, sizes),
         **{_speed_of(rank): speed for rank, speed in enumerate(speeds)},
-        **_waits_for_the_last(said),
+        **_mean_waits(rank_figures),
     }
 
 
-def _waits_for_the_last(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of the waits that the ranks measured; the last one to arrive has none."""
-    if any(name not in one for one in said for name in _SKEW):
+def _mean_waits(rank_figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of the waits that the ranks measured; the last to arrive does not wait."""
+    if any(name not in one for one in rank_figures for name in _SKEW):
         return {}
-    return {name: max(fmean(one[name] for one in said), NEXT_TO_NONE) for name in _SKEW}
+    return {name: max(fmean(one[name] for one in rank_figures), ALMOST_ZERO) for name in _SKEW}
 
 
-def _among_neighbours(
-    timed: Mapping[str, float], sizes: ExchangeSizes, each: int
-) -> dict[str, float]:
+def _host_figures(timed: Mapping[str, float], sizes: ExchangeSizes, each: int) -> dict[str, float]:
     if "near small" not in timed:
         return {}
-    near = {name: timed[f"near {name}"] for name in sizes._fields}
-    latency, rate = _latency_and_rate(near, each, sizes)
+    seconds = {name: timed[f"near {name}"] for name in sizes._fields}
+    latency, rate = _latency_and_rate(seconds, each, sizes)
     return {"near": latency, "near rate": rate}
 
 
 def _latency_and_rate(
     timed: Mapping[str, float], num_ranks: int, sizes: ExchangeSizes
 ) -> tuple[float, float]:
-    """Of each hop around the ring, and of the bytes that each rank sends."""
+    """Return the latency of a ring hop and the rate of the bytes that each rank sends."""
     small, middle, large = (
         GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
         for nbytes in sizes
     )
     seconds = timed["large"] - timed["middle"]
-    rate = (large.sent_bytes - middle.sent_bytes) / max(seconds, NEXT_TO_NONE)
+    rate = (large.sent_bytes - middle.sent_bytes) / max(seconds, ALMOST_ZERO)
     latency = (timed["small"] - small.sent_bytes / rate) / small.hops
-    return max(latency, NEXT_TO_NONE), rate
+    return max(latency, ALMOST_ZERO), rate
 
 
-def _slowing(what: str, said: Sequence[Mapping[str, float]], speeds: Sequence[float]) -> float:
-    """What is taken of a slow rank is priced by its speed again."""
-    most = max(one[what] * speed for one, speed in zip(said, speeds, strict=True))
-    return min(1.0, max(most, NEXT_TO_NONE))
+def _largest_slowdown(
+    name: str, rank_figures: Sequence[Mapping[str, float]], speeds: Sequence[float]
+) -> float:
+    """Return the largest slowdown, scaled by speed, since slow ranks' costs are scaled up later."""
+    most = max(one[name] * speed for one, speed in zip(rank_figures, speeds, strict=True))
+    return min(1.0, max(most, ALMOST_ZERO))
 
 
-def _handed_on(timed: Mapping[str, float], sizes: ExchangeSizes) -> dict[str, float]:
-    seconds = max(timed["hop middle"] - timed["hop small"], NEXT_TO_NONE)
+def _message_figures(timed: Mapping[str, float], sizes: ExchangeSizes) -> dict[str, float]:
+    seconds = max(timed["hop middle"] - timed["hop small"], ALMOST_ZERO)
     rate = (sizes.middle - sizes.small) / seconds
     return {
-        "hop": max(timed["hop small"] - sizes.small / rate, NEXT_TO_NONE),
-        "hand": max(timed["hand"], NEXT_TO_NONE),
+        "hop": max(timed["hop small"] - sizes.small / rate, ALMOST_ZERO),
+        "hand": max(timed["hand"], ALMOST_ZERO),
         "hand rate": rate,
     }
 
 
-def _through_slots(timed: Mapping[str, float], sizes: ExchangeSizes) -> dict[str, float]:
-    """Next to none of anything where there is no memory to share. What two ranks' cores do for a
-    message is not on its way."""
+def _slot_figures(timed: Mapping[str, float], sizes: ExchangeSizes) -> dict[str, float]:
+    """Return the figures of messages through slots; almost zero without shared memory.
+
+    The CPU time of the two ranks for a message is not part of its transfer time.
+    """
     if "slot small" not in timed:
-        return dict.fromkeys(_SLOTS, NEXT_TO_NONE)
-    seconds = max(timed["slot large"] - timed["slot small"], NEXT_TO_NONE)
+        return dict.fromkeys(_SLOTS, ALMOST_ZERO)
+    seconds = max(timed["slot large"] - timed["slot small"], ALMOST_ZERO)
     return {
-        "slot hop": max(timed["slot small"] - 2 * timed["slot hand"], NEXT_TO_NONE),
+        "slot hop": max(timed["slot small"] - 2 * timed["slot hand"], ALMOST_ZERO),
         "slot rate": (sizes.middle - sizes.small) / seconds,
-        "slot hand": max(timed["slot hand"], NEXT_TO_NONE),
-        **_copied(timed, seconds),
+        "slot hand": max(timed["slot hand"], ALMOST_ZERO),
+        **_copy_share(timed, seconds),
     }
 
 
-def _copied(timed: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Of the time that a message takes to another host, what a copy of it takes here."""
+def _copy_share(timed: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Return the local copy of a message as a share of its transfer time to another host."""
     if "slot copy" not in timed:
         return {}
-    return {"slot copied": max(timed["slot copy"] / seconds, NEXT_TO_NONE)}
+    return {"slot copied": max(timed["slot copy"] / seconds, ALMOST_ZERO)}
 
 
-def _exchanged_through_slots(
+def _slot_collective_figures(
     timed: Mapping[str, float], num_ranks: int, sizes: ExchangeSizes
 ) -> dict[str, float]:
     if "slotted small" not in timed:
-        return dict.fromkeys(_SLOTTED, NEXT_TO_NONE)
+        return dict.fromkeys(_SLOT_COLLECTIVES, ALMOST_ZERO)
     small, middle = (
         THROUGH_SLOTS.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)
         for nbytes in sizes[:2]
     )
-    seconds = max(timed["slotted middle"] - timed["slotted small"], NEXT_TO_NONE)
+    seconds = max(timed["slotted middle"] - timed["slotted small"], ALMOST_ZERO)
     call = timed["slotted call"] / small.hops
     return {
-        "slotted call": max(call, NEXT_TO_NONE),
-        "slotted hop": max(timed["slotted small"] / small.hops - call, NEXT_TO_NONE),
+        "slotted call": max(call, ALMOST_ZERO),
+        "slotted hop": max(timed["slotted small"] / small.hops - call, ALMOST_ZERO),
         "slotted rate": (middle.sent_bytes - small.sent_bytes) / seconds,
     }
 
 
-def _speeds(said: Sequence[Mapping[str, float]], each: int) -> list[float]:
-    """Those within the doubt of the fastest are taken to be as fast; of several hosts those of one
-    are, which get in each other's way for moments."""
-    products = [one["product"] for one in said]
+def _speeds(rank_figures: Sequence[Mapping[str, float]], each: int) -> list[float]:
+    """Return speeds relative to the fastest rank; those within the doubt count as equally fast.
+
+    With several hosts, all ranks of a host get its best speed, since they disturb each other for
+    moments.
+    """
+    products = [one["product"] for one in rank_figures]
     of_host = [min(products[n : n + each]) for n in range(0, len(products), each)]
     least = min(products)
     speeds = [least / of_host[rank // each] for rank in range(len(products))]
@@ -505,18 +547,18 @@ def _speeds(said: Sequence[Mapping[str, float]], each: int) -> list[float]:
 def command_of(
     rank: int, *, folder: str, num_ranks: int, home: torch.device = CPU
 ) -> Sequence[str]:
-    """Of Python, for a rank that puts what it measures into the folder, to be ``fitted``."""
+    """Return Python's arguments for a rank that writes figures, for ``fitted``, to the folder."""
     module = "steelyard.measure.links.worker"
     return ["-m", module, folder, str(num_ranks), str(rank), home.type]
 
 
-def _said(num_ranks: int, home: torch.device) -> list[dict[str, float]]:
-    """What each rank of this machine measured."""
+def _measure_local_ranks(num_ranks: int, home: torch.device) -> list[dict[str, float]]:
+    """Return the figures that each rank of this machine measured."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
                 [sys.executable, *command_of(rank, folder=folder, num_ranks=num_ranks, home=home)],
-                # Nothing listens beyond this machine.
+                # Restrict the listening sockets to this machine.
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -538,9 +580,9 @@ def _said(num_ranks: int, home: torch.device) -> list[dict[str, float]]:
                 rank.wait()
         failed = [n for n, rank in enumerate(ranks) if rank.returncode]
         if failed:
-            said = (failures[failed[0]].strip().splitlines() or ["nothing was said"])[-1]
+            last_line = (failures[failed[0]].strip().splitlines() or ["nothing was said"])[-1]
             raise RunFailed(
-                f"{num_ranks} ranks could not be measured: rank {failed[0]} says {said[:120]}",
+                f"{num_ranks} ranks could not be measured: rank {failed[0]} says {last_line[:120]}",
                 expected="ranks on this machine that reach one another over its loopback",
                 remedy="try: python -m torch.distributed.run --standalone --nproc-per-node 2",
             )

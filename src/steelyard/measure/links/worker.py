@@ -1,10 +1,9 @@
-"""What a rank does to be measured: how long the ranks of its group take to exchange something, what
-that takes of its core, and how fast it computes.
+"""Measurements by one rank of a group: collectives, messages, their CPU cost, and compute speed.
 
-As a command it joins ranks that somebody started, each on its part of the cores, or on its GPU.
-Tensors are made where torch makes them by default, which is there meanwhile. Not for exchanging
-in a step: the operators of torch do that. Not for starting ranks, nor for what their figures come
-to: see probe.py.
+As a command it joins other ranks that a parent process started, each on its share of the cores or
+on its own GPU. Tensors are made on torch's default device, which is temporarily the measured
+device. Not for the exchanges of a step, which are torch operators. Not for starting ranks or
+for fitting their figures: see probe.py.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ from steelyard.measure.operators.timer import Clock
 
 
 class ExchangeSizes(NamedTuple):
-    """Of what is exchanged: nothing to speak of; enough to show a rate; more than caches hold."""
+    """Byte sizes of exchanges: negligible, enough to show a rate, and larger than caches."""
 
     small: int
     middle: int
@@ -56,26 +55,26 @@ SIZES = {
 
 
 def sizes_of(home: torch.device, hosts: int) -> ExchangeSizes:
-    """What lies on GPUs goes over a network, too, where large sizes would take minutes."""
+    """Return CPU sizes for several hosts, since large GPU sizes would take minutes on a network."""
     return SIZES["cpu" if hosts > 1 else home.type]
 
 
-# Several ranks of a core, on a machine that others share, have taken more than two minutes.
+# Several ranks per core on a shared machine have taken more than two minutes.
 SECONDS = 600
 DOUBT = 0.15
-# What is remembered is above zero.
-NEXT_TO_NONE = 1e-12
+# The cache stores only values above zero.
+ALMOST_ZERO = 1e-12
 _ROUNDS, _FEW_ROUNDS = 9, 3
-# What takes longer does not show more of how it disturbs.
+# Exchanges that take longer show nothing more about the slowdown they cause.
 _LONG_SECONDS = 0.2
-# And what takes so long shows a rate, beside what small messages take.
+# Exchanges that take this long show a rate well above the time of small messages.
 _SHORT_SECONDS = 0.02
 _MATRIX, _MATRIX_ON_GPU = 256, 4096
-# As in a step, most of the time goes into products, and some into passes over memory.
+# As in a step, most of the time goes into matrix products, and some into passes over memory.
 _COMPUTING_SECONDS, _WINDOWS, _PRODUCTS, _SWEEPS = 4.0, 3, 64, 6
-# Ranks compute for so long between two exchanges to see how far apart they arrive, so many times.
-_SKEWED = {"short": (0.004, 60), "long": (0.04, 24)}
-# The rarest waits are somebody else's work on this machine.
+# For arrival skew: the compute seconds between two exchanges, and the number of exchanges.
+_SKEW_ROUNDS = {"short": (0.004, 60), "long": (0.04, 24)}
+# Longer waits than this quantile are caused by other load on the machine.
 _USUAL_WAITS = 0.9
 _MakesSlots = Callable[..., SharedMemoryTransport]
 
@@ -101,44 +100,51 @@ def main(folder: str, num_ranks: int, rank: int, device: str) -> None:
 
 
 def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[str, float]:
-    """What this rank of the group measures, while all others of it do; on several hosts slots are
-    written by NIXL, where it is and each has one rank, and between their GPUs there are none; and
-    nobody says of their cores that they are alike."""
+    """Return the figures of this rank, measured while all ranks of the group do the same.
+
+    With several hosts, slots are written by NIXL if it is available and each host has one rank;
+    between GPUs of several hosts there are no slots. Cores of different hosts are never assumed
+    to be equal.
+    """
     take_turns()  # as in a step
-    with torch.no_grad(), _at(home):
+    with torch.no_grad(), _on_device(home):
         each = dist.get_world_size() // hosts
-        product_seconds = _product_seconds
+        product_seconds = _cpu_product_seconds
         if hosts > 1:
-            # What neighbours do of a few seconds is another figure some seconds later.
-            product_seconds = partial(_product_seconds_of_host, each)
+            # The load of neighbours during a few seconds differs some seconds later, so this uses
+            # the minimum.
+            product_seconds = partial(_host_product_seconds, each)
         slots: _MakesSlots | None = (
             SharedMemoryTransport if hosts == 1 else pinned_among if each == 1 else None
         )
         if _is_on_gpu():
-            product_seconds = _product_seconds_of_gpu
+            product_seconds = _gpu_product_seconds
             slots = partial(pinned_among, device=home) if hosts == 1 else None
-        products = [product_seconds()]
-        # Messages are measured where the slowest are.
-        other, sizes = (each if hosts > 1 else 1), sizes_of(home, hosts)
-        figures = _figures(sizes, slots=slots, other=other)
+        compute_times = [product_seconds()]
+        # Messages are measured over the slowest link.
+        receiver, sizes = (each if hosts > 1 else 1), sizes_of(home, hosts)
+        figures = _figures(sizes, slots=slots, receiver=receiver)
         if hosts > 1 and each > 1:
-            figures |= _among_neighbours(each)
-        products += [product_seconds() for _ in range(_WINDOWS - 1)]
-        figures["product"] = median(products)
+            figures |= _figures_within_host(each)
+        compute_times += [product_seconds() for _ in range(_WINDOWS - 1)]
+        figures["product"] = median(compute_times)
         if not _is_on_gpu():
             figures |= _arrival_skew()
     return figures
 
 
 def _arrival_skew() -> dict[str, float]:
-    """Measures the wait at an exchange after a short and a long time of computing, and these times.
+    """Measure the wait at an exchange after short and long computing, and these durations.
 
-    All ranks compute the same. The quickest exchange counts as no wait."""
+    All ranks compute the same. The quickest exchange counts as no wait.
+    """
     matrix, word = _ones(_MATRIX, _MATRIX), _ones(1)
-    one = _slowest(median(_took(lambda: torch.mm(matrix, matrix)) for _ in range(_ROUNDS)))
+    product_seconds = _max_over_ranks(
+        median(_elapsed(lambda: torch.mm(matrix, matrix)) for _ in range(_ROUNDS))
+    )
     figures = {}
-    for name, (seconds, rounds) in _SKEWED.items():
-        products = max(1, round(seconds / one))
+    for name, (seconds, rounds) in _SKEW_ROUNDS.items():
+        products = max(1, round(seconds / product_seconds))
         computed, waited = [], []
         dist.barrier()
         for _ in range(rounds):
@@ -149,48 +155,62 @@ def _arrival_skew() -> dict[str, float]:
             dist.all_reduce(word)
             computed.append(arrived - begin)
             waited.append(time.perf_counter() - arrived)
-        usual = sorted(waited)[: round(_USUAL_WAITS * rounds)]
-        figures[f"skew {name}"] = fmean(usual) - usual[0]
+        usual_waits = sorted(waited)[: round(_USUAL_WAITS * rounds)]
+        figures[f"skew {name}"] = fmean(usual_waits) - usual_waits[0]
         figures[f"skew {name} after"] = median(computed)
     return figures
 
 
-def _among_neighbours(each: int) -> dict[str, float]:
-    """What exchanges of the ranks of a host take, while those of other hosts do the same; each
-    host begins by itself, as a word to another one may take longer than all that is measured."""
-    own = None
+def _figures_within_host(each: int) -> dict[str, float]:
+    """Measure all-reduces within this host, while the other hosts do the same.
+
+    Hosts do not synchronize for it: a message to another host may take longer than the whole
+    measurement.
+    """
+    host_group = None
     for first in range(0, dist.get_world_size(), each):
         group = dist.new_group(list(range(first, first + each)))
-        own = group if first <= dist.get_rank() < first + each else own
-    small, middle, large = (_ones(nbytes // 4) for nbytes in SIZES[_here().type])
-    often = 3 * _ROUNDS
-    timed = ("small", small, often), ("middle", middle, often), ("large", large, _ROUNDS)
-    found = {f"near {name}": _seconds(x, rounds, group=own) for name, x, rounds in timed}
-    found["near disturbs"] = _disturbs(
-        lambda: [dist.all_reduce(large, group=own, async_op=True)], found["near large"], own
+        host_group = group if first <= dist.get_rank() < first + each else host_group
+    small, middle, large = (_ones(nbytes // 4) for nbytes in SIZES[_default_device().type])
+    many_rounds = 3 * _ROUNDS
+    timed = (
+        ("small", small, many_rounds),
+        ("middle", middle, many_rounds),
+        ("large", large, _ROUNDS),
     )
-    dist.destroy_process_group(own)
+    found = {
+        f"near {name}": _all_reduce_seconds(x, rounds, group=host_group)
+        for name, x, rounds in timed
+    }
+    found["near disturbs"] = _slowdown(
+        lambda: [dist.all_reduce(large, group=host_group, async_op=True)],
+        found["near large"],
+        host_group,
+    )
+    dist.destroy_process_group(host_group)
     return found
 
 
-def exchanged_among(ranks: Sequence[int], sizes: ExchangeSizes) -> dict[str, float]:
-    """Seconds of all-reduces of a small, a middle and a large tensor among these ranks of the
-    group, how much one disturbs what is computed meanwhile, and the least seconds of the first two,
-    by which it is seen later whether the link has become another. Of the slowest rank each, and the
-    same on all ranks of the group, which all call this."""
+def all_reduce_figures(ranks: Sequence[int], sizes: ExchangeSizes) -> dict[str, float]:
+    """Return all-reduce figures of some ranks of the group, as the maximum over these ranks.
+
+    The figures are the seconds of all-reduces of a small, a middle and a large tensor, the
+    slowdown of concurrent computation, and the minimum seconds of the first two, by which a later
+    run detects a changed link. All ranks of the group call this and get the same result.
+    """
     names = (*sizes._fields, "disturbs", *(f"least {name}" for name in sizes._fields[:2]))
     group = dist.new_group([*ranks])
     figures = torch.zeros(len(names), dtype=torch.float64, device=CPU)
     if dist.get_rank() in ranks:
         small, middle, large = (_ones(nbytes // 4) for nbytes in sizes)
-        found = {"small": _seconds(small, 3 * _ROUNDS, group)}
-        found["middle"] = _seconds(middle, _FEW_ROUNDS, group)
-        found["large"] = _seconds(large, _FEW_ROUNDS, group)
-        # All ranks of these have to do the same.
+        found = {"small": _all_reduce_seconds(small, 3 * _ROUNDS, group)}
+        found["middle"] = _all_reduce_seconds(middle, _FEW_ROUNDS, group)
+        found["large"] = _all_reduce_seconds(large, _FEW_ROUNDS, group)
+        # All ranks of the subset must choose the same tensor.
         slowest = torch.tensor(found["large"], dtype=torch.float64, device=CPU)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         x, alone = (large, "large") if slowest <= _LONG_SECONDS else (middle, "middle")
-        found["disturbs"] = _disturbs(
+        found["disturbs"] = _slowdown(
             lambda: [dist.all_reduce(x, group=group, async_op=True)], found[alone], group
         )
         for name, tensor, rounds in (
@@ -198,61 +218,65 @@ def exchanged_among(ranks: Sequence[int], sizes: ExchangeSizes) -> dict[str, flo
             ("middle", middle, _FEW_ROUNDS),
         ):
             exchange = partial(dist.all_reduce, tensor, group=group)
-            found[f"least {name}"] = min(_took(exchange, group) for _ in range(rounds))
+            found[f"least {name}"] = min(_elapsed(exchange, group) for _ in range(rounds))
         figures.copy_(torch.tensor([found[name] for name in names], dtype=torch.float64))
         dist.destroy_process_group(group)
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     return dict(zip(names, map(float, figures), strict=True))
 
 
-def _figures(sizes: ExchangeSizes, *, slots: _MakesSlots | None, other: int) -> dict[str, float]:
-    """``other`` is the rank to which the first hands something."""
+def _figures(sizes: ExchangeSizes, *, slots: _MakesSlots | None, receiver: int) -> dict[str, float]:
+    """Measure the exchanges of all ranks; rank 0 sends messages to ``receiver``."""
     small, middle, large = (_ones(nbytes // 4) for nbytes in sizes)
     begin, calls = time.thread_time(), 3 * _ROUNDS
-    seconds = {"small": _seconds(small, calls)}
+    seconds = {"small": _all_reduce_seconds(small, calls)}
     seconds["call"] = (time.thread_time() - begin) / calls
-    if _is_on_gpu():  # who waits for one has a core at work
-        seconds["call"] = median(_issued(small) for _ in range(calls))
-    seconds["middle"] = _seconds(middle, calls)
-    # Ranks do the same only where they are told the same.
-    is_long = {"middle": _slowest(seconds["middle"]) > _LONG_SECONDS}
+    if _is_on_gpu():  # waiting for a GPU occupies a core
+        seconds["call"] = median(_issue_seconds(small) for _ in range(calls))
+    seconds["middle"] = _all_reduce_seconds(middle, calls)
+    # All ranks must make the same choice, so it is made by the slowest.
+    is_long = {"middle": _max_over_ranks(seconds["middle"]) > _LONG_SECONDS}
     few = _FEW_ROUNDS if is_long["middle"] else calls
-    seconds["large"] = _seconds(large, min(few, _ROUNDS))
-    is_long["large"] = _slowest(seconds["large"]) > _LONG_SECONDS
-    seconds |= _handed("small", small, calls, other) | _handed("middle", middle, few, other)
-    in_slots = _handed_in_slots(slots, {"small": small, "large": middle}, calls) if slots else {}
+    seconds["large"] = _all_reduce_seconds(large, min(few, _ROUNDS))
+    is_long["large"] = _max_over_ranks(seconds["large"]) > _LONG_SECONDS
+    seconds |= _message_figures("small", small, calls, receiver) | _message_figures(
+        "middle", middle, few, receiver
+    )
+    in_slots = (
+        _slot_message_figures(slots, {"small": small, "large": middle}, calls) if slots else {}
+    )
     seconds |= in_slots
     if in_slots:
-        seconds |= _exchanged_in_slots(small, large, calls)
+        seconds |= _slot_all_reduce_figures(small, large, calls)
     long = "middle" if is_long["large"] else "large"
     x, alone = {"middle": middle, "large": large}[long], seconds[long]
-    seconds["disturbs"] = _disturbs(lambda: [dist.all_reduce(x, async_op=True)], alone)
-    if dist.get_rank() in (0, other):
+    seconds["disturbs"] = _slowdown(lambda: [dist.all_reduce(x, async_op=True)], alone)
+    if dist.get_rank() in (0, receiver):
         alone = seconds["hop middle"] * x.nbytes / middle.nbytes
-    slowed = _disturbs(lambda: _hand(x.cpu(), other), alone)
-    return {**seconds, "hand disturbs": slowed if dist.get_rank() in (0, other) else 0.0}
+    slowed = _slowdown(lambda: _send(x.cpu(), receiver), alone)
+    return {**seconds, "hand disturbs": slowed if dist.get_rank() in (0, receiver) else 0.0}
 
 
 def _ones(*shape: int) -> torch.Tensor:
-    """Four bytes each, whatever format the training script makes tensors in."""
+    """Return float32 ones, four bytes each, whatever default dtype the training script sets."""
     return torch.ones(shape, dtype=torch.float32)
 
 
-def _at(home: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Each call takes longer within what says so: where it is so anyway, nothing does."""
-    return contextlib.nullcontext() if _here() == home else home
+def _on_device(home: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make ``home`` the default device, unless it is already: the context slows down each call."""
+    return contextlib.nullcontext() if _default_device() == home else home
 
 
-def _here() -> torch.device:
+def _default_device() -> torch.device:
     return torch.get_default_device()
 
 
 def _is_on_gpu() -> bool:
-    return _here().type == "cuda"
+    return _default_device().type == "cuda"
 
 
-def _issued(x: torch.Tensor) -> float:
-    """Until an exchange is on its way, and this rank goes on."""
+def _issue_seconds(x: torch.Tensor) -> float:
+    """Return the seconds until an all-reduce is issued and this rank can continue."""
     begin = time.perf_counter()
     work = dist.all_reduce(x, async_op=True)
     seconds = time.perf_counter() - begin
@@ -262,70 +286,78 @@ def _issued(x: torch.Tensor) -> float:
     return seconds
 
 
-def _slowest(seconds: float) -> float:
-    """Of what each rank took."""
+def _max_over_ranks(seconds: float) -> float:
+    """Return the maximum over all ranks."""
     most = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return float(most)
 
 
 def measured_now(before: Link, *, hosts: int = 1, home: torch.device = CPU) -> Link:
-    """The link that joins the ranks of this group, which all come together between two steps of a
-    run; what an exchange takes of a core is as ``before``. The same on each of them. It takes some
-    tenths of a second on any link: what is exchanged grows until that takes long enough to count.
+    """Return the current link of this group, measured between two steps of a run.
+
+    All ranks call this together and get the same result. The CPU cost of an exchange is taken
+    from ``before``. It takes some tenths of a second on any link, since the size grows only until
+    the exchange takes long enough.
     """
     num_ranks, sizes = dist.get_world_size(), sizes_of(home, hosts)
-    with torch.no_grad(), _at(home):
-        least = _slowest(_seconds(_ones(sizes.small // 4), _FEW_ROUNDS))
-        nbytes, more = sizes.small, least
-        while nbytes < sizes.middle and more < _SHORT_SECONDS:
+    with torch.no_grad(), _on_device(home):
+        least = _max_over_ranks(_all_reduce_seconds(_ones(sizes.small // 4), _FEW_ROUNDS))
+        nbytes, larger_seconds = sizes.small, least
+        while nbytes < sizes.middle and larger_seconds < _SHORT_SECONDS:
             nbytes = min(sizes.middle, 16 * nbytes)
-            more = _slowest(_seconds(_ones(nbytes // 4), 1))
-        if more < _LONG_SECONDS:
-            more = _slowest(_seconds(_ones(nbytes // 4), _FEW_ROUNDS))
-    one, other = (
+            larger_seconds = _max_over_ranks(_all_reduce_seconds(_ones(nbytes // 4), 1))
+        if larger_seconds < _LONG_SECONDS:
+            larger_seconds = _max_over_ranks(_all_reduce_seconds(_ones(nbytes // 4), _FEW_ROUNDS))
+    small_cost, large_cost = (
         GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=size)
         for size in (sizes.small, nbytes)
     )
-    rate = (other.sent_bytes - one.sent_bytes) / max(more - least, NEXT_TO_NONE)
-    latency = max((least - one.sent_bytes / rate) / one.hops, NEXT_TO_NONE)
+    rate = (large_cost.sent_bytes - small_cost.sent_bytes) / max(
+        larger_seconds - least, ALMOST_ZERO
+    )
+    latency = max((least - small_cost.sent_bytes / rate) / small_cost.hops, ALMOST_ZERO)
     return replace(before, latency_seconds=latency, bytes_per_second=rate, doubt=DOUBT)
 
 
 def rates_now(*, hosts: int) -> tuple[float, ...]:
-    """The bytes a second that each further host exchanges with the first, one after the other; the
-    same on each rank, all of which come together for it between two steps of a run."""
+    """Return the bytes per second between the first host and each further one, measured in turn.
+
+    All ranks call this together between two steps of a run and get the same result.
+    """
     each, small = dist.get_world_size() // hosts, SIZES["cpu"].small
-    found = []
-    with torch.no_grad(), _at(CPU):
+    rates = []
+    with torch.no_grad(), _on_device(CPU):
         for host in range(1, hosts):
-            nbytes, more = small, _slowest(_there_and_back_once(small, host * each))
-            least = more
-            while nbytes < SIZES["cpu"].middle and more < _SHORT_SECONDS:
+            nbytes, larger_seconds = small, _max_over_ranks(_message_seconds(small, host * each))
+            least = larger_seconds
+            while nbytes < SIZES["cpu"].middle and larger_seconds < _SHORT_SECONDS:
                 nbytes = min(SIZES["cpu"].middle, 16 * nbytes)
-                more = _slowest(_there_and_back_once(nbytes, host * each))
-            found.append((nbytes - small) / max(more - least, NEXT_TO_NONE))
-    return tuple(found)
+                larger_seconds = _max_over_ranks(_message_seconds(nbytes, host * each))
+            rates.append((nbytes - small) / max(larger_seconds - least, ALMOST_ZERO))
+    return tuple(rates)
 
 
-def _there_and_back_once(nbytes: int, other: int) -> float:
-    """Half of it, between the first rank and another; nothing of others."""
+def _message_seconds(nbytes: int, other: int) -> float:
+    """Return half a round trip between rank 0 and another; zero on other ranks."""
     x, begin = _ones(nbytes // 4), time.perf_counter()
     for is_back in (False, True):
-        for work in _hand(x, other, is_back=is_back):
+        for work in _send(x, other, is_back=is_back):
             work.wait()
     return (time.perf_counter() - begin) / 2 if dist.get_rank() in (0, other) else 0.0
 
 
 def probe_link(home: torch.device = CPU) -> tuple[float, float]:
-    """What a small and a larger exchange of all ranks, on several hosts, take at best, the same on
-    each of them: so it is seen in a moment whether a link has become another."""
-    with torch.no_grad(), _at(home):
+    """Return the minimum seconds of a small and a larger all-reduce over all hosts.
+
+    The result is the same on all ranks. It shows within a moment if a link has changed.
+    """
+    with torch.no_grad(), _on_device(home):
         best, sizes = [], sizes_of(home, 2)[:2]
         for nbytes, rounds in zip(sizes, (3 * _ROUNDS, _FEW_ROUNDS), strict=True):
             x = _ones(nbytes // 4)
             dist.all_reduce(x)
-            best.append(min(_took(partial(dist.all_reduce, x)) for _ in range(rounds)))
+            best.append(min(_elapsed(partial(dist.all_reduce, x)) for _ in range(rounds)))
         timed = torch.tensor(best, dtype=torch.float64)
         dist.all_reduce(timed, op=dist.ReduceOp.MAX)
     small, middle = map(float, timed)
@@ -333,57 +365,63 @@ def probe_link(home: torch.device = CPU) -> tuple[float, float]:
 
 
 def quick_product_seconds(each: int) -> float:
-    """The time of some work on a rank's cores of a host, looked at for a second."""
-    with _at(CPU):
-        return _product_seconds_of_host(each, _COMPUTING_SECONDS / 4)
+    """Return the seconds of fixed work on this rank's cores, sampled for one second."""
+    with _on_device(CPU):
+        return _host_product_seconds(each, _COMPUTING_SECONDS / 4)
 
 
-def _product_seconds_of_host(each: int, computing_seconds: float = 0.0) -> float:
-    """The time of some work on a rank's cores of a host, of which all have a quota together: the
-    least, of a while."""
+def _host_product_seconds(each: int, computing_seconds: float = 0.0) -> float:
+    """Return the seconds of fixed work on this rank's cores: the minimum over a while.
+
+    The result is scaled up if the quota that all ranks of the host share is smaller than their
+    cores.
+    """
     dist.barrier()
     end = time.perf_counter() + (computing_seconds or _COMPUTING_SECONDS)
     least = math.inf
     matrix, large = _ones(_MATRIX, _MATRIX), _ones(SIZES["cpu"].large // 4)
     while time.perf_counter() < end or least == math.inf:
         begin = time.perf_counter()
-        _work(matrix, large)
+        _compute(matrix, large)
         least = min(least, time.perf_counter() - begin)
     return least * max(1.0, each * len(os.sched_getaffinity(0)) / quota_cores())
 
 
 def work_until(is_over: Callable[[], bool]) -> None:
-    """As in a step, on all of this process's cores."""
+    """Run the products and memory passes of a step on all cores of this process until stopped."""
     matrix, large = _ones(_MATRIX, _MATRIX), _ones(SIZES["cpu"].large // 4)
     while not is_over():
-        _work(matrix, large)
+        _compute(matrix, large)
 
 
-def _work(matrix: torch.Tensor, large: torch.Tensor) -> None:
+def _compute(matrix: torch.Tensor, large: torch.Tensor) -> None:
     for _ in range(_PRODUCTS):
         torch.mm(matrix, matrix)
     for _ in range(_SWEEPS):
         large.mul_(1.0)
 
 
-def _product_seconds_of_gpu() -> float:
-    """The least, of a while, where they are of several kinds."""
-    names = gathered(torch.cuda.get_device_name(_here()), str)
+def _gpu_product_seconds() -> float:
+    """Return the minimum seconds of a product if the GPUs are of several kinds, else 1."""
+    names = gathered(torch.cuda.get_device_name(_default_device()), str)
     if len(set(names)) == 1:
         return 1.0
-    matrix, clock = _ones(_MATRIX_ON_GPU, _MATRIX_ON_GPU), Clock(_here())
+    matrix, clock = _ones(_MATRIX_ON_GPU, _MATRIX_ON_GPU), Clock(_default_device())
     dist.barrier()
     return min(clock.seconds(lambda: torch.mm(matrix, matrix)) for _ in range(_PRODUCTS))
 
 
-def _product_seconds() -> float:
-    """The processor's time of some work, while all ranks do it; more, where the quota of this
-    rank's control group is less than its cores. What others take of a core for a moment is not
-    counted: it would be another figure the next time. For the same reason the least of a few, and
-    no figure at all of cores that the kernel says are alike, of which none is withheld: one whose
-    other half is busy seems to be half a core for as long as that lasts. One that is withheld is
-    somebody else's meanwhile, and its caches too: there the least is not what steps take, and the
-    usual is of what else goes on just then, so that a quarter of the way is taken."""
+def _cpu_product_seconds() -> float:
+    """Return the CPU seconds of fixed work while all ranks do it.
+
+    The result is scaled up if the quota of this rank's control group is smaller than its cores.
+    CPU time excludes short preemptions by other processes, which would differ the next time. For
+    the same reason this is the minimum of several runs. Equal cores without a quota are not timed
+    at all: a core whose hyperthread sibling is busy looks like half a core for as long as that
+    lasts. With a quota, other processes use the withheld cores and their caches: then steps take
+    longer than the minimum, and the median depends on the momentary load, so the lower quartile
+    is used.
+    """
     cores = len(os.sched_getaffinity(0))
     withheld, alike = max(1.0, cores / quota_cores()), are_cores_alike()
     most = torch.tensor(withheld)
@@ -396,30 +434,34 @@ def _product_seconds() -> float:
     found: list[float] = []
     while time.perf_counter() < end or not found:
         begin = time.process_time()
-        _work(matrix, large)
+        _compute(matrix, large)
         found.append(time.process_time() - begin)
     return sorted(found)[len(found) // 4 if withheld > 1 else 0] * withheld
 
 
-def _seconds(x: torch.Tensor, rounds: int, group: dist.ProcessGroup | None = None) -> float:
+def _all_reduce_seconds(
+    x: torch.Tensor, rounds: int, group: dist.ProcessGroup | None = None
+) -> float:
     dist.all_reduce(x, group=group)
-    return median(_took(lambda: dist.all_reduce(x, group=group), group) for _ in range(rounds))
+    return median(_elapsed(lambda: dist.all_reduce(x, group=group), group) for _ in range(rounds))
 
 
-def _handed(name: str, x: torch.Tensor, rounds: int, other: int) -> dict[str, float]:
-    """What a message takes from the first rank to another, as stages hand theirs on, and what of a
-    small one is the time of their cores; half of there and back."""
+def _message_figures(name: str, x: torch.Tensor, rounds: int, other: int) -> dict[str, float]:
+    """Measure messages from rank 0 to another, as between pipeline stages: half a round trip.
+
+    For small messages it also returns the CPU seconds of a rank.
+    """
     seconds, begin = [], 0.0
     for turn in range(rounds + 1):
         before = time.perf_counter()
         for is_back in (False, True):
-            near = x.cpu()  # as messages of a GPU go
-            for work in _hand(near, other, is_back=is_back):
+            host_copy = x.cpu()  # GPU messages go through host memory
+            for work in _send(host_copy, other, is_back=is_back):
                 work.wait()
             if _is_on_gpu():
-                x.copy_(near)
+                x.copy_(host_copy)
                 torch.cuda.synchronize()
-        if turn:  # the first finds the connection
+        if turn:  # the first trip opens the connection
             seconds.append(time.perf_counter() - before)
         else:
             begin = time.thread_time()
@@ -429,20 +471,20 @@ def _handed(name: str, x: torch.Tensor, rounds: int, other: int) -> dict[str, fl
     return found if dist.get_rank() in (0, other) else dict.fromkeys(found, 0.0)
 
 
-def _hand(x: torch.Tensor, other: int, *, is_back: bool = False) -> list[dist.Work]:
-    """From the first rank to that one, or back; nothing of others."""
+def _send(x: torch.Tensor, other: int, *, is_back: bool = False) -> list[dist.Work]:
+    """Send from rank 0 to ``other``, or in reverse with ``is_back``; a no-op on other ranks."""
     rank = dist.get_rank()
     if rank not in (0, other):
         return []
-    way = dist.isend if (rank == 0) != is_back else dist.irecv
-    works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(way, x, other - rank)])
+    operation = dist.isend if (rank == 0) != is_back else dist.irecv
+    works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(operation, x, other - rank)])
     return works
 
 
-def _handed_in_slots(
+def _slot_message_figures(
     slots: _MakesSlots, xs: Mapping[str, torch.Tensor], rounds: int
 ) -> dict[str, float]:
-    """The same through slots; nothing where these ranks have none."""
+    """Measure messages through shared-memory slots; empty if these ranks have no slots."""
     ends = ((0, 1), (1, 0))
     edges = [
         SlotSpec(source=source, target=target, sizes=(x.nbytes,), count=1, holds_all=True)
@@ -454,16 +496,16 @@ def _handed_in_slots(
         pinned = slots(edges, group=dist.group.WORLD)
     except BadInput:
         return {}
-    # What it takes of a core, and as after a long wait.
+    # Do not poll: this measures the CPU cost, and messages after a long wait.
     pinned.watches = False
     pinned.begin()
     rank, found = dist.get_rank(), {}
     for number, (name, x) in enumerate(xs.items()):
-        found[f"slot {name}"], hand = _there_and_back(pinned, 2 * number, x, rounds)
+        found[f"slot {name}"], hand = _slot_round_trip(pinned, 2 * number, x, rounds)
         if name == "small":
-            if _is_on_gpu():  # without what waits for it
+            if _is_on_gpu():  # excluding the core that waits
                 pinned.begin()
-                _, hand = _there_and_back(pinned, 2 * number, x, rounds, is_awaited=False)
+                _, hand = _slot_round_trip(pinned, 2 * number, x, rounds, is_awaited=False)
             found["slot hand"] = hand
         if rank > 1:
             found = dict.fromkeys(found, 0.0)
@@ -472,17 +514,21 @@ def _handed_in_slots(
     pinned.close()
     if isinstance(pinned, RdmaTransport):
         x = xs["large"]
-        found["slot copy"] = median(_took(partial(torch.clone, x)) for _ in range(_ROUNDS))
+        found["slot copy"] = median(_elapsed(partial(torch.clone, x)) for _ in range(_ROUNDS))
     return found
 
 
-def _exchanged_in_slots(small: torch.Tensor, large: torch.Tensor, calls: int) -> dict[str, float]:
-    """All-reduces through slots; nothing where these ranks share no memory. One after another part
-    of what is large, as gradients are that no cache holds any more."""
-    part = SIZES[_here().type].middle
+def _slot_all_reduce_figures(
+    small: torch.Tensor, large: torch.Tensor, calls: int
+) -> dict[str, float]:
+    """Measure all-reduces through slots; empty if these ranks share no memory.
+
+    The large tensor is exchanged part by part, so that, as with gradients, no part is in a cache.
+    """
+    part = SIZES[_default_device().type].middle
     parts = large.split(part // 4)
     assert dist.group.WORLD is not None
-    over = Channel.of(dist.group.WORLD, _here())
+    over = Channel.of(dist.group.WORLD, _default_device())
     rounds = CollectiveSlots(num_ranks=over.num_ranks, part_bytes=part, sum_bytes=part, count=2)
     try:
         slotted = SharedMemoryCollectives(rounds, over)
@@ -493,23 +539,23 @@ def _exchanged_in_slots(small: torch.Tensor, large: torch.Tensor, calls: int) ->
     def exchange(x: torch.Tensor) -> None:
         through.waiting(through.calls[op](x, "sum", ""))
 
-    for _ in range(2):  # memory is there from when it is first written
+    for _ in range(2):  # pages are allocated when they are first written
         exchange(parts[0])
     watches = slotted.watching(watches=False)
     begin = time.thread_time()
     for _ in range(calls):
         exchange(small)
-    own = (time.thread_time() - begin) / calls
+    cpu_seconds = (time.thread_time() - begin) / calls
     slotted.watching(watches=watches)
-    found = [_took(partial(exchange, small)) for _ in range(calls)]
-    exchanged = [_took(partial(exchange, part)) for _ in range(2) for part in parts]
+    found = [_elapsed(partial(exchange, small)) for _ in range(calls)]
+    part_seconds = [_elapsed(partial(exchange, part)) for _ in range(2) for part in parts]
     dist.barrier()
     slotted.close()
-    middle = median(exchanged[len(parts) :])
-    return {"slotted small": median(found), "slotted middle": middle, "slotted call": own}
+    middle = median(part_seconds[len(parts) :])
+    return {"slotted small": median(found), "slotted middle": middle, "slotted call": cpu_seconds}
 
 
-def _there_and_back(
+def _slot_round_trip(
     pinned: SharedMemoryTransport,
     index: int,
     x: torch.Tensor,
@@ -517,7 +563,7 @@ def _there_and_back(
     *,
     is_awaited: bool = True,
 ) -> tuple[float, float]:
-    """Half of what that takes, and half of what it takes of this rank's core."""
+    """Return half a round trip through slots, and half its CPU seconds on this rank."""
     rank, seconds, begin = dist.get_rank(), [], 0.0
     if rank > 1:
         return 0.0, 0.0
@@ -538,37 +584,41 @@ def _there_and_back(
     return median(seconds) / 2, (time.thread_time() - begin) / rounds / 2
 
 
-def _disturbs(
+def _slowdown(
     exchange: Callable[[], Sequence[dist.Work | None]],
     alone: float,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """By what share of the time that it takes an exchange slows what runs beside it."""
+    """Return the share of an exchange's duration by which it delays concurrent computation."""
     size = _MATRIX_ON_GPU if _is_on_gpu() else _MATRIX
     matrix = _ones(size, size)
-    one = median(_took(lambda: torch.mm(matrix, matrix), group) for _ in range(_ROUNDS))
-    # Longer than the exchange, so that it is hidden where it can be.
-    count = max(1, round(2 * alone / one))
+    product_seconds = median(
+        _elapsed(lambda: torch.mm(matrix, matrix), group) for _ in range(_ROUNDS)
+    )
+    # Compute for longer than the exchange, so that it can be hidden completely.
+    count = max(1, round(2 * alone / product_seconds))
 
     def computing() -> None:
         for _ in range(count):
             torch.mm(matrix, matrix)
 
-    def beside() -> None:
-        under_way = exchange()
+    def overlapped() -> None:
+        works = exchange()
         computing()
-        for work in under_way:
+        for work in works:
             assert work is not None
             work.wait()
 
     shares = []
     for _ in range(_ROUNDS):
-        before, during, after = (_took(each, group) for each in (computing, beside, computing))
+        before, during, after = (
+            _elapsed(each, group) for each in (computing, overlapped, computing)
+        )
         shares.append((during - (before + after) / 2) / alone)
     return median(shares)
 
 
-def _took(work: Callable[[], object], group: dist.ProcessGroup | None = None) -> float:
+def _elapsed(work: Callable[[], object], group: dist.ProcessGroup | None = None) -> float:
     dist.barrier(group)
     begin = time.perf_counter()
     work()

@@ -1,4 +1,4 @@
-"""Seconds and workspace of single operators on the device at hand.
+"""Seconds and workspace bytes of single operators on the local device.
 
-Not for whole steps: see step_calibration.py.
+Not for whole steps: see measure/step_calibration.py.
 """

@@ -1,9 +1,10 @@
-"""Time the operators of a step and meter their workspace on the device at hand, each once.
+"""Time each distinct operator of a step and meter its workspace on the local device, once.
 
 An operator timed alone, over and over on the same tensors, runs on a warm cache and may take half
-of what it takes in a step. So they are run in turns, in the order of the step, and each input is
-first made as warm as it is there: such times add up to whole steps within a few hundredths. What
-remains is measure/step_calibration.py's. Not for remembering costs: see cache.py.
+of its time in a step. The operators therefore run interleaved, in step order, and each input is
+first made as warm in the caches as it is in the step. The sum of such times is within a few
+hundredths of the time of a whole step. measure/step_calibration.py corrects the rest. Not for
+storing costs: see measure/cache.py.
 """
 
 import contextlib
@@ -31,36 +32,37 @@ from steelyard.predict.cost_table import CostTable, Missing, OperatorCost, Surve
 from steelyard.units import format_bytes
 
 _MOST_ROUNDS = 15
-# To make what operators read that are only to be at work.
+# Time budget for preparing the operators of a background load.
 _BUSY_SECONDS = 10.0
 _FEWEST_ROUNDS = 3
-# To warm up, to meter, and one round to be timed: less than this is no measurement.
+# One call to warm up, one to meter and one timed round; fewer calls are no measurement.
 _FEWEST_CALLS = 3
-# The many small operators are cheap to measure; large ones must leave them this share of the time.
+# Large operators must leave this share of the time budget to the many small, cheap ones.
 _SHARE_OF_SMALL = 0.2
 _SMALL = 0.01
-# Rounds that took this long together have seen enough of the machine's noise.
+# Rounds that took this long in total have sampled enough of the machine's noise.
 _ROUNDS_SECONDS = 2.0
-# Of the free memory: the arguments of the operators that take turns, and one operator alone.
-_SHARE_TOGETHER = 0.3
+# Shares of the free memory: for the arguments of one group of interleaved operators, and for one
+# operator.
+_SHARE_OF_GROUP = 0.3
 _SHARE_ALONE = 0.6
-# Arguments beyond this do not make a round more like a step; they only take time to fill.
-_MOST_TOGETHER_BYTES = 4 << 30
-# Smaller differences are a kernel's own rounding.
+# More argument bytes than this do not make a round more like a step; they only take time to fill.
+_MOST_GROUP_BYTES = 4 << 30
+# Smaller differences are rounding inside the kernel.
 _PAGE_BYTES = 4096
-# Torch's allocator of a GPU leaves so much of a block beside what was asked for, of what is larger.
-_BESIDE_ON_GPU = 1 << 20
-# A part of a sliced call, times the rest: what each slice finds in the caches differs a little.
+# The CUDA caching allocator leaves up to this much of a larger block unsplit.
+_GPU_SLACK_BYTES = 1 << 20
+# Uncertainty of scaling a few slices up to all: each slice finds slightly different caches.
 _PART_SHARE = 0.25
 Calls = Callable[[Sequence[str]], Mapping[str, Callable[..., object]]]
-# Within it the others of as many sharers of this machine are at work.
-Beside = Callable[[], contextlib.AbstractContextManager[None]]
-_EXCHANGES = ("_c10d_functional.", "steelyard.all_gather")
+# A context in which the other sharers of this machine run their background load.
+BackgroundWork = Callable[[], contextlib.AbstractContextManager[None]]
+_COLLECTIVES = ("_c10d_functional.", "steelyard.all_gather")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Subject:
-    """One distinct operator: a node that stands for all of its signature."""
+    """One distinct operator, represented by one node of its signature."""
 
     graph: Graph
     node: Node
@@ -76,7 +78,7 @@ class _Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _BoundCall:
-    """One operator on its arguments, and what to do before each call."""
+    """An operator bound to its arguments, and the cache preparation to run before each call."""
 
     run: Callable[[], object]
     prepare: Callable[[], None]
@@ -93,26 +95,33 @@ def measure_operators(
     calls: Calls = lambda _: {},
     sharers: int = 1,
     hosts: int = 1,
-    beside: Beside = contextlib.nullcontext,
+    beside: BackgroundWork = contextlib.nullcontext,
 ) -> tuple[CostTable, Survey]:
-    """Every operator of ``graphs`` on ``device``: from the cache, measured, or else declared.
-    ``calls`` makes, of signatures, what no operator of torch carries out. The machine is of so many
-    ``sharers``, and one of so many ``hosts``."""
+    """Return each operator's cost on ``device``: cached, measured or else declared.
+
+    ``calls`` makes implementations for signatures that no torch operator covers. The machine is
+    shared by ``sharers`` ranks and is one of ``hosts`` hosts.
+    """
     begin = time.perf_counter()
     subjects = [s for s in distinct(graphs) if is_wanted(s.node)]
     context = context_of(device, sharers=sharers, hosts=hosts)
     known = cache.read(context, [s.node.signature for s in subjects]) if cache else {}
     new = [s for s in subjects if s.node.signature not in known]
-    made = calls([s.node.signature for s in new])
-    # Nobody is called to work where exchanges alone are new, which are not timed here.
-    is_timed = any(not s.node.op.startswith(_EXCHANGES) for s in new)
+    custom_calls = calls([s.node.signature for s in new])
+    # Collectives are not timed here, so they alone do not start the background load.
+    is_timed = any(not s.node.op.startswith(_COLLECTIVES) for s in new)
     with beside() if is_timed else contextlib.nullcontext():
         table = _Table(
-            device, torch_device or torch.device("cpu"), seconds_budget, made, sharers=sharers
+            device,
+            torch_device or torch.device("cpu"),
+            seconds_budget,
+            custom_calls,
+            sharers=sharers,
         )
         if is_timed and is_profiled(is_quick=True):
-            new = table.given_up(new, Missing.PROFILED)
-        # What reads offload memory is called with what lies there near: a part of it has room.
+            new = table.give_up_timed(new, Missing.PROFILED)
+        # An operator that reads offload memory would run with its operand in device memory, so
+        # only a part of it is measured, which fits.
         table.measure([s for s in new if not s.node.is_far_product])
         table.measure_parts([s for s in new if s.node.body is not None])
     found = cache.settle(context, table.costs) if cache and table.costs else table.costs
@@ -129,18 +138,21 @@ def measure_operators(
     return replace(costs, operators=operators), survey
 
 
-def busy_with(
+def make_load(
     graphs: Sequence[Graph], device: Device, *, sharers: int
 ) -> Callable[[Callable[[], bool]], None] | None:
-    """What carries out the operators of ``graphs`` over and over, those in which most time is
-    thought to go, until what it is given says that it is over; None where there is no room for
-    any."""
+    """Return a function that runs operators of ``graphs`` as background load until stopped.
+
+    The load repeats the operators with the largest expected share of the step time. The argument
+    of the function is polled and ends the load when it returns true. None if there is no room for
+    any operator.
+    """
     table = _Table(device, torch.device("cpu"), _BUSY_SECONDS, {}, sharers=sharers)
-    return table.busy_with([s for s in distinct(graphs) if not s.node.is_far_product])
+    return table.make_load([s for s in distinct(graphs) if not s.node.is_far_product])
 
 
 def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
-    """One subject for each signature that computes, in the order of the step."""
+    """Return one subject for each signature that computes, in step order."""
     found: dict[str, _Subject] = {}
     for graph in graphs:
         for node in graph.nodes:
@@ -159,15 +171,16 @@ def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
 
 
 def context_of(device: Device, *, sharers: int = 1, hosts: int = 1) -> str:
-    """What besides its signature decides what an operator costs."""
-    among = f", one of {sharers} at work" if sharers > 1 else ""
-    among += f", one of {hosts} hosts at work" if hosts > 1 else ""
+    """Return the cache context: everything except its signature that decides an operator's cost."""
+    sharing = f", one of {sharers} at work" if sharers > 1 else ""
+    sharing += f", one of {hosts} hosts at work" if hosts > 1 else ""
     return "|".join(
         (
             f"torch {torch.__version__}",
-            f"{device.kind}{among}",
+            f"{device.kind}{sharing}",
             f"heap kept {is_kept()}",
-            # Of gradients: what they took as bytes is remembered otherwise.
+            # Gradient codecs pack their codes into words; costs of the older byte format must not
+            # be reused.
             "codes in words",
             f"threads {torch.get_num_threads()}",
             f"matmul {torch.get_float32_matmul_precision()}",
@@ -178,7 +191,7 @@ def context_of(device: Device, *, sharers: int = 1, hosts: int = 1) -> str:
 
 
 class _Table:
-    """Measures subjects until the deadline, those first in which most time is thought to go."""
+    """Measures subjects until the deadline, largest expected share of the step time first."""
 
     def __init__(
         self,
@@ -190,33 +203,33 @@ class _Table:
         sharers: int = 1,
     ) -> None:
         self._calls, self._sharers = calls, sharers
-        self._plain = CostTable(device=device)
+        self._roofline = CostTable(device=device)
         self._device = torch_device
         self._budget = seconds_budget
         self._deadline = time.perf_counter() + seconds_budget
         self._slowness = 1.0
         self._source = InputFactory(torch_device)
-        self._clock = Clock(torch_device, is_told_ahead=True)
+        self._clock = Clock(torch_device, is_enqueued_ahead=True)
         self.costs: dict[str, OperatorCost] = {}
         self.unmeasured: list[Unmeasured] = []
         self.notes: list[str] = []
 
     def measure(self, subjects: list[_Subject]) -> None:
-        with _undisturbed(self._device):
+        with _step_conditions(self._device):
             for group in self._groups(subjects):
                 ready = [s for s in group if self._prepare(s, group)]
                 self._take_turns(sorted(ready, key=lambda s: s.position))
                 for subject in ready:
                     subject.call = None
 
-    def busy_with(self, subjects: list[_Subject]) -> Callable[[Callable[[], bool]], None] | None:
-        with _undisturbed(self._device):
+    def make_load(self, subjects: list[_Subject]) -> Callable[[Callable[[], bool]], None] | None:
+        with _step_conditions(self._device):
             group = next(self._groups(subjects), [])
             ready = [s for s in group if self._prepare(s, group)]
         calls = [s.call for s in sorted(ready, key=lambda s: s.position) if s.call]
 
         def work(is_over: Callable[[], bool]) -> None:
-            with _undisturbed(self._device):
+            with _step_conditions(self._device):
                 for call in itertools.cycle(calls):
                     if is_over():
                         return
@@ -226,23 +239,26 @@ class _Table:
         return work if calls else None
 
     def _groups(self, subjects: list[_Subject]) -> Iterator[list[_Subject]]:
-        """As many together as have room, those first in which most time is thought to go."""
+        """Yield groups of subjects whose arguments fit into memory together, costliest first."""
         free = free_bytes(self._device) // self._sharers
-        together = min(int(free * _SHARE_TOGETHER), _MOST_TOGETHER_BYTES)
-        able = [s for s in subjects if self._is_able(s, int(free * _SHARE_ALONE))]
-        able.sort(key=lambda s: -s.count * self._plain.declared_seconds(s.node).value)
-        return _groups(able, together)
+        group_bytes = min(int(free * _SHARE_OF_GROUP), _MOST_GROUP_BYTES)
+        fitting = [s for s in subjects if self._fits(s, int(free * _SHARE_ALONE))]
+        fitting.sort(key=lambda s: -s.count * self._roofline.declared_seconds(s.node).value)
+        return _groups(fitting, group_bytes)
 
-    def given_up(self, subjects: Sequence[_Subject], why: Missing) -> list[_Subject]:
-        """What is left of ``subjects``: exchanges, which are not timed here."""
+    def give_up_timed(self, subjects: Sequence[_Subject], why: Missing) -> list[_Subject]:
+        """Give up all subjects except collectives, which are not timed here; return those."""
         for subject in subjects:
-            if not subject.node.op.startswith(_EXCHANGES):
+            if not subject.node.op.startswith(_COLLECTIVES):
                 self._give_up(subject, why)
-        return [s for s in subjects if s.node.op.startswith(_EXCHANGES)]
+        return [s for s in subjects if s.node.op.startswith(_COLLECTIVES)]
 
     def measure_parts(self, subjects: list[_Subject]) -> None:
-        """What is carried out in slices and takes too long as a whole, or never is there whole: a
-        slice or two of it."""
+        """Measure one or two slices of each sliced operator and scale them up to all slices.
+
+        This covers operators that take too long as a whole, or whose operands never fit into
+        device memory as a whole.
+        """
         late = {u.signature for u in self.unmeasured if u.why is Missing.NO_TIME}
         for subject in subjects:
             body, signature = subject.node.body, subject.node.signature
@@ -251,25 +267,29 @@ class _Table:
                 continue
             few = body.parts < 4 and not is_far
             part = shortened(subject.graph, subject.node, parts=1 if few else 2)
-            alone = _Table(
-                self._plain.device, self._device, self._budget, self._calls, sharers=self._sharers
+            part_table = _Table(
+                self._roofline.device,
+                self._device,
+                self._budget,
+                self._calls,
+                sharers=self._sharers,
             )
-            alone.measure(distinct([part]))
+            part_table.measure(distinct([part]))
             (node,) = (n for n in part.nodes if n.body is not None)
-            cost = alone.costs.get(node.signature)
+            cost = part_table.costs.get(node.signature)
             if cost is None or node.body is None:
                 continue
-            times = body.rows / node.body.rows
+            scale = body.rows / node.body.rows
             self.costs[signature] = OperatorCost(
-                seconds=Estimate.within(cost.seconds.value * times, share=_PART_SHARE),
+                seconds=Estimate.within(cost.seconds.value * scale, share=_PART_SHARE),
                 workspace_bytes=cost.workspace_bytes
                 if is_far
                 else max(cost.workspace_bytes, body.workspace_bytes),
             )
             self.unmeasured = [u for u in self.unmeasured if u.signature != signature]
 
-    def _is_able(self, subject: _Subject, most_bytes: int) -> bool:
-        if subject.node.op.startswith(_EXCHANGES):
+    def _fits(self, subject: _Subject, most_bytes: int) -> bool:
+        if subject.node.op.startswith(_COLLECTIVES):
             self._give_up(subject, Missing.EXCHANGES)
         elif subject.nbytes > most_bytes:
             detail = f"needs {format_bytes(subject.nbytes)}, may use {format_bytes(most_bytes)}"
@@ -279,13 +299,14 @@ class _Table:
         return False
 
     def _prepare(self, subject: _Subject, group: list[_Subject]) -> bool:
-        """Fill the arguments, call once to warm up, call once to meter; False: given up."""
+        """Fill the arguments, call once to warm up and once to meter; False on failure."""
         if not self._has_time_for(subject, group):
             self._give_up(subject, Missing.NO_TIME)
             return False
         try:
-            # The first call also builds what kernels keep for ever: neither timed nor metered.
-            subject.call = self._called(subject)
+            # The first call also builds the permanent state of kernels, which is neither timed
+            # nor metered.
+            subject.call = self._warm_call(subject)
             begin = time.perf_counter()
             metered = meter_once(subject.call.run, device=self._device)
             subject.wall_seconds = time.perf_counter() - begin
@@ -295,50 +316,50 @@ class _Table:
             self._give_up(subject, Missing.FAILED, f"{type(error).__name__}: {reason}"[:200])
             return False
         result = _result_bytes(subject)
-        more = metered.left_bytes - result
-        # What the graph does not know of a result is at least there while the call lasts.
-        unknown = more if more > self._rounding_bytes(result) else 0
+        extra = metered.left_bytes - result
+        # Result bytes that the graph does not list are allocated at least during the call.
+        unknown = extra if extra > self._rounding_bytes(result) else 0
         subject.workspace_bytes = max(0, metered.peak_bytes - metered.left_bytes + unknown)
         if unknown:
             self.notes.append(
-                f"results of {subject.node.op} hold {format_bytes(more)} more than the graph says;"
+                f"results of {subject.node.op} hold {format_bytes(extra)} more than the graph says;"
                 " a predicted peak may be as much too low"
             )
         return True
 
     def _rounding_bytes(self, result_bytes: int) -> int:
-        is_beside = self._device.type != "cpu" and result_bytes > _BESIDE_ON_GPU
-        return _BESIDE_ON_GPU if is_beside else _PAGE_BYTES
+        has_slack = self._device.type != "cpu" and result_bytes > _GPU_SLACK_BYTES
+        return _GPU_SLACK_BYTES if has_slack else _PAGE_BYTES
 
     def _has_time_for(self, subject: _Subject, group: list[_Subject]) -> bool:
-        """Whether it, and a round of those that are ready, would end before the deadline."""
-        declared = self._plain.declared_seconds(subject.node).value
+        """True if this subject and one round of the prepared ones would end before the deadline."""
+        declared = self._roofline.declared_seconds(subject.node).value
         ready = [s for s in group if s.wall_seconds]
-        owed = sum(s.wall_seconds for s in ready)
+        pending = sum(s.wall_seconds for s in ready)
         if ready:
-            said = sum(self._plain.declared_seconds(s.node).value for s in ready)
-            self._slowness = max(1.0, owed / said)
+            declared_total = sum(self._roofline.declared_seconds(s.node).value for s in ready)
+            self._slowness = max(1.0, pending / declared_total)
         needed = _FEWEST_CALLS * declared * self._slowness
-        kept = _SHARE_OF_SMALL if needed > _SMALL * self._budget else 0.0
-        return time.perf_counter() + owed + needed < self._deadline - kept * self._budget
+        reserved = _SHARE_OF_SMALL if needed > _SMALL * self._budget else 0.0
+        return time.perf_counter() + pending + needed < self._deadline - reserved * self._budget
 
-    def _called(self, subject: _Subject) -> _BoundCall:
+    def _warm_call(self, subject: _Subject) -> _BoundCall:
         graph, node = subject.graph, subject.node
         try:
-            call = self._call_of(subject, self._source.arguments(graph, node))
+            call = self._bound_call(subject, self._source.arguments(graph, node))
             results = call.run()
         except RuntimeError:
-            # What fails here for good is reported by the caller.
-            call = self._call_of(subject, self._source.produced_arguments(graph, node))
+            # If this fails too, the caller reports it.
+            call = self._bound_call(subject, self._source.produced_arguments(graph, node))
             results = call.run()
-        if not _lie_as_described(results, node):
+        if not _layout_matches(results, node):
             self.notes.append(
                 f"{node.op} lays its results out otherwise than the graph says; a predicted peak"
                 " may lack a copy of them"
             )
         return call
 
-    def _call_of(self, subject: _Subject, given: Arguments) -> _BoundCall:
+    def _bound_call(self, subject: _Subject, given: Arguments) -> _BoundCall:
         operator = self._calls.get(subject.node.signature) or callable_of(subject.node)
         inputs = [given.tensors[name] for name in subject.node.inputs]
         return _BoundCall(
@@ -368,28 +389,31 @@ class _Table:
 
 
 def _result_bytes(subject: _Subject) -> int:
-    """What the graph says the call leaves behind: its results, less those that lie on inputs."""
+    """Return the bytes of results that do not alias inputs, according to the graph."""
     graph, node = subject.graph, subject.node
-    given = {s for name in node.inputs for s in graph.storages_of(name)}
-    return sum(graph.storages[s].nbytes for s in graph.storages_of(node.name) if s not in given)
-
-
-def _lie_as_described(results: object, node: Node) -> bool:
-    """Whether views of the results are what the graph takes them for: free."""
-    made = [t for t in _torch.tree_leaves(results) if isinstance(t, torch.Tensor)]
-    return len(made) != len(node.outputs) or all(
-        _steps(tuple(real.shape), real.stride()) == _steps(said.shape, said.stride)
-        for real, said in zip(made, node.outputs, strict=True)
+    input_storages = {s for name in node.inputs for s in graph.storages_of(name)}
+    return sum(
+        graph.storages[s].nbytes for s in graph.storages_of(node.name) if s not in input_storages
     )
 
 
-def _steps(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    """The strides that say where an element lies."""
+def _layout_matches(results: object, node: Node) -> bool:
+    """True if the results have the layout the graph assumes, so that views of them are free."""
+    tensors = [t for t in _torch.tree_leaves(results) if isinstance(t, torch.Tensor)]
+    return len(tensors) != len(node.outputs) or all(
+        _significant_strides(tuple(real.shape), real.stride())
+        == _significant_strides(described.shape, described.stride)
+        for real, described in zip(tensors, node.outputs, strict=True)
+    )
+
+
+def _significant_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    """Return the strides that affect an element's address."""
     return [step for size, step in zip(shape, stride) if size > 1] if 0 not in shape else []
 
 
 def _groups(subjects: list[_Subject], most_bytes: int) -> Iterator[list[_Subject]]:
-    """Subjects in their order, as many together as their arguments fit into ``most_bytes``."""
+    """Yield subjects in order, grouped so that the arguments of a group fit into ``most_bytes``."""
     group: list[_Subject] = []
     nbytes = 0
     for subject in subjects:
@@ -403,8 +427,8 @@ def _groups(subjects: list[_Subject], most_bytes: int) -> Iterator[list[_Subject
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Call operators as a step does, and leave the user's random stream where it was."""
+def _step_conditions(device: torch.device) -> Iterator[None]:
+    """Call operators as a step does, and restore the user's random state at the end."""
     devices = random_devices(device)
     with torch.random.fork_rng(devices=devices), torch.no_grad(), _torch.below_autograd():
         yield

@@ -1,7 +1,7 @@
-"""How recently a step touched what an operator reads, and how to leave the caches just so.
+"""Cache warmth of operator inputs: reuse distances in a step, and code that reproduces them.
 
-The same addition takes four times as long on tensors that have left the caches: what a step finds
-there, a measurement must find there too. Not for timing: see benchmark.py.
+The same addition takes four times as long on tensors that have left the caches, so a measurement
+must find its inputs as warm as a step does. Not for timing: see benchmark.py.
 """
 
 from collections import defaultdict
@@ -12,18 +12,18 @@ import torch
 
 from steelyard.ir.graph import Graph
 
-# Reuse distances in bytes, as caches see them: within the first a value is still in its core's
-# own cache, within the second in the one that cores share. Between, a server core of the 2020s.
-_NEAR_BYTES = 512 << 10
-_FAR_BYTES = 32 << 20
+# Reuse distances in bytes. Below the first, a value is still in its core's own cache; below the
+# second, in the cache that cores share. The sizes fit a server core of the 2020s.
+_OWN_CACHE_DISTANCE = 512 << 10
+_SHARED_CACHE_DISTANCE = 32 << 20
 _OWN_CACHE_BYTES = 1 << 20
 _NEVER = 1 << 62
 
 
 def distances(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
-    """By signature, for each input: bytes the step moved since it was last touched.
+    """Return each signature's reuse distances: bytes moved since each input was last touched.
 
-    The median over the calls of one signature; what a step touches for the first time is far.
+    This is the median over the calls of one signature. First touches are infinitely distant.
     """
     found: dict[str, list[list[int]]] = defaultdict(list)
     for graph in graphs:
@@ -35,13 +35,13 @@ def distances(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
             read = [graph.storages_of(name) for name in node.inputs]
             found[node.signature].append(
                 [
-                    min((moved - touched[s] for s in on if s in touched), default=_NEVER)
-                    for on in read
+                    min((moved - touched[s] for s in storages if s in touched), default=_NEVER)
+                    for storages in read
                 ]
             )
             moved += node.moved_bytes
-            for on in (*read, graph.storages_of(node.name)):
-                touched.update(dict.fromkeys(on, moved))
+            for storages in (*read, graph.storages_of(node.name)):
+                touched.update(dict.fromkeys(storages, moved))
     return {
         signature: tuple(median_low(each) for each in zip(*calls))
         for signature, calls in found.items()
@@ -49,24 +49,26 @@ def distances(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
 
 
 def preparation(inputs: Sequence[tuple[torch.Tensor, int]]) -> Callable[[], None]:
-    """What to do before a call, so that it finds each input as near as its distance says."""
+    """Return a function that brings each input into the cache level of its reuse distance."""
     by_age = sorted(inputs, key=lambda given: -given[1])
-    far = [_bytes_under(t) for t, age in by_age if _NEAR_BYTES <= age < _FAR_BYTES]
-    near = [_bytes_under(t) for t, age in by_age if age < _NEAR_BYTES]
-    between = far[0].new_ones(_OWN_CACHE_BYTES) if far else None
+    shared = [
+        _bytes_under(t) for t, age in by_age if _OWN_CACHE_DISTANCE <= age < _SHARED_CACHE_DISTANCE
+    ]
+    own = [_bytes_under(t) for t, age in by_age if age < _OWN_CACHE_DISTANCE]
+    evicting = shared[0].new_ones(_OWN_CACHE_BYTES) if shared else None
 
     def prepare() -> None:
-        for touched in far:
+        for touched in shared:
             touched.bitwise_or_(0)
-        if between is not None:
-            between.bitwise_or_(0)
-        for touched in near:
+        if evicting is not None:
+            evicting.bitwise_or_(0)
+        for touched in own:
             touched.bitwise_or_(0)
 
     return prepare
 
 
 def _bytes_under(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage, writable even where strides let elements share their bytes."""
+    """Return the whole storage as bytes, writable even where strides make elements overlap."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

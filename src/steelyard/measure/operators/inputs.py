@@ -1,6 +1,6 @@
-"""Real arguments for one operator of a plain-data graph: tensors laid out as the node says.
+"""Real arguments for one operator of a plain-data graph, as tensors with the node's layouts.
 
-Not for calling it: see benchmark.py.
+Not for calling the operator: see benchmark.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +14,14 @@ from steelyard.operators import live, operator_named
 
 _NEGATED = operator_named("aten._neg_view.default")
 
-# Values are drawn once and copied from here: drawing costs more than most operators.
+# Random values are drawn once and copied from this pool: drawing costs more than most operators.
 _POOL = 1 << 20
 _RUN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Arguments:
-    """What to call an operator with."""
+    """The arguments of one operator call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -29,7 +29,7 @@ class Arguments:
 
 
 class InputFactory:
-    """Makes arguments on one device, from random values that leave torch's generators alone."""
+    """Makes operator arguments on one device, without advancing torch's random generators."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,13 +46,13 @@ class InputFactory:
             name: self.tensor(graph.by_name[name].outputs[0], below=bounds.get(name, 1))
             for name in node.inputs
         }
-        return _filled_in(node, tensors)
+        return _with_tensors(node, tensors)
 
     def produced_arguments(self, graph: Graph, node: Node) -> Arguments:
-        """As ``arguments``, but what a tuple was taken apart for is computed, not drawn.
+        """Return ``arguments``, but compute elements of tuples instead of drawing them.
 
-        Under mixed precision a kernel may keep statistics in another dtype than the graph says
-        (torch 2.13: native_layer_norm), and its backward insists on what was really kept.
+        Under mixed precision a kernel may save statistics in another dtype than the graph says
+        (torch 2.13: native_layer_norm), and its backward requires the saved dtype.
         """
         tensors = dict(self.arguments(graph, node).tensors)
         for name in node.inputs:
@@ -62,10 +62,10 @@ class InputFactory:
                 given = self.arguments(graph, whole)
                 results = operator_named(whole.op)(*given.args, **given.kwargs)
                 tensors[name] = results[taken.args[1]]
-        return _filled_in(node, tensors)
+        return _with_tensors(node, tensors)
 
     def tensor(self, like: Tensor, *, below: int = 1) -> torch.Tensor:
-        """``like`` in shape, strides and dtype, on a storage no larger than those need."""
+        """Return a tensor with the shape, strides and dtype of ``like``, on a minimal storage."""
         dtype = dtype_named(like.dtype)
         extent = extent_of(like)
         flat = torch.empty(extent, dtype=dtype, device=self._device)
@@ -85,19 +85,19 @@ class InputFactory:
         pool = self._pools.get(dtype)
         if pool is None:
             if dtype is torch.bool:
-                # Masks in models are triangles and padding. Of random ones the branches could not
-                # be foretold, and masked_fill takes three times as long.
+                # Masks in models are triangles and padding. With random masks the branches cannot
+                # be predicted, and masked_fill takes three times as long.
                 pool = torch.arange(_POOL, device="cpu") // _RUN % 2 == 0
             elif dtype.is_floating_point or dtype.is_complex:
                 pool = self._floats.to(dtype)
             else:
-                # The one index that is always valid.
+                # Zero is the only index that is always valid.
                 pool = torch.zeros(_POOL, dtype=dtype, device="cpu")
             pool = self._pools[dtype] = pool.to(self._device)
         return pool
 
 
-def _filled_in(node: Node, tensors: dict[str, torch.Tensor]) -> Arguments:
+def _with_tensors(node: Node, tensors: dict[str, torch.Tensor]) -> Arguments:
     return Arguments(
         args=tuple(live(a, tensors) for a in node.args),
         kwargs={key: live(a, tensors) for key, a in node.kwargs},
@@ -112,20 +112,20 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def extent_of(tensor: Tensor) -> int:
-    """Elements from the first to the last that the strides reach."""
+    """Return the number of elements from the first to the last that the strides reach."""
     if 0 in tensor.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride))
 
 
 def nbytes_of(graph: Graph, node: Node) -> int:
-    """Bytes that this node's arguments and results need outside the step."""
+    """Return the bytes that the arguments and results of this node need outside the step."""
     tensors = [graph.by_name[name].outputs[0] for name in node.inputs] + list(node.outputs)
     return sum(extent_of(t) * dtype_named(t.dtype).itemsize for t in tensors)
 
 
 def shortened(graph: Graph, node: Node, *, parts: int) -> Graph:
-    """A step of this one call alone, on so many of its slices, with all that it takes near."""
+    """Return a graph of this call alone, on ``parts`` slices with inputs in device memory."""
     body = node.body
     assert body is not None
     count = body.calls[-1][0]
@@ -161,14 +161,14 @@ def shortened(graph: Graph, node: Node, *, parts: int) -> Graph:
 
 
 def index_bounds(graph: Graph, node: Node) -> dict[str, int]:
-    """By input name, below what its integers must stay; inputs not named here take zeros."""
+    """Return exclusive upper bounds of integer inputs by name; inputs not listed take zeros."""
     if node.body is not None:
         return _bounds_within(node.body)
     return _bounds(node, {name: graph.by_name[name].outputs[0].shape for name in node.inputs})
 
 
 def _bounds_within(body: Body) -> dict[str, int]:
-    """The least bound that any call sets; sizes within rows are those of the whole."""
+    """Return the smallest bound that any call sets; row counts are those of the whole value."""
     shapes = {take.name: take.tensor.shape for take in body.takes}
     found: dict[str, int] = {}
     for node in body.calls[0][1]:
@@ -211,7 +211,7 @@ class _Shapes:
         return argument if isinstance(argument, int) else 0
 
     def classes(self, position: int) -> int:
-        """Dim 1 of scores (N, C, ...), or the one dim of (C)."""
+        """Return dim 1 of scores (N, C, ...), or the only dim of (C)."""
         shape = self._shapes[self.name(position)]
         return shape[min(1, len(shape) - 1)] if shape else 1
 
@@ -219,7 +219,7 @@ class _Shapes:
 _Bounds = Callable[[_Shapes], list[tuple[str, int]]]
 
 
-def _along(position: int) -> _Bounds:
+def _dim_bound(position: int) -> _Bounds:
     """op(self, dim, index, ...)"""
     return lambda s: [(s.name(position + 2), s.size(position, s.number(position + 1)))]
 
@@ -229,24 +229,24 @@ def _indices(s: _Shapes) -> list[tuple[str, int]]:
     return [(name, s.size(0, dim)) for dim, name in enumerate(s.names(1)) if name]
 
 
-# Zeros are always valid, but all of them on one row is neither the memory traffic of a lookup nor
-# the work of its backward pass.
+# Zeros are always valid, but if all indices hit one row, neither the memory traffic of a lookup
+# nor the work of its backward pass is realistic.
 _BOUNDS: dict[str, _Bounds] = {
     "aten.embedding": lambda s: [(s.name(1), s.size(0, 0))],
     "aten.embedding_dense_backward": lambda s: [(s.name(1), s.number(2))],
     "aten._embedding_bag": lambda s: [(s.name(1), s.size(0, 0))],
-    # Bags that are empty take no part in it: most should not be.
+    # Empty bags contribute nothing, so most bags should not be empty.
     "aten._embedding_bag_backward": lambda s: [(s.name(1), s.number(6)), (s.name(4), s.size(1, 0))],
     "aten.nll_loss_forward": lambda s: [(s.name(1), s.classes(0))],
     "aten.nll_loss2d_forward": lambda s: [(s.name(1), s.classes(0))],
     "aten.nll_loss_backward": lambda s: [(s.name(2), s.classes(1))],
     "aten.nll_loss2d_backward": lambda s: [(s.name(2), s.classes(1))],
-    "aten.gather": _along(0),
-    "aten.scatter": _along(0),
-    "aten.scatter_add": _along(0),
-    "aten.scatter_reduce": _along(0),
-    "aten.index_select": _along(0),
-    "aten.index_add": _along(0),
+    "aten.gather": _dim_bound(0),
+    "aten.scatter": _dim_bound(0),
+    "aten.scatter_add": _dim_bound(0),
+    "aten.scatter_reduce": _dim_bound(0),
+    "aten.index_select": _dim_bound(0),
+    "aten.index_add": _dim_bound(0),
     "aten.index": _indices,
     "aten._unsafe_index": _indices,
     "aten.index_put": _indices,

@@ -1,4 +1,4 @@
-"""Work out what was not measured from operators like it that were.
+"""Estimate the cost of unmeasured operators from similar measured ones.
 
 Not for the roofline itself: see predict/cost_table.py.
 """
@@ -11,14 +11,17 @@ from steelyard.ir.graph import Node
 from steelyard.ir.metrics import Estimate
 from steelyard.predict.cost_table import CostTable, OperatorCost
 
-# Between sizes of one operator a kernel may change its ways; between operators more so.
+# A kernel may switch algorithms between sizes of one operator; across operators differences are
+# larger.
 _SAME_OPERATOR_SHARE = 0.5
 _OTHER_OPERATORS_SHARE = 0.8
 
 
 def declared_from(costs: CostTable, nodes: Iterable[Node]) -> dict[str, OperatorCost]:
-    """A declared cost, scaled by how measured neighbours compare with theirs, for each signature
-    that ``costs`` does not hold."""
+    """Return a scaled declared cost for each signature that ``costs`` does not contain.
+
+    The scale is the median ratio of measured to declared seconds of similar measured operators.
+    """
     nodes = list(nodes)
     ratios: dict[str, list[float]] = defaultdict(list)
     workspaces: dict[str, list[float]] = defaultdict(list)
@@ -30,13 +33,13 @@ def declared_from(costs: CostTable, nodes: Iterable[Node]) -> dict[str, Operator
                 ratios[key].append(ratio)
             workspaces[node.op].append(known.workspace_bytes / max(1, node.moved_bytes))
     return {
-        node.signature: _like(node, costs, ratios, workspaces)
+        node.signature: _scaled_cost(node, costs, ratios, workspaces)
         for node in nodes
         if node.signature not in costs.operators
     }
 
 
-def _like(
+def _scaled_cost(
     node: Node, costs: CostTable, ratios: dict[str, list[float]], workspaces: dict[str, list[float]]
 ) -> OperatorCost:
     declared = costs.declared_seconds(node)
@@ -46,7 +49,8 @@ def _like(
             share = _SAME_OPERATOR_SHARE if key == node.op else _OTHER_OPERATORS_SHARE
             seconds = Estimate.within(declared.value * median(ratios[key]), share=share)
             break
-    # The largest share seen: a peak that is too high costs speed, one too low costs the run.
+    # Use the largest workspace share: an overestimated peak costs speed, an underestimated one
+    # fails the run.
     share = max(workspaces.get(node.op, [0.0]))
     return OperatorCost(
         seconds=seconds, workspace_bytes=round(share * node.moved_bytes), is_measured=False

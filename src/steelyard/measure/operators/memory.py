@@ -1,7 +1,7 @@
-"""How many bytes the allocator held at the peak of one call, and how many the call left behind.
+"""Peak allocator bytes of one call, and the bytes that the call leaves allocated.
 
-On the CPU from the profiler's memory events, on CUDA from the allocator's own statistics. Not for
-the process as the operating system sees it: see process.py.
+On the CPU they come from the profiler's memory events, on CUDA from the allocator's statistics.
+Not for the process as the operating system sees it: see measure/process.py.
 """
 
 import gc
@@ -22,11 +22,11 @@ _QUIET = ("KINETO_LOG_LEVEL", "6")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metered:
-    """Bytes above what was held when the call began.
+    """Bytes above the allocated level at the beginning of the call.
 
-    ``freed_bytes`` were held before and freed inside. More than zero means the level was not
-    clean (old gradients, an old loss): the peak then says what the call allocated, which is more
-    than what it added.
+    ``freed_bytes`` were allocated before the call and freed inside it. If it is not zero, the
+    initial level was not clean (old gradients, an old loss): the peak then counts all allocations
+    of the call, which is more than it added.
     """
 
     peak_bytes: int
@@ -41,20 +41,21 @@ class Metered:
 def meter(
     call: Callable[[], object], *, device: torch.device | None = None, warmups: int = 1
 ) -> Metered:
-    """Meter ``call`` after ``warmups`` of it; begin from the level one would begin a step from.
+    """Meter ``call`` after ``warmups`` calls, starting from the level at which a step starts.
 
-    What only a first call allocates (kernels' caches, packed weights, gradients that live on) is
-    not metered, and what a warm-up left and ``call`` then frees is reported as freed.
+    Allocations of a first call alone (kernel caches, packed weights, gradients that persist) are
+    not metered. Memory that a warm-up left and ``call`` then frees is reported as freed.
     """
     for _ in range(warmups):
-        # Under the meter too: only of a block it saw allocated can it report that it was freed.
+        # Warm-ups are metered too: only a block whose allocation was seen can be reported as
+        # freed.
         meter_once(call, device=device)
     gc.collect()
     return meter_once(call, device=device)
 
 
 def meter_once(call: Callable[[], object], *, device: torch.device | None = None) -> Metered:
-    """Meter one call as it comes, without a warm-up. Not while ``is_profiled()``."""
+    """Meter one call without a warm-up. Must not run while ``is_profiled()``."""
     end = begin_metering(device=device)
     try:
         result = call()
@@ -62,13 +63,15 @@ def meter_once(call: Callable[[], object], *, device: torch.device | None = None
         end()
         raise
     metered = end()
-    del result  # held until here, so that what it returns counts as left behind
+    del result  # alive until here, so that the result counts as left allocated
     return metered
 
 
 def begin_metering(*, device: torch.device | None = None) -> Callable[[], Metered]:
-    """Begin here and now; what is returned ends it, and must be called. Not while
-    ``is_profiled()``."""
+    """Begin metering and return the function that ends it, which must be called.
+
+    Must not run while ``is_profiled()``.
+    """
     if device is not None and device.type == "cuda":
         return _begin_on_cuda(device)
     profiler = _quiet_profiler()
@@ -82,13 +85,16 @@ def begin_metering(*, device: torch.device | None = None) -> Callable[[], Metere
 
 
 def is_profiled(device: torch.device | None = None, *, is_quick: bool = False) -> bool:
-    """A profiler of somebody else's is on, which metering on ``device`` would take events from."""
+    """True if another profiler is active, whose events metering on ``device`` would consume."""
     return (device is None or device.type == "cpu") and _torch.profiler_is_on(is_quick=is_quick)
 
 
 def replay(events: Iterable[tuple[int, int]]) -> Metered:
-    """(address, signed bytes) in order of time -> the level they describe. What a thread of gloo's
-    frees is in no event; what lies at an address then tells that nothing else does any more."""
+    """Return the memory levels that a time-ordered series of (address, signed bytes) describes.
+
+    Frees by a gloo thread produce no event. A new allocation at an address therefore means that
+    the previous block there was freed.
+    """
     born: dict[int, int] = {}
     level = peak = freed = 0
     for address, nbytes in events:
@@ -105,7 +111,7 @@ def replay(events: Iterable[tuple[int, int]]) -> Metered:
 
 def _memory_events(profiler: Any) -> list[tuple[int, int]]:
     found: list[tuple[int, int, int]] = []
-    for event in _every(profiler.profiler.kineto_results.experimental_event_tree()):
+    for event in _flatten(profiler.profiler.kineto_results.experimental_event_tree()):
         if event.tag.name == "Allocation":
             fields = event.extra_fields
             found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
@@ -113,7 +119,7 @@ def _memory_events(profiler: Any) -> list[tuple[int, int]]:
     return [(address, nbytes) for _, address, nbytes in found]
 
 
-def _every(events: Iterable[Any]) -> Iterator[Any]:
+def _flatten(events: Iterable[Any]) -> Iterator[Any]:
     stack = list(reversed(list(events)))
     while stack:
         event = stack.pop()
@@ -137,7 +143,8 @@ def _begin_on_cuda(device: torch.device) -> Callable[[], Metered]:
         torch.cuda.synchronize(device)
         level = torch.cuda.memory_allocated(device) - before["allocated_bytes.all.current"]
         peak = torch.cuda.max_memory_allocated(device) - before["allocated_bytes.all.current"]
-        # The statistics say how far the level fell, not which block fell: a lower bound.
+        # The statistics show how far the level fell, but not which block was freed: a lower
+        # bound.
         return Metered(peak_bytes=peak, left_bytes=max(level, 0), freed_bytes=max(-level, 0))
 
     return end

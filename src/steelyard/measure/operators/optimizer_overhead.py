@@ -1,6 +1,6 @@
-"""What the optimizer's own Python takes between two operators of its step.
+"""Measure the Python overhead of an optimizer between two operators of its step.
 
-Of small models it is most of the step. Not for the operators: see benchmark.py.
+In small models it is most of the step. Not for the operators: see benchmark.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,17 +22,18 @@ def update_call_seconds(
     calls: int,
     device: torch.device,
 ) -> Estimate:
-    """A step on parameters of one element each computes nothing: what is left is Python.
+    """Return the optimizer's Python seconds per operator, from steps on one-element parameters.
 
-    ``dims`` says how many dimensions each has: some optimizers choose by them.
+    Such a step computes next to nothing, so the rest is Python. ``dims`` are the numbers of
+    dimensions of the parameters, which some optimizers branch on.
 
-    ``calls`` operators of it are taken off at the price of a call that does as good as nothing: on
-    a CPU that is in theirs, and on a GPU theirs have nothing of what the host does.
+    On a CPU the price of ``calls`` trivial operators is subtracted, since operator costs already
+    include it. On a GPU operator costs contain no host time, and nothing is subtracted.
     """
-    held = [nn.Parameter(torch.zeros((1,) * count, device=device)) for count in dims]
-    for parameter in held:
+    parameters = [nn.Parameter(torch.zeros((1,) * count, device=device)) for count in dims]
+    for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = make(held)
+    optimizer = make(parameters)
     clock, one = Clock(device), torch.zeros(1, device=device)
 
     def nothing() -> None:
@@ -43,10 +44,10 @@ def update_call_seconds(
     for _ in range(_WARMUPS):
         optimizer.step()
     steps = spread([clock.seconds(optimizer.step) for _ in range(_ROUNDS)])
-    is_near = device.type == "cpu"
-    empty = spread([clock.seconds(nothing) for _ in range(_ROUNDS)]).value if is_near else 0.0
+    on_cpu = device.type == "cpu"
+    empty = spread([clock.seconds(nothing) for _ in range(_ROUNDS)]).value if on_cpu else 0.0
 
-    def each(seconds: float) -> float:
+    def per_call(seconds: float) -> float:
         return max(0.0, seconds - empty) / max(calls, 1)
 
-    return Estimate(value=each(steps.value), low=each(steps.low), high=each(steps.high))
+    return Estimate(value=per_call(steps.value), low=per_call(steps.low), high=per_call(steps.high))

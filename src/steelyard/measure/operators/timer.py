@@ -1,4 +1,4 @@
-"""Time one call on a device, so that what else the machine does counts as little as can be.
+"""Time single calls on a device with little influence of other load on the machine.
 
 Not for deciding what to call, or how often: see benchmark.py and measure/step_calibration.py.
 """
@@ -13,24 +13,27 @@ from steelyard import _torch
 from steelyard.ir.metrics import Estimate
 
 Seconds = float
-# Half a millisecond of a GPU at 2 GHz: to tell it of an operator takes a tenth of that.
+# Half a millisecond of a GPU at 2 GHz; enqueueing an operator takes a tenth of that.
 _BUSY_CYCLES = 10**6
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """``seconds(call)``; the result is dropped within the time, as a step drops its values. A GPU
-    ``is_told_ahead`` where it has other work until it was told all of the call, as in the middle
-    of a step."""
+    """A timer for one device: ``seconds(call)``.
+
+    The result is dropped within the timed span, as a step drops its values. With
+    ``is_enqueued_ahead`` a GPU is kept busy until the host has enqueued the whole call, as in the
+    middle of a step.
+    """
 
     device: torch.device
-    is_told_ahead: bool = False
+    is_enqueued_ahead: bool = False
 
     def seconds(self, call: Callable[[], object]) -> Seconds:
         if self.device.type == "cuda":
             return self._on_cuda(call)
-        # On one thread the time this thread computed is what the wall clock would say on a
-        # machine that does nothing else; several threads also wait for each other.
+        # With one thread, its CPU time equals the wall time on an idle machine. Several threads
+        # also wait for each other.
         now = time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
         begin = now()
         call()
@@ -39,7 +42,7 @@ class Clock:
     def _on_cuda(self, call: Callable[[], object]) -> Seconds:
         with torch.cuda.device(self.device):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            if self.is_told_ahead:
+            if self.is_enqueued_ahead:
                 _torch.keep_busy(_BUSY_CYCLES)
             begin.record()
             call()
@@ -48,19 +51,19 @@ class Clock:
         return float(begin.elapsed_time(end)) * 1e-3
 
 
-def lead_seconds(call: Callable[[], object], device: torch.device) -> Seconds:
-    """What a GPU still has to do when the host has told it all of ``call``; of a CPU nothing."""
+def backlog_seconds(call: Callable[[], object], device: torch.device) -> Seconds:
+    """Return the GPU seconds left once the host has enqueued ``call``; zero on a CPU."""
     if device.type != "cuda":
         return 0.0
     torch.cuda.synchronize(device)
     call()
-    told = time.perf_counter()
+    enqueued = time.perf_counter()
     torch.cuda.synchronize(device)
-    return time.perf_counter() - told
+    return time.perf_counter() - enqueued
 
 
 class Laps:
-    """What steps took, one after another; a GPU is not waited for before somebody asks."""
+    """Durations of successive steps; a GPU is synchronized only when ``seconds`` is read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +71,7 @@ class Laps:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self) -> Callable[[], None]:
-        """To be called at the end of what counts."""
+        """Start a lap and return the function that ends it."""
         if self._device.type != "cuda":
             start = time.perf_counter()
             return lambda: self._taken.append(time.perf_counter() - start)
@@ -76,12 +79,12 @@ class Laps:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
 
-        def over() -> None:
+        def end_lap() -> None:
             with torch.cuda.device(self._device):
                 end.record()
             self._events.append((begin, end))
 
-        return over
+        return end_lap
 
     def clear(self) -> None:
         self._taken.clear()
@@ -97,7 +100,7 @@ class Laps:
 
 
 def spread(samples: list[float]) -> Estimate:
-    """The median, between the tenth and the ninetieth percentile as far as there are samples."""
+    """Return the median, bounded by the tenth and ninetieth percentiles of the samples."""
     ordered = sorted(samples)
     last = len(ordered) - 1
     tenth = round(0.1 * last)

@@ -37,7 +37,7 @@ _BLOCK_UNIFORM_EFFORTS, _EFFORTS, _EFFORTS_ON_PARTS = (250,), (500, 1000), (250,
 # Trials times lines of the program: small programs get more trials, and none takes long.
 _KICKING_WORK = 20_000_000
 _KICKS_PER_LIMIT = 4
-_MIN_KICK_GAIN = 0.995
+_STALE_RATIO = 0.995
 # Block-uniform plans make short plan files; this slowdown is accepted for that.
 _MAX_SHORT_PLAN_SLOWDOWN = 1.001
 
@@ -338,7 +338,7 @@ def _kick(trials: Trials, local_search: LocalSearch) -> None:
             local_search.kick(limit, times=_KICKS_PER_LIMIT, seed=number)
         local_search.relink(trials.archive.hull())
         after = _overhead(trials, limits)
-        stale = stale + 1 if after >= before * _MIN_KICK_GAIN else 0
+        stale = stale + 1 if after >= before * _STALE_RATIO else 0
         before = after
         number += 1
 

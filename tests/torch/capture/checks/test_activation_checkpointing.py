@@ -91,7 +91,7 @@ def test_what_writes_a_buffer_is_refused(
     said = refusal(Wrapped(inner, use_reentrant=use_reentrant), torch.randn(4, 6))
     first, _, last = said.splitlines()
     assert any(f"buffer inner.{name}" in first for name in buffer.split("|"))
-    assert "test_checkpointed.py:" in first
+    assert "test_activation_checkpointing.py:" in first
     assert "take the checkpoint away" in last
 
 
@@ -122,7 +122,7 @@ def test_a_reentrant_one_that_trains_nothing_inside_is_refused() -> None:
     assert_as_eager(model, square, torch.randn(4, 6))
     model.passes_on = False
     said = refusal(model, torch.randn(4, 6))
-    assert "test_checkpointed.py:" in said.splitlines()[0]
+    assert "test_activation_checkpointing.py:" in said.splitlines()[0]
     assert "next: use_reentrant=False" in said
 
 

@@ -74,7 +74,7 @@ def test_operators_show_what_the_numbers_of_one_batch_do_not(loss: Any) -> None:
     batch = {"x": torch.randn(3, 3), "y": torch.arange(3), "mask": torch.ones(3, 3)}
     reason = verdict((model, loss, batch)).reason
     assert "samples see each other" in reason
-    assert "test_coupling.py:" in reason
+    assert "test_batch_independence.py:" in reason
 
 
 @pytest.fixture(scope="module")

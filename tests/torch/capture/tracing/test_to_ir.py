@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from steelyard import _torch
-from steelyard.capture.tracing.source_lines import short_file
+from steelyard.capture.tracing import source_lines
+from steelyard.capture.tracing.source_lines import is_user_file, short_file
 from steelyard.ir.graph import Graph, OutputKind, Phase, Role
 from tests.support.stepping import source_of
 from tests.zoo import Sample, case
@@ -404,3 +405,9 @@ class Bag(nn.Module):
 def test_a_line_of_a_package_does_not_say_where_the_environment_lies() -> None:
     assert short_file(".venv/lib/python3.11/site-packages/sums/models/one.py") == "models/one.py"
     assert short_file("models/one.py") == "models/one.py"
+
+
+def test_code_of_a_user_whose_folder_is_called_torch_is_the_users() -> None:
+    assert is_user_file("/data/torch/steelyard/train.py")
+    assert not is_user_file(torch.nn.functional.__file__)
+    assert not is_user_file(source_lines.__file__)

@@ -31,12 +31,12 @@ def two() -> Iterator[BackgroundLoad]:
     made.dismiss()
 
 
-def the_other(two: BackgroundLoad) -> company._Other:
-    (other,) = two._others.values()
+def the_other(two: BackgroundLoad) -> company._LoadProcess:
+    (other,) = two._processes.values()
     return other
 
 
-def worked_seconds(other: company._Other) -> float:
+def worked_seconds(other: company._LoadProcess) -> float:
     """The processor's time of that process so far."""
     fields = Path(f"/proc/{other._process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -76,7 +76,7 @@ def test_who_has_nothing_to_do_goes_and_is_begun_anew(
     monkeypatch.setattr(company, "_PATIENCE_SECONDS", 0.1)
     with two.at_work():
         first = the_other(two)
-    assert is_soon(lambda: first.is_gone)
+    assert is_soon(lambda: first.has_ended)
     assert first._process.returncode == 0
     with two.at_work():
         assert the_other(two) is not first
@@ -86,11 +86,11 @@ def test_who_has_nothing_to_do_goes_and_is_begun_anew(
 def test_one_that_goes_just_when_it_is_told_is_begun_anew(two: BackgroundLoad) -> None:
     with two.at_work():
         first = the_other(two)
-    first._line.close()  # it hears that nobody is there
+    first._socket.close()  # it hears that nobody is there
     assert first._process.wait(SECONDS) == 0
     said = iter([False])  # as it seemed a moment before
     seen = property(lambda other: next(said, other._process.poll() is not None))
-    with mock.patch.object(company._Other, "is_gone", seen), two.at_work():
+    with mock.patch.object(company._LoadProcess, "has_ended", seen), two.at_work():
         assert the_other(two) is not first
 
 
@@ -130,7 +130,7 @@ def test_who_is_dismissed_leaves_nothing_open(two: BackgroundLoad) -> None:
         other = the_other(two)
     two.dismiss()
     assert other._process.returncode is not None
-    assert other._line.closed
+    assert other._socket.closed
     with two.at_work():
         assert the_other(two) is not other
 
@@ -152,7 +152,7 @@ def test_there_are_none_beside_one_rank_nor_beside_ranks(
     beside = BackgroundLoad(1 if world == "many" else int(world), DEVICE)
     beside.is_given([some_graph()])
     with beside.at_work():
-        assert not beside._others
+        assert not beside._processes
 
 
 def test_what_is_measured_beside_others_is_not_what_is_measured_alone(

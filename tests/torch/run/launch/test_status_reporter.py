@@ -110,7 +110,7 @@ def test_memory_that_torch_cannot_allocate_is_known_as_such(who: RankInfo) -> No
 def test_the_users_line_is_told_and_not_torchs(who: RankInfo) -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.nn.Linear(2, 3)(torch.ones(4, 4))
-    assert statement_of(failed.value).line.startswith("test_witness.py:")
+    assert statement_of(failed.value).line.startswith("test_status_reporter.py:")
     assert "torch.nn.Linear(2, 3)" in statement_of(failed.value).line
 
 
@@ -146,5 +146,5 @@ def test_a_rank_that_is_asked_says_where_it_is(tmp_path: Path) -> None:
     while not place.answer.exists() and time.monotonic() < end:
         time.sleep(0.01)
     answer = RankProgress.of_json(read_whole(place.answer) or {})
-    assert answer.line.startswith("test_witness.py:")
+    assert answer.line.startswith("test_status_reporter.py:")
     assert place.ask.stat().st_mode & 0o077 == 0
