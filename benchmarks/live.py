@@ -233,7 +233,7 @@ def _applied(session: Any, source: Any, path: Path) -> Step:
     return Step(
         plan=plan,
         source=copy.deepcopy(source) if is_apart else source,
-        prices=session.prices,
+        pricing=session.pricing,
         optimizer=OPTIMIZER,
         update=session.base.update,
     )

@@ -144,15 +144,15 @@ def _original(graph: Graph, instruction: Instruction) -> Instruction:
 class _Copies:
     """Builds the lines that compute copies, and the lines that read them."""
 
-    def __init__(self, graph: Graph, needed: frozenset[str], turns: "_CopyTable") -> None:
+    def __init__(self, graph: Graph, needed: frozenset[str], copy_table: "_CopyTable") -> None:
         self._graph = graph
         self._needed = needed
-        self._copy_table = turns
+        self._copy_table = copy_table
         self._made: set[str] = set()
 
     def target(self, inputs: Iterable[str], number: int) -> list[Instruction]:
         """Return the copies to compute before these inputs can be read, in forward order."""
-        graph, turns = self._graph, self._copy_table
+        graph, copy_table = self._graph, self._copy_table
         found: set[str] = set()
         pending = list(inputs)
         while pending:
@@ -165,7 +165,7 @@ class _Copies:
                 # All results that are read later are extracted at once, so that the others die
                 # here.
                 parts = (u for u in graph.users[name] if self._is_missing(u, number))
-                found.update(u for u in parts if turns.is_read(u, number))
+                found.update(u for u in parts if copy_table.is_read(u, number))
         lines = []
         for name in sorted(found, key=graph.position.__getitem__):
             copy = self._copy(name, number)
@@ -206,22 +206,24 @@ class _CopyTable:
         needed: frozenset[str],
         times: Mapping[str, int],
     ) -> Self:
-        turns = cls()
+        table = cls()
         if any(number > 1 for number in times.values()):
-            turns._read(graph, computed, first, needed)
-            turns._place(graph, times)
-        return turns
+            table._read(graph, computed, first, needed)
+            table._place(graph, times)
+        return table
 
-    def of_line(self, name: str, number: int) -> int:
+    def of_line(self, name: str, line: int) -> int:
         """Return the index of the copy that this line reads; 0 for the first."""
         lines = self._starts.get(self._base.get(name, name), ())
-        return max(0, bisect(lines, number) - 1)
+        return max(0, bisect(lines, line) - 1)
 
     def is_read(self, value: str, number: int) -> bool:
         """True if any line reads the same copy as line ``number``."""
-        turn = self.of_line(value, number)
-        begins = (begin for begin, _ in self._reads.get(value, ()))
-        return value not in self._reads or any(self.of_line(value, b) == turn for b in begins)
+        copy_index = self.of_line(value, number)
+        starts_of_spans = (begin for begin, _ in self._reads.get(value, ()))
+        return value not in self._reads or any(
+            self.of_line(value, b) == copy_index for b in starts_of_spans
+        )
 
     def _read(
         self, graph: Graph, computed: Sequence[Instruction], first: int, needed: frozenset[str]
@@ -254,8 +256,8 @@ class _CopyTable:
                     self._reads[self._base[name]] += [(line, line) for line in lines]
 
 
-def again_name(name: str, turn: int = 0) -> str:
-    return f"{name}.again{turn + 1}" if turn else f"{name}.again"
+def again_name(name: str, copy_index: int = 0) -> str:
+    return f"{name}.again{copy_index + 1}" if copy_index else f"{name}.again"
 
 
 def recomputable(graph: Graph) -> frozenset[str]:

@@ -25,7 +25,7 @@ from steelyard.ir.graph import Node
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.ir.saved_activations import waiting
+from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.measure.operators.memory import meter_once
 from steelyard.offload.optimizer_state import OffloadedStates
 from steelyard.offload.tier import OffloadFile
@@ -264,7 +264,7 @@ def test_with_copies_and_transfers_at_random_it_trains_the_same(
     before, constants, reads = captured(model, loss, batch)
     again = [v for v in sorted(recomputable(before.graph)) if rng.random() < 0.4]
     copied = with_copies(before, again)
-    able = sorted(waiting(copied) - {i.node for i in copied.again})
+    able = sorted(saved_for_backward(copied) - {i.node for i in copied.again})
     times = {v: (rng.randrange(4), rng.randrange(4)) for v in able if rng.random() < 0.4}
     slices = {v: rng.choice((2, 3)) for v in sliceable_inputs(copied, sorted(times))}
     moving = with_transfers(copied, times, slices)

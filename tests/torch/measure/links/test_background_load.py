@@ -80,7 +80,7 @@ def test_who_has_nothing_to_do_goes_and_is_begun_anew(
     assert first._process.returncode == 0
     with two.at_work():
         assert the_other(two) is not first
-        assert not the_other(two).is_gone
+        assert not the_other(two).has_ended
 
 
 def test_one_that_goes_just_when_it_is_told_is_begun_anew(two: BackgroundLoad) -> None:
