@@ -93,8 +93,7 @@ def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
             and re.match(r"batch\b|L\['batch'\]", entry.name) is None
             and entry.guard_type not in _TENSOR_FORM_GUARDS
             and not (_MODEL_PATH in entry.name and entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT")
-            and ".stateless._functional_call"
-            not in entry.name  # a different function while tracing
+            and ".stateless._functional_call" not in entry.name  # differs during tracing
             for entry in entries
         ]
 

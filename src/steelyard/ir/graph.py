@@ -347,9 +347,9 @@ class CountedMean:
     ignored: int
 
 
-def same_shares(counts: Sequence[int], other_counts: Sequence[int]) -> bool:
+def same_shares(counts: Sequence[int], others: Sequence[int]) -> bool:
     """True if each slice of a batch has the same weight in two counted means."""
-    return [n * sum(other_counts) for n in counts] == [n * sum(counts) for n in other_counts]
+    return [n * sum(others) for n in counts] == [n * sum(counts) for n in others]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

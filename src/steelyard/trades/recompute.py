@@ -84,7 +84,7 @@ class Recompute:
 
 
 def with_copies(
-    program: Program, recomputed: Iterable[str], *, times: Mapping[str, int] = _ONCE
+    program: Program, again: Iterable[str], *, times: Mapping[str, int] = _ONCE
 ) -> Program:
     """Return the program whose backward pass reads recomputed copies of these values.
 
@@ -93,7 +93,7 @@ def with_copies(
     graph = program.graph
     computed = [i for i in program.instructions if i.sink is None and not i.is_again]
     first = _first_backward(computed)
-    copied = _nodes_to_recompute(graph, frozenset(recomputed))
+    copied = _nodes_to_recompute(graph, frozenset(again))
     needed = _needed(graph, computed[first:], copied)
     placed = [_original(graph, i) for i in computed[:first]]
     copies = _Copies(graph, needed, _CopyTable.of(graph, computed, first, needed, times))
@@ -256,8 +256,8 @@ class _CopyTable:
                     self._reads[self._base[name]] += [(line, line) for line in lines]
 
 
-def again_name(name: str, copy_index: int = 0) -> str:
-    return f"{name}.again{copy_index + 1}" if copy_index else f"{name}.again"
+def again_name(name: str, turn: int = 0) -> str:
+    return f"{name}.again{turn + 1}" if turn else f"{name}.again"
 
 
 def recomputable(graph: Graph) -> frozenset[str]:

@@ -2,12 +2,14 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import grimp
 
 WORDS = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8").split()
-SOURCE = Path(__file__).resolve().parents[3] / "src" / "steelyard"
+ROOT = Path(__file__).resolve().parents[3]
+SOURCE = ROOT / "src" / "steelyard"
 MOST_FILES = 20
 
 GRAPH = grimp.build_graph("steelyard", cache_dir=None)
@@ -62,3 +64,23 @@ def test_docstrings_say_what_a_thing_is_or_does() -> None:
         if (text := ast.get_docstring(node) or "") and openers.match(text)
     ]
     assert found == []
+
+
+def test_the_drawing_of_the_architecture_is_what_the_import_linter_holds() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawn = page.partition("```\n")[2].partition("```")[0].splitlines()
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (layers,) = (
+        contract["layers"]
+        for contract in settings["tool"]["importlinter"]["contracts"]
+        if contract["id"] == "layers"
+    )
+    names = [re.split(r"\s{2,}", line)[0] for line in drawn]
+    assert names == [layer for layer in layers if layer != "__main__"]
+
+
+def test_the_files_that_the_architecture_names_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z_/]+/(?:[a-z_]+\.py)?)`", page)
+    assert len(named) >= 8
+    assert [name for name in named if not (SOURCE / name).exists() and name[:4] != "src/"] == []
