@@ -97,7 +97,7 @@ class Chunk:
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
-        assert not program.again, "stream changes the graph, so it is applied before recompute"
+        assert not program.again, "chunk changes the graph, so it is applied before recompute"
         graph = program.graph
         for rule in rules:
             for name in sorted(matching(graph, (rule,))):
@@ -150,7 +150,7 @@ def _with_sliced_region(graph: Graph, maker: Node, *, num_slices: int) -> Graph:
 
 def _mismatch(maker: Node, why: str) -> Mismatch:
     return Mismatch(
-        f"stream rule: {maker.op} in {maker.path or 'the loss'} {why}",
+        f"chunk rule: {maker.op} in {maker.path or 'the loss'} {why}",
         expected="a value that is made and read row by row, and a number of slices of its rows",
         remedy="take the rule out of the plan, or plan again",
     )

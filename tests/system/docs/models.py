@@ -46,36 +46,50 @@ _ROUNDING = {
 
 _HEAD = """# Models
 
-What becomes of a model when its training step is captured. {bitwise} of {legal} models and idioms
-that plain PyTorch trains give the same loss, gradients and buffers to the bit; {rounded} differ by
-rounding{refused}. What is not listed either works or is refused with a reason: a
-parameter that eager PyTorch trains and the captured step does not is an error, never a silence.
+This page shows what happens to a model when Steelyard captures its training
+step. Of the {legal} models and idioms that plain PyTorch trains, {bitwise} give the same
+loss, gradients and buffers bit for bit; {rounded} differ by rounding{refused}. A model that is
+not listed either works or is refused with a reason. If eager PyTorch trains a
+parameter and the captured step does not, that is always an error.
 
-Each row is one forward and backward pass at a tiny size, with dropout on: generated Python beside
-eager PyTorch, from the same weights and the same seed, under torch {torch} on a CPU. This page is
-written by `python -m tests.system.docs.models`, and tests hold rows of it against the program.
+Each row is one forward and backward pass at a tiny size, with dropout on. It compares generated
+Python with eager PyTorch, from the same weights and the same seed, under torch {torch} on a CPU.
+This page is written by `python -m tests.system.docs.models`, and tests compare rows of it with the
+program.
 
-- **bitwise**: the loss, every gradient and every buffer are equal to the bit.
-- **rounding**: equal but for rounding; the figure is the largest difference of a gradient, as a
-  share of that gradient's largest element.
-- **refused**: the step is not captured, and the error says why and what to do.
+- **bitwise**: the loss, every gradient and every buffer are bitwise equal.
+- **rounding**: equal except for rounding. The figure is the largest difference of a gradient,
+  relative to the largest element of that gradient.
+- **refused**: the step is not captured. The error says why, and what to do.
 
-*Batch cut* says whether `accumulate` may cut the batch, and why not where it may not.
+*Batch cut* says whether `accumulate` may split the batch into micro-batches, and if not, why.
 
 ## Half precision and micro-batches
 
-Under bf16 autocast, or with bf16 weights, gradients of micro-batches are rounded to bf16 one by one
-before they are added up in the parameter's format, so that training differs from that on the whole
-batch by rounding. It is equal to the bit to plain PyTorch accumulating over the same micro-batches,
-and as accurate as the whole batch. Of a GPT-2 of 4 layers (transformers, width 128, 8 sequences of
-64) under bf16 autocast the gradient differs from that in float64 by 0.65 % of its norm, in 1, 2, 4
-or 8 parts alike, and parts differ from the whole by 0.22 %; without autocast the two figures are
-5e-7 and 2e-7. AdamW amplifies it, for its first steps are as large whatever a gradient's size is:
-after three steps with a learning rate of 1e-3 parameters differ from the whole batch's by at most
-2.7e-3, while the whole batch's own are 4.0e-3 from those of float64, and those of parts 3.9e-3 to
-4.1e-3. With SGD the three are 1.1e-4, 2.1e-4 and 2.1e-4 to 2.3e-4. So it is rounding and no fault,
-accumulation stays exact in the sense of a budget without accuracy loss, and a plan that cuts the
-batch of such a step says so in a note. `benchmarks/half_precision.py` prints these figures.
+Under bf16 autocast, or with bf16 weights, the gradients of each micro-batch are rounded to bf16
+before they are added in the dtype of the parameter. Training with micro-batches therefore differs
+from training on the whole batch by rounding. It is bitwise equal to plain PyTorch that accumulates
+over the same micro-batches, and as accurate as the whole batch.
+
+`benchmarks/half_precision.py` prints the following figures for a GPT-2 of 4 layers (transformers,
+width 128, 8 sequences of 64). The first table shows relative differences of the gradient. The
+difference from float64 is the same in 1, 2, 4 or 8 micro-batches.
+
+| | from float64 | micro-batches from the whole batch |
+|---|---|---|
+| bf16 autocast | 0.65 % of its norm | 0.22 % |
+| without autocast | 5e-7 | 2e-7 |
+
+AdamW amplifies the difference, because the size of its first steps does not depend on the size of a
+gradient. After three steps with a learning rate of 1e-3, the parameters differ by at most:
+
+| | micro-batches from the whole batch | whole batch from float64 | micro-batches from float64 |
+|---|---|---|---|
+| AdamW | 2.7e-3 | 4.0e-3 | 3.9e-3 to 4.1e-3 |
+| SGD | 1.1e-4 | 2.1e-4 | 2.1e-4 to 2.3e-4 |
+
+The difference is rounding, not an error. Accumulation stays exact for a budget without accuracy
+loss, and a plan that splits the batch of such a step says so in a note.
 """
 
 
@@ -161,9 +175,9 @@ def page(verdicts: dict[str, Verdict]) -> str:
         _table(HF, verdicts, first="model", name=_class_name),
         "## Models of our own\n",
         _table(OWN, verdicts, first="model"),
-        "## Idioms\n\nWhat models do that could go wrong, one case each.\n",
+        "## Idioms\n\nThings that models do and that could go wrong, one case each.\n",
         _table(EDGE, verdicts, first="case"),
-        "## Refused\n\nWhat a captured step could not repeat truthfully.\n",
+        "## Refused\n\nA captured step could not repeat these faithfully.\n",
         _refusals(REFUSED, verdicts),
     ]
     return "\n".join(parts)

@@ -41,7 +41,7 @@ SET_UP = re.compile(
     r"|python3? -m venv \.venv|\. \.venv/bin/activate"
     r"|pip install (-e )?'?\.?(\[test\])?'?( -c constraints\.txt)?"
     r"|cd \w+|git clone .*|(python|pytest) (?P<file>[\w/.-]+\.py).*"
-    r"|python -m (?P<module>tests\.docs\.\w+).*"
+    r"|python -m (?P<module>tests\.system\.docs\.\w+).*"
 )
 _LANGUAGES = ("python", "sh", "text", "toml", "json", "")
 

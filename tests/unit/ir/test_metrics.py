@@ -33,6 +33,8 @@ def _within(data: st.DataObject, operand: Any) -> float:
 
 
 def _nearly_contains(found: Estimate, value: float) -> bool:
+    if found.low <= value <= found.high:
+        return True  # also where a quotient is infinite, which no slack is added to
     slack = 1e-9 * max(1.0, abs(value))
     return found.low - slack <= value <= found.high + slack
 

@@ -58,7 +58,7 @@ def test_a_mistake_of_pythons_own_keeps_its_name() -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         return model(batch["x"]).sum() + batch["target"].sum()
 
-    with pytest.raises(CaptureRefused, match=r"test_failures\.py:\d+: KeyError: 'target'"):
+    with pytest.raises(CaptureRefused, match=r"test_errors\.py:\d+: KeyError: 'target'"):
         source_of((nn.Linear(2, 2), loss, {"x": torch.ones(3, 2)})).graph(micro_batches=1)
 
 

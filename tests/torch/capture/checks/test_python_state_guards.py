@@ -110,7 +110,7 @@ Change = Callable[[pytest.MonkeyPatch, Trainer, Any], object]
 READ: dict[str, tuple[Change, str]] = {
     "global": (
         lambda p, t, m: p.setitem(globals(), "RATE", 2.0),
-        r"RATE, which the step reads \(.*test_reads\.py:\d+\), is no longer 1\.0",
+        r"RATE, which the step reads \(.*test_python_state_guards\.py:\d+\), is no longer 1\.0",
     ),
     "method": (lambda p, t, m: p.setattr(ANNEALED, "rate", 2.0), r"ANNEALED\.rate, which"),
     "call": (lambda p, t, m: p.setattr(ANNEALED, "gain", 2.0), r"ANNEALED\.gain, which"),
