@@ -208,14 +208,14 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path, *, offload_memory: OffloadMemory | None = None) -> "Cluster":
-        """Return the cluster that a TOML file declares: see docs/clusters.md. Touches no device."""
+        """Return the cluster of a TOML file: see docs/cluster-files.md. Touches no device."""
         from steelyard.hardware.cluster_file import read_tree
 
         return cls(tree=read_tree(Path(path)), offload_memory=offload_memory)
 
     @classmethod
     def named(cls, name: str, *, offload_memory: OffloadMemory | None = None) -> "Cluster":
-        """Return a preset machine, such as ``"dgx-h100"``."""
+        """Return a preset machine, such as ``"dgx-h100"``: see docs/cluster-presets.md."""
         from steelyard.hardware.cluster_file import preset_tree
 
         return cls(tree=preset_tree(name), offload_memory=offload_memory)

@@ -61,7 +61,7 @@ def preset_tree(name: str) -> TopologyLevel:
         raise ClusterFileError(
             f"there is no ready-made machine {printable(str(name), most=60)}",
             expected=f"one of {', '.join(machines)}",
-            remedy="or declare it in a file: see docs/clusters.md",
+            remedy="or declare it in a file: see docs/cluster-files.md",
         )
     return _ClusterReader({"preset": name}, name).tree()
 
@@ -70,7 +70,7 @@ def _as_cluster_error(error: PlanFileError) -> ClusterFileError:
     """Convert an error of the generic file reader, whose remedies are for plan files."""
     return ClusterFileError(
         error.happened,
-        expected="devices, links and scopes, as docs/clusters.md describes them",
+        expected="devices, links and scopes, as docs/cluster-files.md describes them",
         remedy="correct what is named above",
     )
 

@@ -602,7 +602,7 @@ class PricedSource:
                 raise Mismatch(
                     f"what {node.path or 'the loss'} makes cannot be carried out in slices",
                     expected="calls that work on some of the rows as on all",
-                    remedy="take the stream rule out of the plan, or plan again",
+                    remedy="take the chunk rule out of the plan, or plan again",
                 )
         return graph
 

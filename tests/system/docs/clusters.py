@@ -1,4 +1,4 @@
-"""Writes the tables of docs/clusters.md from the presets: devices, links, machines, sources.
+"""Writes the tables of docs/cluster-presets.md from the presets: devices, links, machines, sources.
 
     python -m tests.system.docs.clusters
 
@@ -14,7 +14,7 @@ from typing import Any
 from steelyard.hardware.calibration import percent
 from steelyard.hardware.presets import preset_tables
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "clusters.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "cluster-presets.md"
 _BEGIN, _END = "<!-- presets -->", "<!-- end of presets -->"
 _DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 
@@ -44,7 +44,7 @@ def page(now: str, presets: str) -> str:
 def _part(
     name: str, tables: Table, head: tuple[str, ...], row: Callable[[Table], tuple[str, ...]]
 ) -> str:
-    lines = [f"### {name}\n", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines = [f"## {name}\n", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     lines += [f"| `{key}` | {' | '.join(row(table))} |" for key, table in tables.items()]
     return "\n".join([*lines, "", *_sources(tables)])
 

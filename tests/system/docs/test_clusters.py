@@ -1,4 +1,4 @@
-"""The page on clusters says what the presets say, and its example is a cluster."""
+"""The page on presets says what the presets say, and the example of a cluster file is a cluster."""
 
 from steelyard.hardware.cluster_file import decode_tree
 from tests.system.docs import clusters, pages
@@ -10,7 +10,7 @@ def test_the_page_shows_every_preset() -> None:
 
 
 def test_the_example_is_read() -> None:
-    text = clusters.PAGE.read_text(encoding="utf-8")
+    text = (pages.ROOT / "docs" / "cluster-files.md").read_text(encoding="utf-8")
     (example, *_) = [block.text for block in pages.blocks(text) if block.language == "toml"]
     tree = decode_tree(example)
     assert tree.num_devices == 4 * 8 + 2 * 8
