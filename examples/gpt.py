@@ -1,6 +1,6 @@
 """A small GPT with dropout and tied embeddings, and the workload that trains it.
 
-Plain PyTorch: nothing in the model knows of Steelyard. Not for learning anything: its text is
+Plain PyTorch: the model contains nothing of Steelyard. Not for learning anything: its text is
 random numbers.
 """
 
@@ -89,7 +89,7 @@ def batches(size: Size) -> Iterator[Batch]:
 
 
 def workload(size: Size | None = None) -> sy.Workload:
-    """What ``steelyard plan`` looks for in a script."""
+    """Return the workload; ``steelyard plan`` looks for a function of this name in a script."""
     size = size or Size()
     torch.manual_seed(0)
     return sy.Workload(

@@ -47,7 +47,7 @@ def test_a_constant_efficiency_is_right_where_efficiency_is_constant() -> None:
 
 def test_presets_say_what_is_fitted_and_recorded() -> None:
     """Fitted anew by benchmarks/published/all.py, whose last line is recorded."""
-    results = Path(published.__file__).parents[2] / "results" / "published.json"
+    results = Path(published.__file__).parents[1] / "results" / "published.json"
     found = json.loads(results.read_text(encoding="utf-8").splitlines()[1])["reached"]
     assert found == said_by_presets(list(found))
     said = {name for name, table in preset_tables()["device"].items() if "reached" in table}
