@@ -28,7 +28,7 @@ from tests.system.dist import pipelines, slots
 
 def _there(scenario: Callable[[int], Any]) -> Callable[[int], Any]:
     def scenario_there(rank: int) -> Any:
-        with mock.patch.object(slots, "Pinned", RdmaTransport):
+        with mock.patch.object(slots, "SharedMemoryTransport", RdmaTransport):
             return scenario(rank)
 
     return scenario_there
@@ -63,7 +63,7 @@ def refused(rank: int) -> dict[str, str]:
         "no agent": mock.patch.dict(os.environ, UCX_TLS="nothing"),
         "no way": mock.patch.object(between, "_own_address", lambda: "192.0.2.1"),
     }
-    with mock.patch.object(slots, "Pinned", RdmaTransport):
+    with mock.patch.object(slots, "SharedMemoryTransport", RdmaTransport):
         return slots.said_of(faults, rank)
 
 
@@ -106,5 +106,5 @@ def _everyone() -> dist.ProcessGroup:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(slots, "Pinned", RdmaTransport):
+    with mock.patch.object(slots, "SharedMemoryTransport", RdmaTransport):
         slots.main(sys.argv[1], int(sys.argv[2]))

@@ -57,8 +57,8 @@ def test_what_a_broken_step_has_left_is_nobodys() -> None:
 
 def test_hosts_that_all_could_do_and_no_others() -> None:
     for rank in on_two_ranks("tests.system.dist.remote:chosen"):
-        assert rank == {"one host": "Pinned", "two hosts": "BetweenHosts"} | {
-            "one is not able": "Pinned"
+        assert rank == {"one host": "SharedMemoryTransport", "two hosts": "RdmaTransport"} | {
+            "one is not able": "SharedMemoryTransport"
         }
 
 
