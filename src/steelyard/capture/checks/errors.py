@@ -209,7 +209,7 @@ def _user_line(error: BaseException) -> str:
 
 
 def _is_user_file(filename: str) -> bool:
-    here = str(Path(__file__).parents[1])
+    here = str(Path(__file__).parents[2])
     if filename.startswith((here, "<")) or "/site-packages/torch/" in filename:
         return False
     return "/site-packages/" in filename or "/lib/python" not in filename
