@@ -780,7 +780,7 @@ def test_a_supervised_agent_asks_before_it_looks_and_reaps() -> None:
 
     steps = ("_monitor_workers", "_start_workers", "_stop_workers", "_rendezvous")
     assert all(callable(getattr(LocalElasticAgent, step)) for step in steps)
-    # It runs in torch/run/launch/test_launcher.py; here: torch's own loop calls the replacements.
+    # It runs in system/launch/test_launcher.py; here: torch's own loop calls the replacements.
     assert "self._monitor_workers(" in inspect.getsource(LocalElasticAgent._invoke_run)
     assert "_torch.supervised_agent(" in (_SOURCE / "run/launch/launcher.py").read_text()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from steelyard.errors import SteelyardError
 from steelyard.run.launch.rendezvous import joined
 from steelyard.run.launch.environment import who_am_i
-from tests.torch.run.launch.test_launcher import listening
+from tests.system.launch.test_launcher import listening
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from steelyard.cli import main
 from tests.harness import in_a_hurry
-from tests.torch.run.launch.test_launcher import listening
+from tests.system.launch.test_launcher import listening
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

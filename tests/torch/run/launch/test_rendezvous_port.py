@@ -17,7 +17,7 @@ from steelyard.run.launch import rendezvous as join
 from steelyard.run.launch import rendezvous_port as listening
 from steelyard.run.launch.environment import RankInfo, who_am_i
 from steelyard.run.launch.rendezvous_port import addresses, served_store
-from tests.torch.run.launch.test_launcher import listening as listened_at
+from tests.system.launch.test_launcher import listening as listened_at
 
 SECONDS = timedelta(seconds=20)
 

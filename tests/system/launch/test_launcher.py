@@ -20,12 +20,12 @@ import pytest
 
 from steelyard.errors import BadInput, RankFailed, RanksDiffer
 from steelyard.run.launch.launcher import Ended, launch
-from tests.torch.run.launch.one import BREAKS_AT, CULPRIT, STEPS
+from tests.system.launch.one import BREAKS_AT, CULPRIT, STEPS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[3]
+ROOT = HERE.parents[2]
 # How long ranks wait for the one that does not come; elsewhere they wait as long as it takes.
 SHORT_SECONDS = 4
 # For what should come in a second or two, on a machine that others share.

@@ -21,9 +21,9 @@ from steelyard.run.launch.consistency_check import agree, first_difference, word
 from steelyard.run.launch.environment import RankInfo, who_am_i
 from steelyard.run.launch.network_interface import set_interface_between_hosts
 from steelyard.run.launch.rendezvous import joined
-from tests.torch.run.launch.one import STEPS
+from tests.system.launch.one import STEPS
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 # --- who am I -------------------------------------------------------------------------------------
 
