@@ -380,3 +380,31 @@ def test_no_test_uses_collectives_of_objects() -> None:
 )
 def test_what_pickles_is_found(snippet: str) -> None:
     assert unpickling(snippet)
+
+
+# --- unit tests need no torch ---------------------------------------------------------------------
+
+_IMPORTS_ALL = """
+import importlib, sys
+from pathlib import Path
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "transformers"}:
+            raise ImportError(f"{name} was imported")
+
+sys.meta_path.insert(0, Refused())
+for path in sorted(Path("tests/unit").rglob("test_*.py")):
+    try:
+        importlib.import_module(".".join(path.with_suffix("").parts))
+    except ImportError as error:
+        print(path, error)
+"""
+
+
+def test_unit_tests_import_no_torch() -> None:
+    """At their top; a few commands that they run may."""
+    run = subprocess.run(
+        [sys.executable, "-c", _IMPORTS_ALL], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
