@@ -61,7 +61,7 @@ LEAD = 2
 MANY = ("ternary", "bfloat16", "factors")
 
 
-def compress_gradients(rank: int) -> dict[str, Any]:
+def in_codes(rank: int) -> dict[str, Any]:
     return _all_trained(tuple(CASES) if dist.get_world_size() == 2 else MANY, rank)
 
 
