@@ -13,7 +13,7 @@ from torch import Tensor
 def in_turn(
     sides: Mapping[str, Callable[[], Tensor]], turns: int, *, warm_up: int = 0
 ) -> dict[str, list[float]]:
-    """What each step took on the slower rank; with each turn another side begins."""
+    """The time of each step on the slower rank; with each turn another side begins."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     names = list(sides)
     for turn in range(warm_up + turns):

@@ -1,4 +1,4 @@
-"""What it takes to capture a Llama of 70 billion parameters and 80 layers for planning.
+"""The cost of capturing a Llama of 70 billion parameters and 80 layers for planning.
 
 In a process of its own: CPU seconds and growth of the resident set between the last import and the
 captured graph. Imports are over when a model of one layer has been captured, since Dynamo and AOT
@@ -120,7 +120,7 @@ def captured() -> dict[str, Any]:
 
 
 def forward_flops(name: str) -> float:
-    """Of one picture, as the captured graph counts them."""
+    """The FLOPs of one picture, as the captured graph counts them."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from steelyard.capture.step import CapturedStep
     from tests.zoo import case

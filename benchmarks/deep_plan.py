@@ -1,4 +1,4 @@
-"""What a plan for a cluster that nobody here has costs: Llama 70B on 1,024 H100, 405B on 16,384.
+"""The cost of planning for a cluster that is not here: Llama 70B on 1,024 H100, 405B on 16,384.
 
 Each in a process of its own. CPU seconds from the model being there to the plan being there,
 capture included and imports not; the most memory that the process held, imports included; and the

@@ -1,5 +1,5 @@
-"""What gradients in codes do to the loss on text that was not trained on, beside the same training
-without.
+"""The effect of compressed gradients on the loss on text that was not trained on, beside the same
+training without.
 
     python benchmarks/drift.py [sgd] [adamw]
 
@@ -90,7 +90,7 @@ def measured(optimizer: str) -> list[dict[str, Any]]:
 
 
 def _drift(coded: list[float], plain: list[float], *, is_judged: bool) -> dict[str, Any]:
-    """Of the runs that end in a number, in both; it holds only if all of them do."""
+    """The runs that end in a number on both sides; it holds only if all of them do."""
     assert all(map(isfinite, plain)), f"training without codes diverges: {plain}"
     pairs = [(own, other) for own, other in zip(coded, plain, strict=True) if isfinite(own)]
     drifts = [own / other - 1 for own, other in pairs]

@@ -211,7 +211,7 @@ class _Started:
 
 
 def _places(count: int) -> list[dict[str, str]]:
-    """What torchrun would set, but for the agent."""
+    """The environment that torchrun would set, without its agent."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -220,7 +220,7 @@ def _places(count: int) -> list[dict[str, str]]:
 
 
 def _left(mark: str) -> list[str]:
-    """Of all processes those that carry the mark, though the command has ended."""
+    """Find all processes that carry the mark, even if the command has ended."""
     time.sleep(1.0)
     found = []
     for place in Path("/proc").glob("[0-9]*"):

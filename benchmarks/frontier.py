@@ -1,4 +1,4 @@
-"""What memory costs: our plans beside torch's own, each peer met at the peak it reaches itself.
+"""The cost of memory: our plans beside torch's own, each peer met at the peak it reaches itself.
 
 Peers: torch.utils.checkpoint around every block, and torch's min-cut partitioner over a sweep of
 activation_memory_budget, on plain aten and on Inductor's decompositions (as torch.compile cuts it).
@@ -66,7 +66,7 @@ Make = Callable[[], tuple[nn.Module, Any, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """What one side took for a step, and how far its gradients are from its own unplanned ones."""
+    """The time of a step of one side, and how far its gradients are from its own unplanned ones."""
 
     who: str
     peak_bytes: int

@@ -1,4 +1,4 @@
-"""What a tight peak costs in FLOPs, beside each peer at its best: one figure for each statement.
+"""The FLOPs that a tight peak costs, beside each peer at its best: one figure for each statement.
 
 Models without dropout (with it torch's partitioner trains wrongly, see frontier.py): a GPT of six
 blocks with attention in one operator, the same with it spelled out, a ResNet-18 half as wide.
@@ -193,7 +193,7 @@ def never_above(met: dict[str, Met]) -> dict[str, Any]:
 
 
 def peak_on_decomposed(model: Met, *, target: float) -> Iterator[dict[str, Any]]:
-    """Where we are furthest ahead, and where torch's own peak is least: it may pay little there.
+    """The cases of our largest lead and of torch's own least peak: it may pay little there.
 
     The interval is over all numbers of FLOPs; beside each stands the least that any plan within
     the target takes of them, as a share of those without plan: more than the peer's, none meets it.

@@ -112,7 +112,7 @@ def in_processes(name: str) -> Told:
 
 
 def run(role: str, name: str, task: Told, costs: str) -> Told:
-    """What the process told; where it was out of memory, its last words."""
+    """The result of the process; where it was out of memory, its last words."""
     command = [sys.executable, __file__, "--child", role, name, json.dumps(task)]
     # What is measured under these settings of malloc is no use to other plans.
     environment = {**os.environ, **MALLOC, "STEELYARD_CACHE": costs, "OMP_NUM_THREADS": "1"}
@@ -239,7 +239,7 @@ class Plain:
 
 
 def warm_up() -> None:
-    """What torch loads when it is first called belongs to nobody's step."""
+    """Load what torch loads at its first call, which belongs to no step."""
     tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 4), nn.Dropout(0.1))
     optimizer = OPTIMIZER(tiny.parameters())
     tiny(torch.ones(2, 3, 3, 3)).sum().backward()
@@ -247,7 +247,7 @@ def warm_up() -> None:
 
 
 def beside_the_step(model: nn.Module, batch: Any, step: Any) -> int:
-    """What RLIMIT_DATA counts between two steps, less what the budget is to hold.
+    """The bytes that RLIMIT_DATA counts between two steps, less what the budget is to hold.
 
     Python and what was imported, the graph that was captured, oneDNN's compiled kernels. Weights
     that lie on a file are not counted, and so not taken away.

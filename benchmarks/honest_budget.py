@@ -119,7 +119,7 @@ def seconds_within(session: sy.Planned, budget: int) -> float | None:
 
 
 def least_of(session: sy.Planned) -> int:
-    """What the refusal of an impossible budget says."""
+    """Return the least memory, as the refusal of an impossible budget states it."""
     try:
         session.what_if(memory=1)
     except sy.SteelyardError as refusal:
@@ -235,7 +235,7 @@ def binding_of(found: list[Row]) -> list[Row]:
 
 
 def falls_of(found: list[Row]) -> Iterator[bool]:
-    """Whether predicted or true peaks fall, or time rises, as the budget of one model rises."""
+    """True if predicted or true peaks fall, or time rises, as the budget of one model rises."""
     ran = [row for row in found if "used" in row]
     for row, larger in pairwise(ran):
         yield (
@@ -246,7 +246,7 @@ def falls_of(found: list[Row]) -> Iterator[bool]:
 
 
 def missed_of(found: list[Row]) -> Iterator[bool]:
-    """Whether a plan for a larger budget of one model would have served a smaller one better."""
+    """True if a plan for a larger budget of one model would have served a smaller one better."""
     ran = [row for row in found if "used" in row]
     for row in ran:
         yield any(

@@ -101,7 +101,7 @@ class Hosts:
             _run([*device, "up"])
 
     def sent_bytes(self, host: int) -> int:
-        """What its end of the link has sent so far, headers and all, by the kernel's count."""
+        """The bytes its end of the link has sent, headers and all, by the kernel's count."""
         lines = Path(f"/proc/{self.holders[host].pid}/net/dev").read_text().splitlines()
         counts = next(line for line in lines if line.strip().startswith(f"{DEVICE}:"))
         return int(counts.partition(":")[2].split()[8])
@@ -213,7 +213,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _failed(command: Sequence[str], said: str, refused: str) -> BaseException:
-    """What fails for another reason is a fault of ours, and no reason to skip a test."""
+    """A failure for another reason is a fault of ours, and no reason to skip a test."""
     if any(refusal in said.lower() for refusal in _REFUSALS):
         return NoHosts(f"{refused}: {said}")
     return RuntimeError(f"{' '.join(command)}: {said}")

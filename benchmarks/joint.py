@@ -112,7 +112,7 @@ def figure(name: str, value: float, target: float) -> dict[str, Any]:
 
 
 def least_overhead(both: sy.Planned, limit: int) -> float:
-    """What the search cannot rule out, of a step without a plan."""
+    """The bound that the search cannot rule out, for a step without a plan."""
     search = both.session.search
     gap = search.find(sy.Budget(memory=limit)).gap
     assert gap is not None
@@ -129,7 +129,7 @@ def half_of(unplanned: Prediction) -> float:
 
 
 def at_the_ends(both: sy.Planned, limits: list[int]) -> tuple[int, int]:
-    """What is moved where the link has no rate, what is computed again where it costs nothing."""
+    """The values offloaded over a link without cost, and those recomputed at no cost."""
     session = both.session
     found = []
     for rate in (1.0, 1e18):

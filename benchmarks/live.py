@@ -180,7 +180,7 @@ def _space(session: Any) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def _key(session: Any, rules: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of one program, however it was written down."""
+    """Return a key that equal programs share, however their rules are written."""
     program = session.apply_rules(rules)
     staged: tuple[Any, ...] = ()
     if program.pipeline is not None:
@@ -258,7 +258,7 @@ def _contested(
     contest: dict[str, Any],
     rounds: Rounds = ROUNDS,
 ) -> list[list[float]]:
-    """Of each plan, what a step took in each turn that it was in."""
+    """The step times of each plan, for each turn that it took part in."""
     seconds: list[list[float]] = [[] for _ in steps]
     left = [*range(len(steps))]
     for turns, share in rounds:
@@ -293,7 +293,7 @@ def _slowest(step: Any, batch: Any, rank: int) -> float:
 
 
 def _words(step: Any) -> str:
-    """What a plan does, shortly: each trade with what was chosen of it."""
+    """Describe a plan in short: each trade with what was chosen of it."""
     found: dict[str, list[str]] = {}
     for rule in step.plan.decisions.rules:
         chosen = {

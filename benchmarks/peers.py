@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _short_by(figure: dict[str, Any]) -> float:
-    """What is off the prediction either way is as far from one as its target at most."""
+    """A figure that is off the prediction either way is as far from one as its target at most."""
     if "off_as_said" in figure:
         off: float = abs(figure["value"] - 1) / (figure["target"] - 1)
         return off
@@ -134,7 +134,7 @@ def measured(name: str, link: str, optimizer: str) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """Of the plan, the first of all ways."""
+    """The way of the plan, the first of all."""
 
     seconds: float
     wire_share: float
@@ -180,7 +180,7 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
 
 
 def _is_allowed(session: Any, rules: Sequence[Any]) -> bool:
-    """What drifts too far in a probe is faster for nobody."""
+    """True if the loss drift in a probe is within the budget; no faster plan counts beyond it."""
     from steelyard.planner.lossy import LossyPlanner
 
     seen = LossyPlanner(session=session).probe_drift(
@@ -190,7 +190,7 @@ def _is_allowed(session: Any, rules: Sequence[Any]) -> bool:
 
 
 def _without_warm_up(rules: Sequence[Any]) -> tuple[Any, ...]:
-    """What comes first goes as it is, and is nobody's step."""
+    """Remove the warm-up steps without compression, which no timed step contains."""
     from steelyard.ir.gradient_codec import CODE_TRADES
 
     return tuple(replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in rules)
@@ -213,7 +213,7 @@ def _as_rank(folder: Path, rank: int) -> Iterator[None]:
 
 
 def pace(name: str, optimizer: str, folder: Path, rank: int) -> None:
-    """What the ranks take for a step of which nothing is exchanged, as they do beside the others:
+    """The time of the ranks for a step of which nothing is exchanged, as they do beside the others:
     there a plan's process keeps what a step frees, and whatever runs in it is faster by that."""
     from steelyard.measure.malloc import keep_freed_memory
 
@@ -320,7 +320,7 @@ def _narrowed(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
 
 class Found:
-    """What was measured of each side that was there to the end."""
+    """The measurements of each side that ran to the end."""
 
     def __init__(self, folder: Path, rounds: live.Rounds) -> None:
         found = json.loads((folder / "found-0.json").read_text())
@@ -382,7 +382,7 @@ def _judged(
 
 
 def _at_pace(predicted: Predicted, slowness: float) -> float:
-    """What was predicted, on a machine that computes so much slower than it did then."""
+    """The prediction, on a machine that computes so much slower than it did then."""
     return predicted.seconds * (1 + (1 - predicted.wire_share) * (slowness - 1))
 
 

@@ -235,7 +235,7 @@ def _fsdp(model: nn.Module, loss: Any, batch: Any, rank: int) -> tuple[Step, nn.
 
 
 def _fsdp_bytes(model: nn.Module, loss: Any, batch: Any, rank: int) -> int:
-    """What a rank holds at most, and its share of the batch, which predictions count as well."""
+    """The peak memory of a rank, and its share of the batch, which predictions count as well."""
     step, sharded, optimizer = _fsdp(model, loss, batch, rank)
     step()
     peak_bytes = _peak(step) + _held(sharded, optimizer)
@@ -293,7 +293,8 @@ def _peak(step: Step) -> int:
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Of this rank's shares: weights and what the optimizer keeps. Not gradients: each step frees
+    """The bytes of this rank's shards: weights and what the optimizer keeps. Not gradients: each
+    step frees
     those of the step before, and the peak counts its own."""
     kept = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     local = (getattr(x, "to_local", lambda x=x: x)() for x in (*model.parameters(), *kept))

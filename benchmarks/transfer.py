@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def _on_ranks(what: str, folder: Path) -> Any:
-    """What rank 0 found."""
+    """The result of rank 0."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, __file__, "--rank", what, str(folder)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environ) for rank in range(RANKS)]
@@ -189,7 +189,7 @@ def _carried(
 
 
 def _making(x: Tensor) -> float:
-    """What a value takes that goes nowhere."""
+    """The time to make a value that is not sent."""
     made = torch.neg(x)
     begin = time.perf_counter()
     for _ in range(IN_A_ROW):
@@ -261,7 +261,7 @@ def _fill(link: socket.socket, room: memoryview) -> None:
 
 
 def _wide() -> Any:
-    """Of little to compute and much to hand on: 4 MiB there and 4 MiB back for each part."""
+    """Little to compute, large messages: 4 MiB there and 4 MiB back for each part."""
     model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 16))
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -347,7 +347,7 @@ def stages(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _alone(step: Step, batch: Any) -> list[float]:
-    """What the busier rank computes in a step: what is left is waiting and messages."""
+    """The computing time of the busier rank in a step: what is left is waiting and messages."""
     found = []
     for _ in range(TURNS):
         begin, before = time.perf_counter(), step.traffic()

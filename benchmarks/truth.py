@@ -116,7 +116,7 @@ def _one_model(name: str, runner: Any, pairs: int, threads: int) -> Any:
 
 
 def _least(session: Any) -> int:
-    """What the refusal of an impossible budget says."""
+    """Return the least memory, as the refusal of an impossible budget states it."""
     try:
         session.what_if(memory=session.plan.unplanned.peak.resident_bytes)
     except Exception as refusal:  # noqa: BLE001 - Infeasible, whose module needs no import here

@@ -87,7 +87,7 @@ def _activations() -> Iterator[dict[str, Any]]:
 
 
 def _peaks(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """What a printed peak has in it besides is one figure for each software, from rows that are not
+    """The extra memory in a printed peak is one figure for each software, from rows that are not
     scored: those of the other tables, or half of the only one."""
     alone = {row: peak_bytes(row) for row in rows}
     for table in dict.fromkeys(row.table for row in rows):

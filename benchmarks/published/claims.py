@@ -1,4 +1,4 @@
-"""What publications claim of steps besides how long each takes: which of them is quicker.
+"""Claims of publications about steps besides their times: which of them is quicker.
 
 Not for errors of time: see scoring.py.
 """
@@ -15,7 +15,7 @@ from benchmarks.published.scoring import figure, fitted, half
 
 
 def ordering_figures(plans: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Of plans of which each one was measured."""
+    """A claim about plans of which each was measured."""
     found = fitted(half(plans))
     seconds = {plan: predicted(plan, reaching(plan, *found)).step_seconds for plan in plans}
     groups = list(alternatives(plans))

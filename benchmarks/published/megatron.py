@@ -53,7 +53,7 @@ def layer_rows() -> list[tuple[Row, float, float]]:
 
 
 def figure_rows() -> list[tuple[str, Row]]:
-    """What the figures compare: their bars are not printed as numbers."""
+    """The comparison of the figures: their bars are not printed as numbers."""
     same = {"system": "megatron", "state_stage": "0", "recompute": "full", "step_seconds": "1"}
     more = {"sequence_parallel": "no", "tflops_per_gpu": "0"}
     return [

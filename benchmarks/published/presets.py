@@ -236,7 +236,7 @@ def high(errors: Iterable[float]) -> float:
 
 
 def doubt(steps: Sequence[Step]) -> float | None:
-    """What one more such step stays within in nine cases of ten; None for too few of them."""
+    """The error of one more such step in nine of ten cases; None for too few of them."""
     if len(steps) < ENOUGH_ROWS:
         return None
     found = sorted(step.missed for step in steps)

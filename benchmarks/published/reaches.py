@@ -1,4 +1,4 @@
-"""What is reached of devices, fitted anew, beside what their presets say of it.
+"""The achieved fractions of devices, fitted anew, beside those of their presets.
 
 Not for the fit itself: see scoring.py. The presets are in
 src/steelyard/hardware/preset/devices.toml.

@@ -67,7 +67,7 @@ def predicted(row: Row, stack: SoftwareStack) -> AnalyticStep:
 
 
 def peak_bytes(row: Row) -> int:
-    """Of the fullest rank."""
+    """The peak of the rank that holds most."""
     return predicted(row, row.stack).peak_bytes
 
 

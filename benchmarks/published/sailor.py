@@ -64,7 +64,7 @@ def ordered_wrongly(group: Sequence[Row], seconds: dict[Row, float]) -> list[tup
 
 
 def regret(group: Sequence[Row], seconds: dict[Row, float]) -> float:
-    """What the plan that is predicted to be quickest takes over the quickest."""
+    """The time of the plan predicted to be fastest, over that of the fastest."""
     chosen = min(group, key=seconds.__getitem__)
     return chosen.step_seconds / min(r.step_seconds for r in group) - 1
 

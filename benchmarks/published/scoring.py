@@ -56,7 +56,7 @@ def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def half(table: Sequence[Row]) -> tuple[Row, ...]:
-    """What a table is fitted on."""
+    """The rows that a table is fitted on."""
     return tuple(table[::2])
 
 

@@ -150,7 +150,7 @@ def _slots(program: Program, offload_file: OffloadFile | None) -> Slots | None:
             f"the plan moves {len(sizes)} values to offload memory, and none is named",
             expected="a folder on a disk for them, as the plan was made for",
             remedy="name it: --offload-dir DIR, or, in Python, "
-            'Cluster.here(far=OffloadMemory("/scratch", ...))',
+            'Cluster.here(offload_memory=OffloadMemory("/scratch", ...))',
         )
     return Slots.of(offload_file, [sizes[slot] for slot in range(len(sizes))])
 

@@ -57,8 +57,8 @@ def test_docstrings_say_what_a_thing_is_or_does() -> None:
     """Not in the grammar of an index: a noun or a verb comes first."""
     openers = re.compile(r"(What|Of|Whether|Where|From which|Which|How much|How many)\b")
     found = [
-        f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0][:60]}"
-        for path in sorted(SOURCE.rglob("*.py"))
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0][:60]}"
+        for path in sorted([*SOURCE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         if (text := ast.get_docstring(node) or "") and openers.match(text)
