@@ -36,6 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._looked import capture_and_price
 from steelyard.ir.rule import Rule
 from steelyard.plans.accuracy import Drift
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from tests.zoo.case import next_token_loss
 from tests.zoo.own import GPT
 
@@ -111,17 +113,17 @@ def _drift(coded: list[float], plain: list[float], *, is_judged: bool) -> dict[s
 def _prepared(optimizer: str, folder: Path) -> dict[str, float]:
     """One plan without codes, and one for each code, all that can be in it; how far a probe of
     each drifts."""
-    from steelyard.ir.gradient_codec import CODE_TRADES
     from steelyard.plan_files.plan_file import write_decisions
     from steelyard.plans.budget import Budget
     from steelyard.plans.plan import Decisions
+    from steelyard.plans.trade import codec_trades
 
     session = capture_and_price(partial(case, 0), OPTIMIZERS[optimizer], ranks=RANKS, title="drift")
     shared = (
-        Rule(trade="shard_batch", degree=RANKS, bucket_bytes=BUCKET), Rule(trade="overlap", lag=2),
+        ShardBatchRule(ranks=RANKS, bucket=BUCKET), OverlapRule(window=2),
     )  # fmt: skip
     program, source = session.apply_rules(shared), session.source
-    trades = [trade for trade in session.request.trades if trade.name in CODE_TRADES]
+    trades = codec_trades(session.request.trades)
     offers = [offer for trade in trades for offer in trade.offers(program, source)[0]]
     for number, codes in enumerate([(), *(offer.rules for offer in offers)]):
         made = Decisions(

@@ -37,6 +37,7 @@ from steelyard.api.planned import Planned
 from steelyard.api.step import Step
 from steelyard.ir.rule import Rule
 from steelyard.planner.planner import Planner
+from steelyard.trades.offload_state import OffloadStateRule
 
 WIDTH, ROWS, PAIRS = 8192, 384, 9
 OPERAND_BYTES = WIDTH * WIDTH * 4
@@ -159,7 +160,7 @@ def measure_behind(folder: str, threads: int) -> None:
     twin, plain = copy.deepcopy(model), copy.deepcopy(model)
     computing = median(seconds_of(lambda: loss(plain, x).backward()) for _ in range(5))
     offload_memory = sy.OffloadMemory(folder, rate=DEPTH * COLUMNS * 4 / computing, size="1 GiB")
-    rule = Rule(trade="offload_state", op="weight", module="wide.weight", degree=SLICES, lead=1)
+    rule = OffloadStateRule(what="weight", parameter="wide.weight", slices=SLICES, lead=1)
     with_it, told_with = stepping(model, x, offload_memory, rule)
     with mock.patch("steelyard.operators.is_pointwise", return_value=False):
         without, told_without = stepping(twin, x, offload_memory, rule)

@@ -33,6 +33,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from steelyard.ir.rule import of_kind
+from steelyard.ir.rule_kinds import MicroBatches
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import steelyard as sy
@@ -188,8 +191,8 @@ def plan(name: str, path: str) -> None:
     tell(
         budget=budget,
         eager=planned.plan.before.peak.nbytes,
-        parts=max((r.degree for r in rules if r.trade == "accumulate"), default=1),
-        taken=sorted({f"{r.trade} {r.degree or ''}".strip() for r in rules}),
+        parts=max((r.micro_batches for r in of_kind(rules, MicroBatches)), default=1),
+        taken=sorted({f"{r.trade} {r.describe()}".strip() for r in rules}),
         exact=all(r.trade not in ("accumulate", "chunk") for r in rules),
     )
 

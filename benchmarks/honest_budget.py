@@ -136,7 +136,7 @@ def taken_steps(planned: sy.Planned, batch: Any) -> Row:
         "used": step.receipt().measured.memory_bytes,
         "predicted": plan.predicted.peak.nbytes,
         "seconds": plan.predicted.metrics.step_seconds.value,
-        "taken": sorted({f"{r.trade} {r.degree or ''}".strip() for r in plan.decisions.rules}),
+        "taken": sorted({f"{r.trade} {r.describe()}".strip() for r in plan.decisions.rules}),
         "gap": next((n for n in plan.notes if n.startswith("within")), ""),
     }
 

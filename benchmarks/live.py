@@ -153,8 +153,8 @@ def _space(session: Any) -> Iterator[list[tuple[Any, ...]]]:
     """Rules of every plan that the search could have come to by itself, some more than once; the
     batch in ever more parts last."""
     from steelyard.errors import Infeasible
-    from steelyard.ir.rule import Rule
     from steelyard.plans.budget import Budget
+    from steelyard.trades.accumulate import AccumulateRule
 
     layouts = session.layouts
     by_layout = [layouts.ways.of(layout) for layout in layouts.layouts]
@@ -174,7 +174,7 @@ def _space(session: Any) -> Iterator[list[tuple[Any, ...]]]:
         found += (point.rules for point in pipelines.frontier())
     yield found
     for degree in MICRO_BATCHES if session.source.why_not_split() is None else ():
-        cut = Rule(trade="accumulate", degree=degree)
+        cut = AccumulateRule(micro_batches=degree)
         yield [(*way.rules, cut) for ways in by_layout for way in ways]
     yield [*leaner(FINER_SHARES)]
 

@@ -44,6 +44,7 @@ import steelyard as sy
 from benchmarks._turns import in_turn
 from benchmarks.runner import interval
 from steelyard.ir.parallel_layout import ParallelLayout
+from steelyard.ir.rule_kinds import BatchSharding
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.probe import command_of, context_of, fitted
 from steelyard.plan_files.plan_file import read_decisions, write_decisions
@@ -162,7 +163,10 @@ def _planned(folder: Path) -> tuple[list[int], dict[str, float]]:
     planned = sy.plan(model, loss, batch, optimizer=OPTIMIZER, cluster=sy.Cluster.here(ranks=RANKS))
     decisions = planned.plan.decisions
     write_decisions(folder / "plan.toml", decisions)
-    rules = tuple(replace(rule, shares=()) for rule in decisions.rules)
+    rules = tuple(
+        replace(rule, shares=()) if isinstance(rule, BatchSharding) else rule
+        for rule in decisions.rules
+    )
     write_decisions(folder / "even.toml", replace(decisions, rules=rules))
     even = sy.load(folder / "even.toml", model, loss, batch, optimizer=OPTIMIZER)
     steps = {

@@ -148,12 +148,13 @@ def _look(name: str, optimizer: str) -> Any:
 def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
     """The plan and all ways, written for the ranks to read."""
     from steelyard.api.planned import planned
-    from steelyard.ir.gradient_codec import CODES
     from steelyard.plan_files.plan_file import write_decisions
     from steelyard.planner.planner import Planner
     from steelyard.plans.budget import Budget
     from steelyard.plans.plan import Decisions
+    from steelyard.plans.trade import codecs_of
     from steelyard.search.ranks.gradient_compression import Weighing
+    from steelyard.trades import TRADES
 
     session = _look(name, optimizer)
     plan = planned(Planner(session), Budget(accuracy_loss=ACCURACY_LOSS)).plan
@@ -161,7 +162,7 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
     rules = [plan.decisions.rules]
     for layout in layouts.layouts:
         rules += [way.rules for way in layouts.ways.of(layout)]
-    for codec in CODES.values():
+    for codec in codecs_of(TRADES):
         coded, _ = Weighing(layouts=layouts, codecs=[codec]).fastest(thoroughly=True)
         rules += [way.rules for way in coded if _is_allowed(session, way.rules)]
     unlike = {live._key(session, own): own for own in reversed(rules)}
@@ -191,9 +192,12 @@ def _is_allowed(session: Any, rules: Sequence[Any]) -> bool:
 
 def _without_warm_up(rules: Sequence[Any]) -> tuple[Any, ...]:
     """Remove the warm-up steps without compression, which no timed step contains."""
-    from steelyard.ir.gradient_codec import CODE_TRADES
+    from steelyard.ir.rule_kinds import GradientCompression
 
-    return tuple(replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in rules)
+    return tuple(
+        replace(rule, warm_up=0) if isinstance(rule, GradientCompression) else rule
+        for rule in rules
+    )
 
 
 # --- one rank -------------------------------------------------------------------------------------

@@ -43,7 +43,9 @@ from benchmarks._turns import in_turn
 from benchmarks.runner import interval
 from steelyard.comm.json_gather import gathered
 from steelyard.ir.rule import Rule
+from steelyard.trades.accumulate import AccumulateRule
 from steelyard.trades.shard_pipeline import rules_for
+from steelyard.trades.shared_memory_transfer import SharedMemoryTransferRule
 
 if TYPE_CHECKING:
     from steelyard.api.step import Step
@@ -306,13 +308,13 @@ def _prepared(name: str, folder: Path) -> dict[str, Any]:
 
     session = _look(name)
     rules = _wide_rules() if name == "wide" else _fastest(session)
-    sides = {"gloo": rules, "slots": (*rules, Rule(trade="shared_memory_transfer", op="stages"))}
+    sides = {"gloo": rules, "slots": (*rules, SharedMemoryTransferRule(messages="stages"))}
     seconds = {}
     for side, own in sides.items():
         made = Decisions(target=session.target(), budget=Budget(), rules=tuple(sorted(own)))
         write_decisions(folder / f"{side}.plan.toml", made)
         seconds[side] = round(step_seconds(session.apply_rules(own), session.prices.costs).value, 5)
-    schedule = next(rule.op for rule in rules if rule.trade == "shard_pipeline")
+    schedule = next(rule.schedule for rule in rules if rule.trade == "shard_pipeline")
     return {
         "schedule": schedule,
         "seconds": seconds,
@@ -323,7 +325,7 @@ def _prepared(name: str, folder: Path) -> dict[str, Any]:
 def _wide_rules() -> tuple[Rule, ...]:
     """Cut where it is widest, which no search would."""
     cut = rules_for(["1"], schedule="1F1B", ranks=RANKS)
-    return Rule(trade="accumulate", degree=WIDE_PARTS), *cut
+    return AccumulateRule(micro_batches=WIDE_PARTS), *cut
 
 
 def _fastest(session: Any) -> tuple[Rule, ...]:

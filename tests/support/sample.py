@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from steelyard.ir.graph import Phase, Role
 from steelyard.ir.metrics import Estimate, Metrics
-from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
 from steelyard.plans.peak_memory import LiveTensor, PeakMemory, Timeline
 from steelyard.plans.plan import (
@@ -19,6 +18,8 @@ from steelyard.plans.plan import (
 )
 from steelyard.plans.receipt import Receipt, RunMeasurement
 from steelyard.plans.trade import Rejection
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.recompute import RecomputeRule
 
 MIB = 2**20
 
@@ -37,9 +38,9 @@ DECISIONS = Decisions(
     ),
     budget=Budget(memory="300 MiB"),
     rules=(
-        Rule(trade="accumulate", degree=2),
-        Rule(trade="recompute", module="blocks.*.attn", op="aten.bmm.default", nth=1, count=4),
-        Rule(trade="recompute", module="blocks.*.mlp", op="aten.gelu.default", count=4),
+        AccumulateRule(micro_batches=2),
+        RecomputeRule(module="blocks.*.attn", op="aten.bmm.default", nth=1, count=4),
+        RecomputeRule(module="blocks.*.mlp", op="aten.gelu.default", count=4),
     ),
 )
 

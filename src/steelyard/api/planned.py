@@ -15,13 +15,13 @@ from steelyard.api.step import Step
 from steelyard.capture.tracing.fake_execution import filled
 from steelyard.errors import BadInput, Infeasible, Mismatch
 from steelyard.ir.metrics import Metrics
-from steelyard.ir.rule import OFFLOAD_TRADES
-from steelyard.ir.trace_span import Span
+from steelyard.ir.rule import kind_named
 from steelyard.plan_files.prediction_file import write_plan
 from steelyard.planner.planner import Planner
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import FrontierPoint, Plan
+from steelyard.plans.trace_span import Span
 from steelyard.predict import spans
 from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
@@ -84,7 +84,8 @@ class Planned:
         taken = [t.label for t in self.plan.taken if t.trade == trade]
         if taken:
             return f"{trade} was applied: {', '.join(taken[:5])}"
-        if trade in OFFLOAD_TRADES and self.session.request.cluster.offload_memory is None:
+        is_offload = kind_named(trade).needs_offload_memory
+        if is_offload and self.session.request.cluster.offload_memory is None:
             return "there is no offload memory: name a folder (--offload-dir, sy.OffloadMemory)"
         reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
         if not reasons and not self.plan.num_offers:

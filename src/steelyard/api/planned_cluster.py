@@ -9,10 +9,10 @@ from typing import Any
 from steelyard.api.planned import Planned, budget_of, check_trade
 from steelyard.comm.pipeline_schedules import order_of
 from steelyard.errors import BadInput
-from steelyard.ir.trace_span import Span
 from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.plans.budget import Budget, Minimize
 from steelyard.plans.plan import FrontierPoint, Plan
+from steelyard.plans.trace_span import Span
 from steelyard.predict.analytic.trace import deep_spans
 from steelyard.search import ClusterPlan
 

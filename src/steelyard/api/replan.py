@@ -20,11 +20,12 @@ from steelyard.api.step import Step
 from steelyard.comm.devices import CPU
 from steelyard.errors import BadInput, PlanFileError
 from steelyard.hardware.link import Link
-from steelyard.ir.gradient_codec import CODE_TRADES, Codec, codec_of
+from steelyard.ir.gradient_codec import Codec
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.parallel_layout import DATA, ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind
+from steelyard.ir.rule_kinds import GradientCompression
 from steelyard.measure.device_memory import free_bytes
 from steelyard.measure.links.worker import measured_now, rates_now
 from steelyard.plan_files.plan_file import decode_decisions, encode_decisions
@@ -562,7 +563,7 @@ class Replanner:
             if len(hosts) == 1:
                 text = f"host {hosts[0]} goes on alone"
             return f"{text} and the others stand by"
-        labels = {codec_of(rule).label for rule in rules if rule.trade in CODE_TRADES}
+        labels = {rule.codec.label for rule in of_kind(rules, GradientCompression)}
         coded = " and ".join(sorted(labels)) or "gradients in no code"
         return coded if before == ranks else f"all hosts take part again, {coded}"
 

@@ -25,15 +25,12 @@ from steelyard.errors import BadInput, Mismatch
 from steelyard.hardware.cluster import OFFLOAD_PIECE_BYTES
 from steelyard.hardware.host_os import this_device
 from steelyard.ir.gradient_codec import (
-    CODE_TRADES,
     CODED_CALLS,
-    codec_fallbacks,
-    codec_of,
-    warm_up_of,
 )
-from steelyard.ir.parallel_layout import DATA, LAYOUT_TRADES, ParallelLayout, spelled
+from steelyard.ir.parallel_layout import DATA, ParallelLayout, spelled
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import BETWEEN_RANKS, Rule, of_kind
+from steelyard.ir.rule_kinds import GradientCompression, MicroBatches
 from steelyard.ir.step_source import ShardedSource
 from steelyard.measure.operators.memory import is_profiled, meter_once
 from steelyard.measure.operators.timer import Laps
@@ -41,6 +38,7 @@ from steelyard.measure.process import rss_peak_bytes
 from steelyard.offload.optimizer_state import OffloadedStates
 from steelyard.offload.tier import OffloadFile
 from steelyard.planner.cost_provider import LazyCosts
+from steelyard.plans.codec_fallbacks import codec_fallbacks, warm_up_of
 from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import RankMemory, Receipt, RunMeasurement
 from steelyard.plans.trade import apply_rules, apply_rules_on_ranks
@@ -653,7 +651,7 @@ class Step:
         rules = [self._fit_micro_batches(rule, source) for rule in self._codec_fallbacks[rung]]
         if self.ranks.stands_by:
             # A rank that stands by checks batches as the others do, but never runs the program.
-            rules = [rule for rule in rules if rule.trade not in LAYOUT_TRADES]
+            rules = [rule for rule in rules if rule.stage not in BETWEEN_RANKS]
         # The full model is traced; it is split into shards once the first step is bound.
         with self._sharded_model.imagined() if self._sharded_model else contextlib.nullcontext():
             graph = source.captured().graph
@@ -671,11 +669,14 @@ class Step:
         """
         size, layout = batch_size(source.batch), ParallelLayout.of(self.plan.decisions.rules)
         possible = ShardedSource(source=source, layout=layout).divisors()
-        if rule.trade != "accumulate" or rule.degree in possible or not possible or size is None:
+        if not isinstance(rule, MicroBatches) or not possible or size is None:
+            return rule
+        if rule.micro_batches in possible:
             return rule
         size //= layout.units
-        max_samples = (batch_size(self._source.batch) or 1) // layout.units // rule.degree
-        return replace(rule, degree=min(k for k in possible if size // k <= max(max_samples, 1)))
+        max_samples = (batch_size(self._source.batch) or 1) // layout.units // rule.micro_batches
+        parts = min(k for k in possible if size // k <= max(max_samples, 1))
+        return replace(rule, micro_batches=parts)
 
     def _bind_other_shape(self, batch: Any) -> tuple[Program, Constants, CodeReads]:
         """Return the program for a batch of another shape, if it fits the budget."""
@@ -737,7 +738,7 @@ class Step:
 
 
 def _codec_text(rules: Sequence[Rule]) -> str:
-    codes = {codec_of(rule).label for rule in rules if rule.trade in CODE_TRADES}
+    codes = {rule.codec.label for rule in of_kind(rules, GradientCompression)}
     return " and ".join(sorted(label.removeprefix("gradients in ") for label in codes)) or "no code"
 
 

@@ -6,12 +6,10 @@ factors. Not for executing codecs (operators/gradient_codecs.py, operators/low_r
 values saved in memory (quantized_activation.py).
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from steelyard.ir.graph import Tensor
-from steelyard.ir.rule import Rule
 
 BLOCK = 1024
 # Encodes gradients, one row for each part of them.
@@ -76,56 +74,10 @@ INT8 = Codec(name="int8", bits=8)
 TERNARY = Codec(name="ternary", bits=2, has_residual=True)
 LARGEST = Codec(name="largest", bits=8, has_residual=True, kept=4)
 CODECS = {codec.name: codec for codec in (BFLOAT16, INT8, TERNARY, LARGEST)}
-_LOW_RANK_TRADE, _RANK = "low_rank_gradients", 4
 
 
 def low_rank(rank: int) -> Codec:
     return Codec(name=f"rank {rank}", bits=32, has_residual=True, rank=rank)
-
-
-# The codec for each trade and the ``op`` and ``degree`` of its rules, least lossy first.
-CODES = {
-    ("quantized_gradients", BFLOAT16.name, 0): BFLOAT16,
-    ("quantized_gradients", INT8.name, 0): INT8,
-    ("ternary_gradients", "", 0): TERNARY,
-    (_LOW_RANK_TRADE, "", _RANK): low_rank(_RANK),
-    ("top_k_gradients", "", 0): LARGEST,
-}
-CODE_TRADES = tuple(dict.fromkeys(trade for trade, _, _ in CODES))
-
-
-def codec_of(rule: Rule) -> Codec:
-    if rule.trade == _LOW_RANK_TRADE:
-        return low_rank(rule.degree)
-    return CODES[rule.trade, rule.op, rule.degree]
-
-
-def codec_fallbacks(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
-    """Return these rules, followed by variants with less and less lossy codecs, down to none."""
-    variants = [tuple(rules)]
-    while any(rule.trade in CODE_TRADES for rule in variants[-1]):
-        milder = (_less_lossy(rule) if rule.trade in CODE_TRADES else rule for rule in variants[-1])
-        variants.append(tuple(sorted(rule for rule in milder if rule is not None)))
-    return tuple(variants)
-
-
-def _less_lossy(rule: Rule) -> Rule | None:
-    """Return the rule with the next less lossy codec; None without any.
-
-    A codec that needs no compiler falls back to one that needs none.
-    """
-    codec = codec_of(rule)
-    if codec == BFLOAT16:
-        return None
-    if codec == LARGEST:
-        return replace(rule, trade="ternary_gradients")
-    milder = INT8 if codec == TERNARY else BFLOAT16
-    return replace(rule, trade="quantized_gradients", op=milder.name, degree=0)
-
-
-def warm_up_of(rules: Iterable[Rule]) -> int:
-    """Return the number of warm-up steps without compression."""
-    return max((rule.lead for rule in rules if rule.trade in CODE_TRADES), default=0)
 
 
 def matrix_of(tensor: Tensor) -> tuple[int, int]:

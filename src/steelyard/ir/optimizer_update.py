@@ -11,7 +11,7 @@ from hashlib import sha256
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Node, Role, path_matches
 from steelyard.ir.program import Instruction, Program
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule_kinds import ParameterRule
 
 # Name prefixes of weights and of their gradients.
 WEIGHT, GRADIENT = "parameter:", "gradient:"
@@ -40,12 +40,12 @@ def parameters_of(graph: Graph, pattern: str) -> list[str]:
     return [name for name in names if path_matches(name.removeprefix(WEIGHT), pattern)]
 
 
-def parameters_named(graph: Graph, rule: Rule) -> list[str]:
+def parameters_named(graph: Graph, rule: ParameterRule) -> list[str]:
     """Return the parameters that a rule names; raise Mismatch if its ``count`` differs."""
-    found = parameters_of(graph, rule.module)
+    found = parameters_of(graph, rule.parameter)
     if len(found) != rule.count:
         raise Mismatch(
-            f"{rule.trade} rule for {rule.module or 'nothing'} matches {len(found)} parameters "
+            f"{rule.trade} rule for {rule.parameter or 'nothing'} matches {len(found)} parameters "
             "of this model",
             expected=f"{rule.count}, as the plan says",
             remedy="plan again for this model, or edit parameter or count of that rule",

@@ -8,19 +8,14 @@ from dataclasses import dataclass
 from math import gcd
 
 from steelyard.errors import BadInput
-from steelyard.ir.gradient_codec import CODE_TRADES
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind
+from steelyard.ir.rule_kinds import BatchSharding, PipelineStageEnd, TensorSharding
 
 # The mesh axes: data-parallel ranks have the same weights and different samples; tensor-parallel
 # ranks have shards of the same weights and the same samples; pipeline-parallel ranks have
 # different layers and pass samples on.
 DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
 _MOST_SHARES_SHOWN = 8
-# Trades whose rules distribute the step or change communication between ranks.
-LAYOUT_TRADES = frozenset({
-    "shard_tensor", "shard_states", "shard_batch", "shard_pipeline", "sparse_gradients",
-    "overlap", "shared_memory_transfer", *CODE_TRADES,
-})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +47,12 @@ class ParallelLayout:
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> "ParallelLayout":
         rules = tuple(rules)
+        batch = of_kind(rules, BatchSharding)
         return cls(
-            batch=_degree(rules, "shard_batch"),
-            tensor=_degree(rules, "shard_tensor"),
-            pipeline=_degree(rules, "shard_pipeline"),
-            shares=next((rule.shares for rule in rules if rule.shares), ()),
+            batch=_most_ranks(batch),
+            tensor=_most_ranks(of_kind(rules, TensorSharding)),
+            pipeline=_most_ranks(of_kind(rules, PipelineStageEnd)),
+            shares=next((rule.shares for rule in batch if rule.shares), ()),
         )
 
     @property
@@ -104,8 +100,8 @@ def spelled(shares: Sequence[int]) -> str:
     return " : ".join([*map(str, shares[:_MOST_SHARES_SHOWN]), *more])
 
 
-def _degree(rules: tuple[Rule, ...], trade: str) -> int:
-    return max((rule.degree for rule in rules if rule.trade == trade), default=1)
+def _most_ranks(rules: Iterable[BatchSharding | TensorSharding | PipelineStageEnd]) -> int:
+    return max((rule.ranks for rule in rules), default=1)
 
 
 ALONE = ParallelLayout()

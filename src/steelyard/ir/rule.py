@@ -1,50 +1,195 @@
-"""A decision in words that survive retracing: the trade, the module, the operator, the call.
+"""Rules: the decisions of a plan, in words that survive retracing, with one type for each trade.
 
-Plan files store rules and trades apply them. Not for finding decisions: see search/.
+The fields of a rule are the keys of its trade's table in a plan file. Plan files store rules and
+trades apply them. Not for the kinds of rules: see rule_kinds.py. Not for finding decisions: see
+search/.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, Field, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import BlockRun, Graph, Node, path_matches
+from steelyard.safe_files import STRICT
+from steelyard.units import parse_bytes
 
-# Trades that need offload memory.
-OFFLOAD_TRADES = frozenset({"offload", "offload_state"})
-# Prefetch only while resident memory does not exceed the peak without prefetching.
-WITHIN_PEAK = "peak"
-# Exchange only the looked-up rows of an embedding's gradient.
-ROWS = "rows"
+MOST_RULES = 50_000
+MOST_RANKS = 1_000_000
+LARGEST = 2**62
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Rule:
-    """One decision of a plan. ``count`` nodes must match, else the plan is for another model.
+class _Omitted:
+    """Marks a key that is not written if it has its default value."""
 
-    ``op`` may end in ``#k``: result k of a multi-output operator. ``degree`` is the trade's own
-    number, if any (micro-batches, slices). ``lag`` and ``lead`` count the operators that run
-    during a transfer: after a value is sent, and before it is needed again. If a trade applies to
-    parameters instead of calls, ``op`` selects the tensors of the parameter; if it applies to
-    collectives, ``op`` is the limit on ``lead``. For gradient codecs ``lead`` is the number of
-    warm-up steps without compression. ``times`` is the maximum number of recomputations of a
-    value, or the number of gathers of a weight. ``bucket_bytes`` is the size of one joint
-    collective. ``dim`` and ``groups`` say along which dim a tensor is sharded, ``shares`` the
-    unequal parts of the batch.
+
+OMITTED = _Omitted()
+
+Whole = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+
+
+def with_units(parse: Callable[..., float], what: str) -> BeforeValidator:
+    """Return a validator that parses amounts with units; numbers pass unchanged."""
+    return BeforeValidator(lambda given: parse(given, what=what) if type(given) is str else given)
+
+
+class _InBytes:
+    """Marks a key that is written with a unit of bytes."""
+
+
+IN_BYTES = _InBytes()
+Bytes = Annotated[int, with_units(parse_bytes, "memory"), Field(ge=1, le=LARGEST), IN_BYTES]
+
+
+class Stage(StrEnum):
+    """The part of the search that decides about a trade.
+
+    ``layout``: how ranks divide the step and exchange gradients; each layout has its own program.
+    ``variant``: changes of one rank's graph, each of which has its own exploration. ``value``: the
+    treatment of one saved activation. ``order``: the timing of collectives and messages.
     """
 
-    trade: str
-    module: str = ""
-    op: str = ""
-    nth: int = 0
-    count: int = 1
-    degree: int = 0
-    lag: int = 0
-    lead: int = 0
-    times: int = 1
-    bucket_bytes: int = 0
-    dim: int = 0
-    groups: int = 1
-    shares: tuple[int, ...] = ()
+    LAYOUT = "layout"
+    VARIANT = "variant"
+    VALUE = "value"
+    ORDER = "order"
+
+
+# The stages of trades that divide the step among ranks or change their communication.
+BETWEEN_RANKS = frozenset({Stage.LAYOUT, Stage.ORDER})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One decision of a plan. Its fields are the keys of its table in a plan file.
+
+    ``trade`` is the name of the table. ``most`` is the maximum number of its tables in a file.
+    ``paid_in`` is ``computation`` or ``communication``: the seconds that the trade costs.
+    """
+
+    trade: str = field(init=False)
+    stage: ClassVar[Stage] = Stage.VARIANT
+    most: ClassVar[int] = 1
+    needs_offload_memory: ClassVar[bool] = False
+    paid_in: ClassVar[str] = "computation"
+    # True if the seconds that the trade saves are seconds of communication.
+    buys_communication: ClassVar[bool] = False
+
+    def describe(self) -> str:
+        """Return the decision in a few words, for plans without explanations of their trades."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self)[1:])
+        return ", ".join(f"{name} {value}" for name, value in values)
+
+    @property
+    def text(self) -> str:
+        """The rule in one line, without the keys that have their default values.
+
+        A later version may add a key with a default value, and the text stays the same.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.default is MISSING}
+        values |= {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
+        return f"{self.trade}: {values}"
+
+    @classmethod
+    def problems(cls, rules: Sequence[Self]) -> list[str]:  # noqa: ARG003 - none by default
+        """Return errors of rules that are valid one by one, but not together."""
+        return []
+
+    def __lt__(self, other: "Rule") -> bool:
+        return self._key() < other._key()
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(_from_json)
+
+
+RuleT = TypeVar("RuleT", bound=Rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRule(Rule):
+    """The forward values that one call makes, in as many modules as ``count``.
+
+    ``op`` may end in ``#k``: result k of a multi-output operator. ``count`` nodes must match,
+    else the plan is for another model.
+    """
+
+    most: ClassVar[int] = MOST_RULES
+    stage: ClassVar[Stage] = Stage.VALUE
+
+    module: str
+    op: str
+    nth: Whole = 0
+    count: Positive = 1
+
+    def describe(self) -> str:
+        return f"{self.op} #{self.nth} in {self.module or 'the loss'} ({self.count})"
+
+
+CallRuleT = TypeVar("CallRuleT", bound=CallRule)
+
+
+def of_kind(rules: Iterable[Rule], kind: type[RuleT]) -> tuple[RuleT, ...]:
+    """Return the rules of one kind, in the same order."""
+    return tuple(rule for rule in rules if isinstance(rule, kind))
+
+
+_TABLES: dict[type[Rule], type[BaseModel]] = {}
+
+
+def table_of(rule: type[Rule]) -> type[BaseModel]:
+    """Return the model of the trade's table in a plan file."""
+    if rule in _TABLES:
+        return _TABLES[rule]
+    hints = typing.get_type_hints(rule, include_extras=True)
+    keys: dict[str, Any] = {
+        f.name: (hints[f.name], ... if f.default is MISSING else f.default)
+        for f in fields(rule)
+        if f.init
+    }
+    _TABLES[rule] = create_model(rule.__name__, __config__=STRICT, **keys)
+    return _TABLES[rule]
+
+
+def _from_json(given: object) -> Rule:
+    """Return the rule in an object of a JSON file."""
+    if isinstance(given, Rule):
+        return given
+    values = dict(given) if isinstance(given, dict) else {}
+    rule = rule_types().get(str(values.pop("trade", "")))
+    if rule is None:
+        raise PydanticCustomError("rule", "a rule of a known trade")
+    return rule(**table_of(rule).model_validate(values).model_dump())
+
+
+def kind_named(trade: str) -> type[Rule]:
+    """Return the rule type of the trade of this name, or Rule if there is no such trade."""
+    return rule_types().get(trade, Rule)
+
+
+def trade_name(kind: type[Rule]) -> str:
+    """Return the name of the first trade of this kind."""
+    return next(name for name, rule in rule_types().items() if issubclass(rule, kind))
+
+
+def rule_types() -> dict[str, type[Rule]]:
+    """Return the rule type of each trade that is imported."""
+    found, pending = {}, [Rule]
+    while pending:
+        rule = pending.pop(0)
+        pending += rule.__subclasses__()
+        if isinstance(name := getattr(rule, "trade", None), str):
+            found[name] = rule
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +225,15 @@ def spot_of(graph: Graph, node: Node) -> CallSite | None:
 
 
 def to_rules(
-    graph: Graph,
-    values: Iterable[str],
-    *,
-    trade: str,
-    lag: int = 0,
-    lead: int = 0,
-    times: int = 1,
-    degree: int = 0,
-) -> tuple[Rule, ...]:
-    """Return the fewest sorted rules that name exactly these values.
+    graph: Graph, values: Iterable[str], rule: type[CallRuleT], **parameters: int
+) -> tuple[CallRuleT, ...]:
+    """Return the fewest sorted rules of this type that name exactly these values.
 
     ``*`` replaces only the indices of a verified run of equal blocks, and only if every block of
     the run is included.
     """
     chosen = {s for s in (spot_of(graph, graph.by_name[v]) for v in values) if s is not None}
-    rules: list[Rule] = []
+    rules: list[CallRuleT] = []
     for run in sorted(graph.runs, key=lambda r: -len(r.prefix)):
         by_pattern: dict[CallSite, set[CallSite]] = {}
         for site in chosen:
@@ -105,24 +243,22 @@ def to_rules(
         for pattern, members in by_pattern.items():
             if len(members) == run.count == _count_matches(graph, pattern):
                 chosen -= members
-                rules.append(_rule(trade, pattern, len(members)))
-    rules += [_rule(trade, site, 1) for site in chosen]
-    return tuple(
-        sorted(replace(rule, lag=lag, lead=lead, times=times, degree=degree) for rule in rules)
-    )
+                rules.append(rule_for(rule, pattern, count=len(members), **parameters))
+    rules += [rule_for(rule, site, **parameters) for site in chosen]
+    return tuple(sorted(rules))
 
 
-def matching(graph: Graph, rules: Sequence[Rule]) -> frozenset[str]:
+def matching(graph: Graph, rules: Sequence[CallRule]) -> frozenset[str]:
     """Return the values that the rules name; raise Mismatch if a rule's ``count`` differs."""
     return frozenset(rule_of(graph, rules))
 
 
-def rule_of(graph: Graph, rules: Sequence[Rule]) -> dict[str, Rule]:
+def rule_of(graph: Graph, rules: Sequence[CallRuleT]) -> dict[str, CallRuleT]:
     """Return each value that the rules name, with the last rule that names it."""
     by_call: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for site, name in spots(graph).items():
         by_call.setdefault((site.op, site.nth), []).append((site.module, name))
-    named: dict[str, Rule] = {}
+    named: dict[str, CallRuleT] = {}
     for rule in rules:
         found = [
             name
@@ -150,8 +286,12 @@ def _count_matches(graph: Graph, pattern: CallSite) -> int:
     )
 
 
-def _rule(trade: str, site: CallSite, count: int) -> Rule:
-    return Rule(trade=trade, module=site.module, op=site.op, nth=site.nth, count=count)
+def rule_for(
+    rule: type[CallRuleT], site: CallSite, *, count: int = 1, **parameters: int
+) -> CallRuleT:
+    """Return a rule of this type for the values of one call."""
+    values: dict[str, Any] = {"module": site.module, "op": site.op, "nth": site.nth, **parameters}
+    return rule(count=count, **values)
 
 
 def starred(module: str, run: BlockRun) -> str | None:

@@ -17,10 +17,19 @@ from pydantic import BaseModel, Field, ValidationError
 
 from steelyard.hardware.cluster import OffloadMemory
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.ir.rule import OFFLOAD_TRADES, Rule
+from steelyard.ir.rule import (
+    IN_BYTES,
+    LARGEST,
+    MOST_RANKS,
+    OMITTED,
+    Bytes,
+    Rule,
+    Whole,
+    table_of,
+    with_units,
+)
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import BatchEntry, Decisions, Target
-from steelyard.plans.rule_table import LARGEST, MOST_RANKS, Bytes, Whole, written
 from steelyard.safe_files import (
     STRICT,
     problems_of,
@@ -46,7 +55,7 @@ FORMAT = 2
 MOST_BYTES = 4 * 2**20
 # Enough to see the mistake; a hostile file has a million.
 _MOST_PROBLEMS = 100
-_TABLES = {name: trade.table for name, trade in BY_NAME.items()}
+_RULES = {name: trade.rule for name, trade in BY_NAME.items()}
 
 
 def read_decisions(path: Path) -> Decisions:
@@ -93,11 +102,11 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
     tables = toml_tables(raw, source=source, most_bytes=MOST_BYTES)
     _check_format(tables, source)
     rules, problems = _rules(tables)
-    known = {key: value for key, value in tables.items() if key not in _TABLES}
+    known = {key: value for key, value in tables.items() if key not in _RULES}
     try:
         head = _Head.model_validate(known)
     except ValidationError as error:
-        raise refusal(source, [*problems_of(error, _Head, also=_TABLES), *problems]) from None
+        raise refusal(source, [*problems_of(error, _Head, also=_RULES), *problems]) from None
     if problems:
         raise refusal(source, problems)
     target = head.target.value()
@@ -106,7 +115,7 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
         raise refusal(source, [f"is made for {text}, which are not as many on each"])
     if problem := _used_ranks_problem(head.used_ranks, target, ParallelLayout.of(rules).num_ranks):
         raise refusal(source, [problem])
-    offload_trade = next((rule.trade for rule in rules if rule.trade in OFFLOAD_TRADES), "")
+    offload_trade = next((rule.trade for rule in rules if rule.needs_offload_memory), "")
     if head.offload_memory is None and offload_trade:
         raise refusal(
             source,
@@ -158,13 +167,14 @@ def _check_format(tables: dict[str, Any], source: str) -> None:
 def _rules(tables: dict[str, Any]) -> tuple[tuple[Rule, ...], list[str]]:
     rules: list[Rule] = []
     problems: list[str] = []
-    for trade, table in _TABLES.items():
+    for trade, kind in _RULES.items():
+        table, of_trade = table_of(kind), list[Rule]()
         given = tables.get(trade, [])
         if not isinstance(given, list):
             problems.append(f"{trade} is written [[{trade}]], with two brackets")
             continue
-        if len(given) > table.most:
-            problems.append(f"{trade} has {len(given)} tables, and at most {table.most} may stand")
+        if len(given) > kind.most:
+            problems.append(f"{trade} has {len(given)} tables, and at most {kind.most} may stand")
             continue
         for index, entry in enumerate(given):
             if len(problems) >= _MOST_PROBLEMS:
@@ -174,12 +184,13 @@ def _rules(tables: dict[str, Any]) -> tuple[tuple[Rule, ...], list[str]]:
             except ValidationError as error:
                 problems += problems_of(error, table, within=(trade, index))
                 continue
-            rules.append(Rule(trade=trade, **values))
-        problems += table.problems([rule for rule in rules if rule.trade == trade])
+            of_trade.append(kind(**values))
+        problems += kind.problems(of_trade)
+        rules += of_trade
     rules.sort()
     for rule, next_rule in pairwise(rules):
         if rule == next_rule:
-            problems.append(f"{rule.trade}: {printable(rule.module)} {printable(rule.op)} is twice")
+            problems.append(f"{rule.trade}: {printable(rule.describe())} is twice")
     return tuple(rules), problems[:_MOST_PROBLEMS]
 
 
@@ -235,13 +246,13 @@ class _Budget(BaseModel):
     model_config = STRICT
 
     memory: Bytes | None = None
-    step_time: Annotated[float, written(parse_seconds, "step_time"), _POSITIVE] | None = None
-    communication: Annotated[float, written(parse_seconds, "communication"), _POSITIVE] | None = (
-        None
-    )
-    computation: Annotated[float, written(parse_seconds, "computation"), _POSITIVE] | None = None
+    step_time: Annotated[float, with_units(parse_seconds, "step_time"), _POSITIVE] | None = None
+    communication: (
+        Annotated[float, with_units(parse_seconds, "communication"), _POSITIVE] | None
+    ) = None
+    computation: Annotated[float, with_units(parse_seconds, "computation"), _POSITIVE] | None = None
     accuracy_loss: Annotated[
-        float, written(parse_share, "accuracy_loss"), Field(ge=0, le=LARGEST)
+        float, with_units(parse_share, "accuracy_loss"), Field(ge=0, le=LARGEST)
     ] = 0.0
 
     def value(self) -> Budget:
@@ -258,7 +269,7 @@ class _OffloadMemory(BaseModel):
     model_config = STRICT
 
     folder: str
-    rate: Annotated[float, written(parse_rate, "rate"), _POSITIVE]
+    rate: Annotated[float, with_units(parse_rate, "rate"), _POSITIVE]
     size: Bytes
 
     def value(self) -> OffloadMemory:
@@ -316,13 +327,11 @@ def _lines(decisions: Decisions) -> Iterator[str]:
         yield f"size = {_toml(spell_bytes(offload_memory.size_bytes))}"
     for rule in sorted(decisions.rules):
         yield f"\n[[{rule.trade}]]"
-        table = _TABLES[rule.trade]
-        for field, info in table.model_fields.items():
-            value = getattr(rule, field)
-            if table.omits(field, value):
+        for key, info in table_of(type(rule)).model_fields.items():
+            value = getattr(rule, key)
+            if OMITTED in info.metadata and value == info.default:
                 continue
-            written = spell_bytes(value) if field == "bucket_bytes" else value
-            yield f"{info.alias or field} = {_toml(written)}"
+            yield f"{key} = {_toml(spell_bytes(value) if IN_BYTES in info.metadata else value)}"
 
 
 def _toml(value: str | int | float | tuple[int | float, ...]) -> str:

@@ -39,13 +39,16 @@ MORE_STEPS = 30
 _SEED = 0
 
 
-def coding_errors(source: CapturedStep, base: Program, values: Iterable[str]) -> dict[str, float]:
-    """Return the 8-bit error of each value on the user's batch, as a share of its norm.
+def coding_errors(
+    source: CapturedStep, base: Program, values: Iterable[str], *, probe: str
+) -> dict[str, float]:
+    """Return the error of each value on the user's batch, as a share of its norm.
 
+    ``probe`` is the operator that computes the error of one value.
     Only the forward pass runs, and it needs no more memory than one without a backward pass.
     """
     captured = source.captured()
-    program = _with_error_probes(base, values)
+    program = _with_error_probes(base, values, probe)
     layout = BatchLayout(source.batch, unread=captured.reads.unread)
     leaves = layout.leaves(source.batch)
     bound = BoundProgram(
@@ -69,14 +72,14 @@ def coding_errors(source: CapturedStep, base: Program, values: Iterable[str]) ->
     return found
 
 
-def _with_error_probes(base: Program, values: Iterable[str]) -> Program:
+def _with_error_probes(base: Program, values: Iterable[str], probe: str) -> Program:
     """Return the forward pass, with a measurement of the error behind each line that makes a value.
 
     Its writes into the model are dropped.
     """
     graph = base.graph
     errors = {
-        value: _error_of(graph.by_name[value], number=len(graph.storages) + place)
+        value: _error_of(graph.by_name[value], probe, number=len(graph.storages) + place)
         for place, value in enumerate(sorted(values))
     }
     lines = [i for i in base.instructions if i.sink is None]
@@ -104,15 +107,15 @@ def _with_error_probes(base: Program, values: Iterable[str]) -> Program:
     return Program.of(probed_graph, probed)
 
 
-def _error_of(node: Node, *, number: int) -> Node:
+def _error_of(node: Node, probe: str, *, number: int) -> Node:
     return Node(
         name=f"{node.name}.error",
-        op="steelyard.coding_error",
+        op=probe,
         args=(Ref(node.name),),
         inputs=(node.name,),
         outputs=(Tensor(shape=(), stride=(), dtype="float64", storage=number),),
         phase=Phase.BACKWARD,
-        signature="steelyard.coding_error",
+        signature=probe,
     )
 
 

@@ -3,13 +3,14 @@
 Not for how the batch is sharded: the plan decides that.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from steelyard.capture.batch.splitting import computes_in_half
 from steelyard.ir.graph import Graph
 from steelyard.ir.parallel_layout import ParallelLayout, spelled
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind
+from steelyard.ir.rule_kinds import BatchSharding, MicroBatches
 
 # Learning-rate scaling for a larger batch: Goyal et al. (2017), Malladi et al. (2022).
 GROWN = (
@@ -18,9 +19,14 @@ GROWN = (
 )
 
 
-def half_precision_note(rules: Iterable[Rule], graph: Graph) -> Iterator[str]:
+def half_precision_note(rules: Sequence[Rule], graph: Graph) -> Iterator[str]:
     """Yield a note if the step computes in half precision and splits its batch."""
-    parts = prod(r.degree or 1 for r in rules if r.trade in ("accumulate", "shard_batch"))
+    parts = prod(
+        [
+            *(rule.micro_batches for rule in of_kind(rules, MicroBatches)),
+            *(rule.ranks for rule in of_kind(rules, BatchSharding)),
+        ]
+    )
     if parts > 1 and computes_in_half(graph):
         yield (
             f"the step computes in half precision, and the gradients of {parts} parts of the batch "

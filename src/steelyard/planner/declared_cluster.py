@@ -16,7 +16,7 @@ from steelyard.errors import Infeasible
 from steelyard.hardware.cluster import OffloadMemory
 from steelyard.ir.batch_template import BatchTemplate
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.ir.rule import OFFLOAD_TRADES, Rule
+from steelyard.ir.rule import Rule
 from steelyard.planner.batch_notes import batch_size_note
 from steelyard.planner.gradient_compression import note_on_accuracy, refuse_unprobed
 from steelyard.planner.session import PlanRequest
@@ -34,9 +34,9 @@ from steelyard.search import (
     to_rules,
     told,
 )
-from steelyard.search.cluster.from_rules import RuleContext as Told
-from steelyard.search.cluster.from_rules import from_rules
+from steelyard.search.cluster.from_rules import RuleContext, from_rules
 from steelyard.search.cluster.uncertainty import doubt_said, rivals, rivals_said
+from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable
 from steelyard.units import format_bytes, format_seconds, format_share
 
@@ -148,11 +148,12 @@ class DeclaredClusterPlanner:
         chosen = from_rules(
             decisions.rules,
             self.search,
-            Told(
+            RuleContext(
                 graph=step.whole.graph,
                 blocks=step.blocks,
                 num_samples=step.num_samples,
                 regions=step.regions,
+                trades=TRADES,
             ),
         )
         notes = [*self._rate_notes(chosen), *self._batch_note(chosen)]
@@ -175,7 +176,7 @@ class DeclaredClusterPlanner:
         step, search = self.step, self.search
         limit = search.limit_bytes(budget)
         regions = step.regions(chosen.layout.tensor) if chosen.layout.tensor > 1 else ()
-        rules = to_rules(chosen, step.whole.graph, regions, step.blocks)
+        rules = to_rules(chosen, step.whole.graph, regions, step.blocks, TRADES)
         reasons = told(search, chosen, limit, rules)
         return Plan(
             title=self._title(chosen),
@@ -199,7 +200,7 @@ class DeclaredClusterPlanner:
     def _offload_memory(self, rules: Sequence[Rule]) -> OffloadMemory | None:
         """The hosts' offload memory: the bandwidth of the slowest link, the size of the smallest
         share."""
-        if not any(rule.trade in OFFLOAD_TRADES for rule in rules):
+        if not any(rule.needs_offload_memory for rule in rules):
             return None
         classes = [device for device, _ in self.request.cluster.tree.classes]
         links = [device.host_link for device in classes if device.host_link is not None]

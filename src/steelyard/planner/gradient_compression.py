@@ -13,7 +13,7 @@ import torch
 
 from steelyard import _torch
 from steelyard.errors import Infeasible, Mismatch
-from steelyard.ir.gradient_codec import BLOCK, CODE_TRADES, CODES, RESIDUAL, Codec, codec_fallbacks
+from steelyard.ir.gradient_codec import BLOCK, RESIDUAL, Codec
 from steelyard.ir.parallel_layout import DATA
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
@@ -28,11 +28,13 @@ from steelyard.planner.lossy import NOT_PROBED, LossyPlanner
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import Drift, beyond
 from steelyard.plans.budget import Budget
+from steelyard.plans.codec_fallbacks import codec_fallbacks
 from steelyard.plans.plan import Prediction
-from steelyard.plans.trade import Rejection, Remaining
+from steelyard.plans.trade import Rejection, Remaining, codec_trades, codecs_of
 from steelyard.predict import peak_bytes
 from steelyard.search.ranks.gradient_compression import CompressedCandidate, Weighing
 from steelyard.search.result import SearchResult
+from steelyard.trades import TRADES
 from steelyard.units import format_bytes, format_seconds
 
 # A smaller gain is not worth any accuracy, nor is one within twice the uncertainty of the link
@@ -143,7 +145,7 @@ def refuse_unprobed() -> tuple[Rejection, ...]:
     label = "gradients in codes"
     return tuple(
         Rejection(trade=trade, label=label, reason=reason, left=Remaining.NEVER)
-        for trade in CODE_TRADES
+        for trade in (trade.name for trade in codec_trades(TRADES))
     )
 
 
@@ -156,13 +158,9 @@ def note_on_accuracy(budget: Budget) -> tuple[str, ...]:
 
 def available_codecs(session: PlanningSession) -> list[Codec]:
     """Return the codecs that the request allows and this machine can compile."""
-    trades = {trade.name for trade in session.request.trades}
     is_compiling = _torch.cpp_compiler() is not None
-    return [
-        codec
-        for (trade, _, _), codec in CODES.items()
-        if trade in trades and (is_compiling or not codec.is_compiled)
-    ]
+    codecs = codecs_of(session.request.trades)
+    return [codec for codec in codecs if is_compiling or not codec.is_compiled]
 
 
 def compile_codecs(codecs: Sequence[Codec], *, num_ranks: int) -> None:
@@ -184,14 +182,16 @@ def compile_codecs(codecs: Sequence[Codec], *, num_ranks: int) -> None:
 
 def _codecs_with_trades(session: PlanningSession, refused: list[Rejection]) -> dict[Codec, str]:
     """Return the available codecs with their trades, and append a rejection of each other codec."""
-    codecs, trades = available_codecs(session), {trade.name for trade in session.request.trades}
+    codecs = available_codecs(session)
     available: dict[Codec, str] = {}
     reason = "Inductor finds no C++ compiler to make codes with"
-    for (trade, _, _), codec in CODES.items():
+    for codec, trade in codecs_of(session.request.trades).items():
         if codec in codecs:
-            available[codec] = trade
-        elif trade in trades:
-            refusal = Rejection(trade=trade, label=codec.label, reason=reason, left=Remaining.NEVER)
+            available[codec] = trade.name
+        else:
+            refusal = Rejection(
+                trade=trade.name, label=codec.label, reason=reason, left=Remaining.NEVER
+            )
             refused.append(refusal)
     return available
 

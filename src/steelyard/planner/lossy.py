@@ -15,22 +15,26 @@ from statistics import median
 from steelyard import _torch
 from steelyard.comm.devices import torch_device_of
 from steelyard.errors import Infeasible
-from steelyard.ir.gradient_codec import CODE_TRADES
-from steelyard.ir.parallel_layout import LAYOUT_TRADES, ParallelLayout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import CallSite, Rule, matching, spot_of
+from steelyard.ir.rule import BETWEEN_RANKS, CallSite, Rule, matching, of_kind, spot_of, trade_name
+from steelyard.ir.rule_kinds import (
+    GradientCompression,
+    Recomputation,
+    ValueCodec,
+    ValueOffload,
+)
 from steelyard.measure.device_memory import free_bytes
 from steelyard.planner.accuracy_probe import MORE_STEPS, STEPS, coding_errors, drift, losses
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import Drift, beyond
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Prediction
-from steelyard.plans.trade import Rejection, Remaining
+from steelyard.plans.trade import Rejection, Remaining, trade_of, value_codec
 from steelyard.predict import peak_bytes
 from steelyard.search import SearchResult, StepSearch
 from steelyard.units import format_bytes
 
-QUANTIZE = "quantize_activations"
 NOT_PROBED = "a step that cannot be run here cannot be probed"
 # A bell-shaped value loses 0.7 % of its norm. A value that loses more than this share has few
 # elements that are far larger than the others, which then share a handful of codes.
@@ -47,9 +51,10 @@ class LossyPlanner:
     session: PlanningSession
     _searches: dict[frozenset[CallSite], StepSearch] = field(default_factory=dict)
     _drifts: dict[tuple[Rule, ...], Drift] = field(default_factory=dict)
-    # Losses of the exact twins, by their rules; several lossy plans are compared with the same
-    # twin.
-    _losses: dict[tuple[Rule, ...], list[float]] = field(default_factory=dict)
+    # Losses of the exact twins, by rules and layout; several lossy plans have the same twin.
+    _losses: dict[tuple[tuple[Rule, ...], ParallelLayout], list[float]] = field(
+        default_factory=dict
+    )
     _search_of_budget: dict[Budget, StepSearch] = field(default_factory=dict)
 
     def find(self, budget: Budget) -> tuple[SearchResult, Prediction]:
@@ -67,7 +72,7 @@ class LossyPlanner:
     def why_not_probed(self) -> str:
         """Return why this step cannot be probed in 8 bits; empty if it can."""
         session, source = self.session, self.session.source
-        if QUANTIZE not in {trade.name for trade in session.request.trades}:
+        if trade_of(session.request.trades, ValueCodec) is None:
             return "a batch that is only imagined cannot be probed"
         if source.is_imagined or not session.request.cluster.is_here:
             return f"is lossy, and {NOT_PROBED}"
@@ -105,14 +110,10 @@ class LossyPlanner:
             self.session.request.on_progress(f"probing {steps} steps in few bits, and without")
             # Overlap and shared-memory transfer do not change a loss, so the twin needs only the
             # batch sharding.
-            batch_sharding = Rule(trade="shard_batch", degree=layout.batch, shares=layout.shares)
-            twin_rules = (
-                *(r for r in _exact_rules(rules) if r.trade not in LAYOUT_TRADES),
-                batch_sharding,
-            )
-            if len(self._losses.get(twin_rules, ())) < steps:
-                self._losses[twin_rules] = self._losses_of(exact, steps)
-            theirs = self._losses[twin_rules][:steps]
+            alone = tuple(r for r in _exact_rules(rules) if r.stage not in BETWEEN_RANKS)
+            if len(self._losses.get((alone, layout), ())) < steps:
+                self._losses[alone, layout] = self._losses_of(exact, steps)
+            theirs = self._losses[alone, layout][:steps]
             if not all(map(math.isfinite, theirs)):
                 return f"within {steps} steps the loss is not finite, even without"
             ours = self._losses_of(program, steps)
@@ -140,7 +141,7 @@ class LossyPlanner:
         exact = _exact_rules(rules)
         if len(exact) < len(rules) and ParallelLayout.of(rules).num_ranks > 1:
             return self.session.apply_rules(exact)
-        before = [r for r in exact if r.trade != "recompute"]
+        before = [r for r in exact if not isinstance(r, Recomputation)]
         recomputed = self.session.recomputed(before)
         costs = self.session.prices.costs
         return min(
@@ -225,10 +226,11 @@ class LossyPlanner:
         session = self.session
         session.request.on_progress("measuring what 8 bits lose")
         graph = session.base.graph
-        (trade,) = (t for t in session.request.trades if t.name == QUANTIZE)
+        trade = value_codec(session.request.trades)
         offers, _ = trade.offers(session.base, session.source)
-        values = matching(graph, sorted({r for o in offers for r in o.rules}))
-        found = coding_errors(session.source, session.base, values)
+        offered = {rule for offer in offers for rule in of_kind(offer.rules, ValueCodec)}
+        values = matching(graph, sorted(offered))
+        found = coding_errors(session.source, session.base, values, probe=trade.probe)
         sites = ((spot_of(graph, graph.by_name[v]), error) for v, error in found.items())
         return {
             site: error if math.isfinite(error) else math.inf
@@ -244,7 +246,7 @@ class LossyPlanner:
                 too_large[site.op].append(error)
         refusals = (
             Rejection(
-                trade=QUANTIZE,
+                trade=trade_name(ValueCodec),
                 label=f"{op} ({len(site_errors)})",
                 reason=_error_text(site_errors),
                 left=Remaining.NEVER,
@@ -256,7 +258,8 @@ class LossyPlanner:
 
 def _exact_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules that the exact twin of a plan shares with it."""
-    return tuple(r for r in sorted(rules) if r.trade not in (QUANTIZE, "offload", *CODE_TRADES))
+    changed = (ValueCodec, ValueOffload, GradientCompression)
+    return tuple(rule for rule in sorted(rules) if not isinstance(rule, changed))
 
 
 def _error_text(site_errors: list[float]) -> str:

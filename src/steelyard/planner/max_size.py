@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from steelyard.capture.batch.resizing import impossible, sizes_of
 from steelyard.errors import BudgetError, CaptureRefused, Infeasible
+from steelyard.ir.rule_kinds import MicroBatches
 from steelyard.planner.planner import Planner
 from steelyard.planner.session import PlanningSession, PlanRequest
 from steelyard.plans.budget import Maximize
@@ -20,7 +21,9 @@ _MAX_MULTIPLE = 1 << 12
 # Gradient accumulation is left out: any batch fits if it is split into small enough micro-batches,
 # so the answer would say nothing. Lossy trades are left out because the loss drift on an imagined
 # batch is unknown.
-IN_ONE_PIECE = tuple(trade for trade in TRADES if trade.name != "accumulate" and trade.is_exact)
+IN_ONE_PIECE = tuple(
+    trade for trade in TRADES if not issubclass(trade.rule, MicroBatches) and trade.is_exact
+)
 
 
 def largest(request: PlanRequest, maximize: Maximize) -> tuple[Planner, Plan]:

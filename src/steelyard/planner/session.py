@@ -27,7 +27,8 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.optimizer_update import update_digest
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import OFFLOAD_TRADES, CallSite, Rule, matching, to_rules
+from steelyard.ir.rule import CallSite, Rule, matching, of_kind, to_rules
+from steelyard.ir.rule_kinds import Recomputation, StateOffload
 from steelyard.measure.cache import CostCache
 from steelyard.measure.malloc import keep_freed_memory
 from steelyard.offload.optimizer_state import why_uncut, why_undivided
@@ -38,7 +39,7 @@ from steelyard.planner.local_cluster import local_cluster
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Prediction, Target
 from steelyard.plans.plan_check import DECOMPOSITIONS
-from steelyard.plans.trade import Trade, apply_rules_on_ranks
+from steelyard.plans.trade import Trade, apply_rules_on_ranks, rule_type, trade_of
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.missing_flops import notes_on_uncounted, refuse_uncounted
@@ -265,17 +266,20 @@ class PlanningSession:
 
     def recomputed(self, rules: Sequence[Rule]) -> Program:
         """Return the program after these rules, with everything recomputed that can be."""
-        program = self.apply_rules([rule for rule in rules if rule.trade != "offload_state"])
-        (trade,) = (trade for trade in TRADES if trade.name == "recompute")
+        program = self.apply_rules([rule for rule in rules if not isinstance(rule, StateOffload)])
+        trade = trade_of(TRADES, Recomputation)
+        assert trade is not None
         offers, _ = trade.offers(program, self._priced_source)
-        values = matching(program.graph, sorted({r for o in offers for r in o.rules}))
-        return self.apply_rules((*rules, *to_rules(program.graph, values, trade=trade.name)))
+        offered = {rule for offer in offers for rule in of_kind(offer.rules, Recomputation)}
+        values = matching(program.graph, sorted(offered))
+        recompute = to_rules(program.graph, values, rule_type(TRADES, Recomputation))
+        return self.apply_rules((*rules, *recompute))
 
     def offload_memory_for(self, rules: Sequence[Rule]) -> OffloadMemory | None:
         """Return the offload memory that these rules use, if they use any."""
         return (
             self.request.cluster.offload_memory
-            if any(r.trade in OFFLOAD_TRADES for r in rules)
+            if any(rule.needs_offload_memory for rule in rules)
             else None
         )
 

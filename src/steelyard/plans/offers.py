@@ -7,11 +7,11 @@ values that a trade can be applied to: each trade knows its own.
 from collections.abc import Iterable
 
 from steelyard.ir.graph import Graph, Node
-from steelyard.ir.rule import starred, to_rules
+from steelyard.ir.rule import CallRule, starred, to_rules
 from steelyard.plans.trade import Offer
 
 
-def offers_of(trade: str, graph: Graph, values: Iterable[str]) -> tuple[Offer, ...]:
+def offers_of(rule: type[CallRule], graph: Graph, values: Iterable[str]) -> tuple[Offer, ...]:
     """Return one offer for each distinct set of values, under the first label that names it."""
     sets: dict[str, dict[str, None]] = {}
     for name in sorted(values, key=graph.position.__getitem__):
@@ -22,9 +22,9 @@ def offers_of(trade: str, graph: Graph, values: Iterable[str]) -> tuple[Offer, .
         chosen.setdefault(frozenset(members), label)
     return tuple(
         Offer(
-            trade=trade,
+            trade=rule.trade,
             label=f"{label} ({len(members)})",
-            rules=to_rules(graph, members, trade=trade),
+            rules=to_rules(graph, members, rule),
         )
         for members, label in chosen.items()
     )

@@ -87,16 +87,7 @@ class Decisions:
     @property
     def name(self) -> str:
         """Four hexadecimal digits that name the decisions in print."""
-        # Newer fields with default values are dropped, so that old plans retain their names.
-        rules = str(tuple(sorted(self.rules)))
-        for default in (
-            ", lag=0, lead=0",
-            ", times=1",
-            ", bucket_bytes=0",
-            ", dim=0, groups=1",
-            ", shares=()",
-        ):
-            rules = rules.replace(default, "")
+        rules = " ".join(rule.text for rule in sorted(self.rules))
         offloaded = self.offload_memory or ""
         text = f"{self.target.graph}{self.target.runner}{self.budget}{rules}{offloaded}"
         text += str(self.used_ranks or "")

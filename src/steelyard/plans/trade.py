@@ -4,17 +4,18 @@ Not for prices: a peak is not a sum, so the price of an offer is the difference 
 predictions for the rewritten program and for the original one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 from steelyard.errors import Mismatch
+from steelyard.ir.gradient_codec import Codec
 from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, RuleT
+from steelyard.ir.rule_kinds import GradientCompression, ValueCodec
 from steelyard.ir.step_source import ShardedSource, StepSource
-from steelyard.plans.rule_table import RuleTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Trade(Protocol):
     """A trade. ``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` name the four amounts.
 
     ``is_exact``: the same sums are computed. ``is_bitwise``: they are also added in the same
-    order.
+    order. ``rule`` is the type of its rules, which is also its table in a plan file.
     """
 
     name: ClassVar[str]
@@ -60,8 +61,7 @@ class Trade(Protocol):
     buys: ClassVar[tuple[str, ...]]
     is_exact: ClassVar[bool]
     is_bitwise: ClassVar[bool]
-    # The plan-file table of one rule.
-    table: ClassVar[type[RuleTable]]
+    rule: ClassVar[type[Rule]]
 
     def offers(
         self, program: Program, source: StepSource
@@ -69,9 +69,56 @@ class Trade(Protocol):
         """Return the possible applications, and the impossible ones with the reason."""
         ...
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
-        """Return the program after applying these rules; the given program is unchanged."""
+    def rewrite(self, program: Program, rules: Sequence[Any], source: StepSource) -> Program:
+        """Return the program after these rules of the trade; the given program is unchanged."""
         ...
+
+
+class ValueCodecTrade(Trade, Protocol):
+    """A trade that saves values in fewer bits.
+
+    ``probe`` is the operator that returns the relative error of a value that was encoded and
+    decoded.
+    """
+
+    probe: ClassVar[str]
+
+
+def value_codec(trades: Iterable[Trade]) -> ValueCodecTrade:
+    """Return the trade that saves values in fewer bits."""
+    return cast("ValueCodecTrade", next(t for t in trades if issubclass(t.rule, ValueCodec)))
+
+
+class CodecTrade(Trade, Protocol):
+    """A trade that compresses gradients; ``codecs`` are its codecs, the least lossy first."""
+
+    codecs: ClassVar[tuple[Codec, ...]]
+
+    def rule_in(self, codec: Codec) -> GradientCompression:
+        """Return a rule for this codec, without a parameter."""
+        ...
+
+
+def codecs_of(trades: Iterable[Trade]) -> dict[Codec, CodecTrade]:
+    """Return the codecs for gradients, the least lossy first, with the trade of each."""
+    return {codec: trade for trade in codec_trades(trades) for codec in trade.codecs}
+
+
+def codec_trades(trades: Iterable[Trade]) -> tuple[CodecTrade, ...]:
+    """Return the trades that compress gradients."""
+    return tuple(
+        cast("CodecTrade", trade) for trade in trades if issubclass(trade.rule, GradientCompression)
+    )
+
+
+def trade_of(trades: Iterable[Trade], kind: type[Rule]) -> Trade | None:
+    """Return the first trade whose rules are of this kind, or None."""
+    return next((trade for trade in trades if issubclass(trade.rule, kind)), None)
+
+
+def rule_type(trades: Iterable[Trade], kind: type[RuleT]) -> type[RuleT]:
+    """Return the rule type of the first trade of this kind."""
+    return next(trade.rule for trade in trades if issubclass(trade.rule, kind))
 
 
 def apply_rules(

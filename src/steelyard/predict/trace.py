@@ -10,7 +10,7 @@ from dataclasses import replace
 from steelyard.ir.collective import Collective
 from steelyard.ir.graph import Node
 from steelyard.ir.program import Program
-from steelyard.ir.trace_span import DEVICE, WAITING, Span
+from steelyard.plans.trace_span import DEVICE, WAITING, Span
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.pipeline.step import pipelined
 from steelyard.predict.timeline import Playing, play

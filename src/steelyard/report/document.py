@@ -7,9 +7,8 @@ html.py and json.py.
 from collections import Counter
 from dataclasses import dataclass
 
-from steelyard.ir.gradient_codec import CODE_TRADES
-from steelyard.ir.parallel_layout import spelled
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, kind_named
+from steelyard.ir.rule_kinds import GradientCompression
 from steelyard.plans.accuracy import keeps
 from steelyard.plans.peak_memory import Timeline
 from steelyard.plans.plan import Plan, SelectedTrade
@@ -88,15 +87,6 @@ class ReportDocument:
     def measured_is(self) -> str:
         """The title of the measured column, marked if another machine than planned was measured."""
         return "measured*" if self.stands_in else "measured"
-
-
-_PAID_IN = dict.fromkeys(
-    ("offload", "offload_state", "shard_batch", "shard_tensor", "shard_states", "shard_pipeline"),
-    "communication",
-)
-
-# Trades that buy communication time and pay with memory or computation.
-_BUYS_COMMUNICATION = (*CODE_TRADES, "sparse_gradients", "shared_memory_transfer")
 
 
 def tree_of(subject: Plan | Receipt) -> ReportDocument:
@@ -223,12 +213,12 @@ def _about(value: float, unit: Unit, of: str) -> str:
 
 
 def _paid(taken: SelectedTrade) -> str:
-    seconds = _about(taken.pays_seconds, Unit.SECONDS, _PAID_IN.get(taken.trade, "computation"))
-    if taken.trade in _BUYS_COMMUNICATION and taken.buys_bytes < 0:
+    seconds = _about(taken.pays_seconds, Unit.SECONDS, kind_named(taken.trade).paid_in)
+    if kind_named(taken.trade).buys_communication and taken.buys_bytes < 0:
         memory = _about(-taken.buys_bytes, Unit.BYTES, "memory")
         # Time saved is omitted: next to the memory it would read as if it were paid too.
         return f"{seconds}, {memory}" if taken.pays_seconds > 0 else memory
-    if taken.trade in _BUYS_COMMUNICATION and taken.pays_seconds < -_NO_TIME:
+    if kind_named(taken.trade).buys_communication and taken.pays_seconds < -_NO_TIME:
         # The processor time that a collective takes while it runs counts as computation.
         return f"{seconds} (exchanging fewer bytes takes less of the processor)"
     return seconds
@@ -236,7 +226,7 @@ def _paid(taken: SelectedTrade) -> str:
 
 def _bought(taken: SelectedTrade) -> str:
     memory = _about(taken.buys_bytes, Unit.BYTES, "memory")
-    if taken.trade in _BUYS_COMMUNICATION:
+    if kind_named(taken.trade).buys_communication:
         return _about(taken.buys_seconds, Unit.SECONDS, "communication")
     if not taken.buys_seconds:
         return memory
@@ -264,8 +254,12 @@ def _refused(plan: Plan) -> tuple[Rejection, ...]:
 
     Why gradients are not compressed is the usual question about a data-parallel plan.
     """
-    is_compressed = any(rule.trade in CODE_TRADES for rule in plan.decisions.rules)
-    codecs = [r for r in plan.refused if r.trade in CODE_TRADES and r.left is Remaining.WHOLE]
+    is_compressed = any(isinstance(r, GradientCompression) for r in plan.decisions.rules)
+    codecs = [
+        r
+        for r in plan.refused
+        if issubclass(kind_named(r.trade), GradientCompression) and r.left is Remaining.WHOLE
+    ]
     if is_compressed or not codecs:
         return plan.refused
     fastest = codecs[0]
@@ -322,32 +316,4 @@ def _ran(measured: RunMeasurement) -> tuple[str, ...]:
 
 def describe_rule(rule: Rule) -> str:
     """Describe a rule in one line, for plans without explanations of their trades."""
-    if rule.trade == "accumulate":
-        return f"{rule.trade}: micro_batches {rule.degree}"
-    if rule.trade == "shard_batch":
-        ranks = f"{rule.degree} ranks" + (f" as {spelled(rule.shares)}" if rule.shares else "")
-        return f"{rule.trade}: {ranks}, {format_bytes(rule.bucket_bytes)} at a time"
-    if rule.trade == "shard_tensor":
-        return f"{rule.trade}: {rule.module} by dim {rule.dim} on {rule.degree} ranks"
-    if rule.trade == "shard_states":
-        twice = ", gathered twice" if rule.times > 1 else ""
-        size = rule.bucket_bytes
-        bucket = f", {format_bytes(size)} at a time" if size else ""
-        shards = f"{rule.module} ({rule.count}) among {rule.degree} ranks"
-        return f"{rule.trade}: {shards}{twice}{bucket}"
-    if rule.trade == "shared_memory_transfer":
-        return f"{rule.trade}: messages of {rule.op}"
-    if rule.trade in _BUYS_COMMUNICATION:
-        codec = f" as {rule.op}" if rule.op else f" of rank {rule.degree}" if rule.degree else ""
-        return f"{rule.trade}: {rule.module} ({rule.count}){codec}"
-    if rule.trade == "shard_pipeline":
-        return f"{rule.trade}: {rule.op} on {rule.degree} ranks, a stage ends behind {rule.module}"
-    if rule.trade == "overlap":
-        within = f", within the {rule.op}" if rule.op else ""
-        ahead = f", ahead {rule.lead}{within}" if rule.lead else ""
-        return f"{rule.trade}: window {rule.lag}{ahead}"
-    if rule.trade == "offload_state":
-        return f"{rule.trade}: {rule.op} of {rule.module} ({rule.count})"
-    if rule.degree:
-        return f"{rule.trade}: {rule.op} in {rule.module or 'the loss'}, {rule.degree} slices"
-    return f"{rule.trade}: {rule.op} #{rule.nth} in {rule.module or 'the loss'} ({rule.count})"
+    return f"{rule.trade}: {rule.describe()}"

@@ -6,6 +6,8 @@ Not for drawing the curve: see svg.py and text.py.
 from dataclasses import dataclass
 
 from steelyard.ir.metrics import EXACT
+from steelyard.ir.rule import of_kind
+from steelyard.ir.rule_kinds import MicroBatches
 from steelyard.plans.plan import FrontierPoint, Plan, Prediction
 from steelyard.report.quantities import Quantity, Unit, estimate_of, exactly
 
@@ -41,7 +43,7 @@ def _as_point(plan: Plan) -> FrontierPoint:
         memory_bytes=int(metrics.memory_bytes.value),
         step_seconds=metrics.step_seconds.value if planned is None else planned,
         flops=plan.predicted.flops,
-        micro_batches=max((r.degree for r in rules if r.trade == "accumulate"), default=1),
+        micro_batches=max((r.micro_batches for r in of_kind(rules, MicroBatches)), default=1),
         rules=rules,
         accuracy_loss=metrics.accuracy_loss,
     )

@@ -11,6 +11,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from steelyard.ir.rule import of_kind
+from steelyard.ir.rule_kinds import MicroBatches
 from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import Receipt
 from steelyard.report import svg
@@ -84,7 +86,7 @@ def to_html(tree: ReportDocument) -> str:
         shown_ranks=shown,
         other_ranks=lines_of(tree.ranks)[len(shown) :] if tree.ranks else [],
         timeline=Markup(drawing),
-        in_micro_batches=any(rule.trade == "accumulate" for rule in tree.rules),
+        in_micro_batches=bool(of_kind(tree.rules, MicroBatches)),
         rules=[describe_rule(rule) for rule in tree.rules] if not tree.taken else [],
         refusals=[(one, refused_label(one)) for one in tree.refused[:_MOST_REFUSED]],
         more_refused=len(tree.refused) - _MOST_REFUSED,

@@ -10,7 +10,7 @@
                   (null if not measured) and miss (measured / predicted - 1, or null).
                   A figure is {value, unit, low, high}; low and high are null in a measurement.
                   Accuracy is text: "exact", "unknown", or the result of a probe, "0.02 ± 0.01 %".
-    rules         the decisions: trade, module, op, nth, count, degree, lag, lead
+    rules         the decisions: trade, and the keys of its table in the plan file
     taken         trade, label, pays, buys, rules
     refused       trade, label, reason, left: "whole" for a whole offer, "rest" for the rest of one
                   taken in part, "never" for one that cannot be offered (not in num_offers)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steelyard.ir.trace_span import DEVICE, WAITING, Span
+from steelyard.plans.trace_span import DEVICE, WAITING, Span
 from steelyard.units import format_seconds
 
 _MICRO = 1e6

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from steelyard.errors import Infeasible
 from steelyard.ir.graph import Phase, Role
+from steelyard.ir.rule import Rule, kind_named
+from steelyard.ir.rule_kinds import MicroBatches, StateOffload
 from steelyard.plans.budget import Budget
 from steelyard.plans.peak_memory import PIECES, PeakMemory
 from steelyard.plans.plan import Prediction
@@ -72,7 +74,7 @@ def _remedy(
         else ""
     )
     if peak.resident_bytes >= limit_bytes:
-        state_refusal = next((r for r in refusals if r.trade == "offload_state"), None)
+        state_refusal = _refusal_of(StateOffload, refusals)
         if has_state and has_offload_memory and state_refusal is not None:
             state_hint = f", which stays near: {state_refusal.reason}"
         what = "parameters, buffers, batch and optimizer state"
@@ -95,7 +97,7 @@ def _remedy(
             f"{state_hint}"
         )
     offload_hint = "" if has_offload_memory else ", or give offload memory (--offload-dir)"
-    refusal = next((r for r in refusals if r.trade == "accumulate"), None)
+    refusal = _refusal_of(MicroBatches, refusals)
     if refusal is not None:
         reason = f"it cannot be cut into micro-batches: {refusal.reason}"
         return f"use a smaller batch ({reason}){offload_hint}"
@@ -105,6 +107,10 @@ def _remedy(
             f"{offload_hint}"
         )
     return f"use a smaller batch, a smaller model or more memory{offload_hint}"
+
+
+def _refusal_of(kind: type[Rule], refusals: Sequence[Rejection]) -> Rejection | None:
+    return next((r for r in refusals if issubclass(kind_named(r.trade), kind)), None)
 
 
 def too_slow(prediction: Prediction, budget: Budget) -> Infeasible | None:

@@ -7,33 +7,33 @@ the step source knows them.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from steelyard.errors import Mismatch
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
+from steelyard.ir.rule_kinds import MicroBatches
 from steelyard.ir.step_source import StepSource
-from steelyard.plans.rule_table import LARGEST, RuleTable
 from steelyard.plans.trade import Offer, Rejection
 
 
-class AccumulateTable(RuleTable):
+@dataclass(frozen=True, kw_only=True)
+class AccumulateRule(MicroBatches):
     """``[[accumulate]]``: the number of micro-batches."""
 
-    degree: Annotated[int, Field(ge=1, le=LARGEST, alias="micro_batches")]
+    trade: str = field(init=False, default="accumulate")
 
 
 class Accumulate:
     """Pays computation (smaller operators, more calls), buys memory."""
 
-    name: ClassVar[str] = "accumulate"
+    name: ClassVar[str] = AccumulateRule.trade
     pays: ClassVar[tuple[str, ...]] = ("computation",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = AccumulateTable
+    rule: ClassVar[type[Rule]] = AccumulateRule
 
     def offers(
         self,
@@ -49,13 +49,15 @@ class Accumulate:
             Offer(
                 trade=self.name,
                 label=f"{k} micro-batches",
-                rules=(Rule(trade=self.name, degree=k),),
+                rules=(AccumulateRule(micro_batches=k),),
             )
             for k in parts
         )
         return tuple(offers), ()
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
+    def rewrite(
+        self, program: Program, rules: Sequence[AccumulateRule], source: StepSource
+    ) -> Program:
         if not rules:
             return program
         assert not program.again, "accumulate changes the graph, so it is applied first"
@@ -65,8 +67,8 @@ class Accumulate:
         graph = source.graph(micro_batches=parts)
         return program.with_graph(graph).repeated(parts)
 
-    def _parts(self, rules: Sequence[Rule], source: StepSource) -> int:
-        degrees = sorted({rule.degree for rule in rules})
+    def _parts(self, rules: Sequence[AccumulateRule], source: StepSource) -> int:
+        degrees = sorted({rule.micro_batches for rule in rules})
         possible = source.divisors()
         if len(degrees) > 1 or degrees[0] not in possible:
             wanted = " and ".join(str(d) for d in degrees)

@@ -6,21 +6,19 @@ sliceable regions (passes/slicing/region.py), nor for choosing the number of sli
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from math import prod
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Body, Graph, Node, Phase, Ref, SlicedValue, Symbol, Tensor
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, matching, to_rules
+from steelyard.ir.rule_kinds import SlicedComputation
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.slicing.region import SlicedRegion, stretch_around
 from steelyard.passes.slicing.row_rules import SliceKind, Unsliceable, arguments, leading
-from steelyard.plans.rule_table import LARGEST, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
 
 # Fewer rows make matrix products slow, and smaller values do not matter.
@@ -33,15 +31,11 @@ _FEWEST_SLICES = 2
 _ROWS_OF_SLICES = (1024, 128)
 
 
-class ChunkTable(RuleTable):
+@dataclass(frozen=True, kw_only=True)
+class ChunkRule(SlicedComputation):
     """``[[chunk]]``: the call whose result is never whole, and the number of slices."""
 
-    most: ClassVar[int] = 100
-
-    module: str
-    op: str
-    nth: Whole = 0
-    degree: Annotated[int, Field(ge=2, le=LARGEST, alias="slices")]
+    trade: str = field(init=False, default="chunk")
 
 
 class Chunk:
@@ -50,12 +44,12 @@ class Chunk:
     Exact up to the order in which slices are added.
     """
 
-    name: ClassVar[str] = "chunk"
+    name: ClassVar[str] = ChunkRule.trade
     pays: ClassVar[tuple[str, ...]] = ("computation",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = ChunkTable
+    rule: ClassVar[type[Rule]] = ChunkRule
 
     def offers(
         self,
@@ -79,12 +73,12 @@ class Chunk:
             if not covered.isdisjoint(inside):
                 continue
             covered |= inside
-            (rule,) = to_rules(graph, (node.name,), trade=self.name)
+            (rule,) = to_rules(graph, (node.name,), ChunkRule, slices=_FEWEST_SLICES)
             offers += [
                 Offer(
                     trade=self.name,
                     label=f"{label}, {num_slices} slices",
-                    rules=(replace(rule, degree=num_slices),),
+                    rules=(replace(rule, slices=num_slices),),
                 )
                 for num_slices in _slice_counts(node, region)
             ]
@@ -94,14 +88,14 @@ class Chunk:
         label, reason = next(iter(reasons.items()), (_NONE, _WHY_NOTHING_LARGE))
         return (), (Rejection(trade=self.name, label=label, reason=reason),)
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
+    def rewrite(self, program: Program, rules: Sequence[ChunkRule], source: StepSource) -> Program:
         if not rules:
             return program
         assert not program.again, "chunk changes the graph, so it is applied before recompute"
         graph = program.graph
         for rule in rules:
             for name in sorted(matching(graph, (rule,))):
-                graph = _with_sliced_region(graph, graph.by_name[name], num_slices=rule.degree)
+                graph = _with_sliced_region(graph, graph.by_name[name], num_slices=rule.slices)
         graph = source.rewritten(graph)
         return program.with_graph(graph)
 

@@ -18,62 +18,135 @@ Not for the arithmetic (operators/gradient_codecs.py, operators/low_rank.py), no
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from steelyard.errors import Mismatch
-from steelyard.ir.gradient_codec import CODES, Codec, codec_of, is_worth_factors
+from steelyard.ir.gradient_codec import (
+    BFLOAT16,
+    CODECS,
+    INT8,
+    LARGEST,
+    TERNARY,
+    Codec,
+    is_worth_factors,
+    low_rank,
+)
 from steelyard.ir.graph import Graph, Node
 from steelyard.ir.optimizer_update import WEIGHT, parameters_named, parameters_of
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
+from steelyard.ir.rule_kinds import GradientCompression
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.compression.compressed_all_reduce import coded
 from steelyard.passes.data_parallel.buckets import buckets
-from steelyard.plans.rule_table import (
-    MOST_PARAMETERS,
-    OMITTED,
-    Parameter,
-    Positive,
-    RuleTable,
-    Whole,
-)
 from steelyard.plans.trade import Offer, Rejection
 
 # A 1-dim parameter scales or shifts whole channels: few elements, each of large influence.
 _FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10
+# The number of columns of a factor that is offered.
+_RANK = 4
 # The first gradients are the largest, and the optimizer's moments average only a few of them.
 _WARM_UP = 5
 
 
-class CompressedGradientsTable(RuleTable):
+@dataclass(frozen=True, kw_only=True)
+class _CompressionRule(GradientCompression):
     """A parameter whose gradient is compressed, and the number of warm-up steps without."""
 
-    most: ClassVar[int] = MOST_PARAMETERS
+    def describe(self) -> str:
+        return f"{self.parameter} ({self.count}){self._codec_text}"
 
-    module: Parameter
-    count: Positive = 1
-    lead: Annotated[Whole, Field(alias="warm_up"), OMITTED] = 0
+    @property
+    def _codec_text(self) -> str:
+        return ""
+
+    @property
+    def less_lossy(self) -> "QuantizedGradientsRule | TernaryGradientsRule | None":
+        """A codec that needs no compiler falls back to one that needs none."""
+        return self._quantized("bfloat16")
+
+    def _quantized(self, form: Literal["bfloat16", "int8"]) -> "QuantizedGradientsRule":
+        return QuantizedGradientsRule(
+            parameter=self.parameter, count=self.count, warm_up=self.warm_up, format=form
+        )
 
 
-class QuantizedGradientsTable(CompressedGradientsTable):
+@dataclass(frozen=True, kw_only=True)
+class QuantizedGradientsRule(_CompressionRule):
     """``[[quantized_gradients]]``, with the format on the wire."""
 
-    op: Annotated[Literal["bfloat16", "int8"], Field(alias="format")]
+    trade: str = field(init=False, default="quantized_gradients")
+    format: Literal["bfloat16", "int8"]
+
+    @property
+    def codec(self) -> Codec:
+        return CODECS[self.format]
+
+    @property
+    def less_lossy(self) -> "QuantizedGradientsRule | None":
+        return None if self.codec == BFLOAT16 else self._quantized("bfloat16")
+
+    @property
+    def _codec_text(self) -> str:
+        return f" as {self.format}"
 
 
-class LowRankGradientsTable(CompressedGradientsTable):
+@dataclass(frozen=True, kw_only=True)
+class TernaryGradientsRule(_CompressionRule):
+    """``[[ternary_gradients]]``"""
+
+    trade: str = field(init=False, default="ternary_gradients")
+
+    @property
+    def codec(self) -> Codec:
+        return TERNARY
+
+    @property
+    def less_lossy(self) -> QuantizedGradientsRule:
+        return self._quantized("int8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankGradientsRule(_CompressionRule):
     """``[[low_rank_gradients]]``, with the number of columns of a factor."""
 
-    degree: Annotated[int, Field(ge=1, le=1024, alias="rank")]
+    trade: str = field(init=False, default="low_rank_gradients")
+    rank: Annotated[int, Field(ge=1, le=1024)]
+
+    @property
+    def codec(self) -> Codec:
+        return low_rank(self.rank)
+
+    @property
+    def _codec_text(self) -> str:
+        return f" of rank {self.rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKGradientsRule(_CompressionRule):
+    """``[[top_k_gradients]]``"""
+
+    trade: str = field(init=False, default="top_k_gradients")
+
+    @property
+    def codec(self) -> Codec:
+        return LARGEST
+
+    @property
+    def less_lossy(self) -> TernaryGradientsRule:
+        return TernaryGradientsRule(
+            parameter=self.parameter, count=self.count, warm_up=self.warm_up
+        )
 
 
 class _CompressGradients:
     """Exchange gradients compressed: pays computation and accuracy, buys communication.
 
     Error feedback also pays memory, for the error of one step until a later step corrects it.
+    ``codecs`` are the codecs of the trade, the least lossy first.
     """
 
     name: ClassVar[str]
@@ -81,57 +154,77 @@ class _CompressGradients:
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = False
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = CompressedGradientsTable
+    rule: ClassVar[type[Rule]]
+    codecs: ClassVar[tuple[Codec, ...]]
 
     def offers(
         self,
         program: Program,
         source: StepSource,  # noqa: ARG002 - the program says what is exchanged
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        return _offers_in(self.name, program)
+        """Offer each codec of the trade for all all-reduced gradients, except small ones."""
+        if program.layout.batch == 1:
+            return (), ()
+        offers: list[Offer] = []
+        refused: list[Rejection] = []
+        for codec in self.codecs:
+            if names := _codable(program.graph, codec):
+                rules = _rules_for(self.rule_in(codec), program.graph, names)
+                offers.append(Offer(trade=self.name, label=codec.label, rules=rules))
+            else:
+                reason = "no gradient that ranks sum up is a large matrix of float32"
+                refused.append(Rejection(trade=self.name, label=codec.label, reason=reason))
+        return tuple(offers), tuple(refused)
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
+    def rule_in(self, codec: Codec) -> GradientCompression:
+        """Return a rule for this codec, without a parameter."""
+        raise NotImplementedError
+
+    def rewrite(
+        self, program: Program, rules: Sequence[GradientCompression], source: StepSource
+    ) -> Program:
         return _compressed(program, rules, source)
 
 
 class QuantizedGradients(_CompressGradients):
     """Without error feedback, so that no memory is paid."""
 
-    name: ClassVar[str] = "quantized_gradients"
+    name: ClassVar[str] = QuantizedGradientsRule.trade
     pays: ClassVar[tuple[str, ...]] = ("computation", "accuracy")
-    table: ClassVar[type[RuleTable]] = QuantizedGradientsTable
+    rule: ClassVar[type[Rule]] = QuantizedGradientsRule
+    codecs: ClassVar[tuple[Codec, ...]] = (BFLOAT16, INT8)
+
+    def rule_in(self, codec: Codec) -> QuantizedGradientsRule:
+        return QuantizedGradientsRule(
+            parameter="", format="bfloat16" if codec == BFLOAT16 else "int8"
+        )
 
 
 class TernaryGradients(_CompressGradients):
-    name: ClassVar[str] = "ternary_gradients"
+    name: ClassVar[str] = TernaryGradientsRule.trade
+    rule: ClassVar[type[Rule]] = TernaryGradientsRule
+    codecs: ClassVar[tuple[Codec, ...]] = (TERNARY,)
+
+    def rule_in(self, codec: Codec) -> TernaryGradientsRule:  # noqa: ARG002 - there is one
+        return TernaryGradientsRule(parameter="", warm_up=_WARM_UP)
 
 
 class LowRankGradients(_CompressGradients):
-    name: ClassVar[str] = "low_rank_gradients"
-    table: ClassVar[type[RuleTable]] = LowRankGradientsTable
+    name: ClassVar[str] = LowRankGradientsRule.trade
+    rule: ClassVar[type[Rule]] = LowRankGradientsRule
+    codecs: ClassVar[tuple[Codec, ...]] = (low_rank(_RANK),)
+
+    def rule_in(self, codec: Codec) -> LowRankGradientsRule:
+        return LowRankGradientsRule(parameter="", rank=codec.rank, warm_up=_WARM_UP)
 
 
 class TopKGradients(_CompressGradients):
-    name: ClassVar[str] = "top_k_gradients"
+    name: ClassVar[str] = TopKGradientsRule.trade
+    rule: ClassVar[type[Rule]] = TopKGradientsRule
+    codecs: ClassVar[tuple[Codec, ...]] = (LARGEST,)
 
-
-def _offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-    """Offer each codec of the trade for all all-reduced gradients, except small ones."""
-    if program.layout.batch == 1:
-        return (), ()
-    offers: list[Offer] = []
-    refused: list[Rejection] = []
-    for (own, op, degree), codec in CODES.items():
-        if own != trade:
-            continue
-        if names := _codable(program.graph, codec):
-            lead = _WARM_UP if codec.has_residual else 0
-            rules = _rules_for(trade, program.graph, names, op=op, degree=degree, lead=lead)
-            offers.append(Offer(trade=trade, label=codec.label, rules=rules))
-        else:
-            reason = "no gradient that ranks sum up is a large matrix of float32"
-            refused.append(Rejection(trade=trade, label=codec.label, reason=reason))
-    return tuple(offers), tuple(refused)
+    def rule_in(self, codec: Codec) -> TopKGradientsRule:  # noqa: ARG002 - there is one
+        return TopKGradientsRule(parameter="", warm_up=_WARM_UP)
 
 
 def _codable(graph: Graph, codec: Codec) -> list[str]:
@@ -145,25 +238,25 @@ def _codable(graph: Graph, codec: Codec) -> list[str]:
 
 
 def _rules_for(
-    trade: str, graph: Graph, names: Iterable[str], *, op: str, degree: int = 0, lead: int = 0
-) -> tuple[Rule, ...]:
-    """Return the fewest rules that name exactly these parameters."""
-    names = list(names)
+    rule: GradientCompression, graph: Graph, names: Iterable[str]
+) -> tuple[GradientCompression, ...]:
+    """Return the fewest rules like ``rule`` that name exactly these parameters."""
     by_pattern: dict[str, list[str]] = {}
     for name in names:
         pattern = pattern_of(name.removeprefix(WEIGHT), graph.runs)
         by_pattern.setdefault(pattern, []).append(name)
     found = []
-    rule = Rule(trade=trade, op=op, degree=degree, lead=lead)
     for pattern, own in by_pattern.items():
         if len(own) == len(parameters_of(graph, pattern)):
-            found.append(replace(rule, module=pattern, count=len(own)))
+            found.append(replace(rule, parameter=pattern, count=len(own)))
         else:
-            found += [replace(rule, module=name.removeprefix(WEIGHT)) for name in own]
+            found += [replace(rule, parameter=name.removeprefix(WEIGHT)) for name in own]
     return tuple(sorted(found))
 
 
-def _compressed(program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
+def _compressed(
+    program: Program, rules: Sequence[GradientCompression], source: StepSource
+) -> Program:
     """Return the program that exchanges the gradients of these rules in their codecs."""
     if not rules:
         return program
@@ -190,9 +283,11 @@ def _compressed(program: Program, rules: Sequence[Rule], source: StepSource) -> 
     return program.with_graph(source.rewritten(graph))
 
 
-def _codecs_by_name(graph: Graph, rules: Sequence[Rule]) -> Iterator[tuple[str, Codec]]:
+def _codecs_by_name(
+    graph: Graph, rules: Sequence[GradientCompression]
+) -> Iterator[tuple[str, Codec]]:
     for rule in rules:
-        codec = codec_of(rule)
+        codec = rule.codec
         for name in parameters_named(graph, rule):
             if not _is_codable(graph.by_name[name], codec, least_bytes=1):
                 factors = f", much larger than factors of rank {codec.rank}" if codec.rank else ""

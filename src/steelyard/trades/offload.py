@@ -9,9 +9,7 @@ lead: see search/.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from steelyard.errors import Mismatch
 from steelyard.hardware.cluster import FAR_IN, FAR_OUT
@@ -19,6 +17,7 @@ from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import FAR_CALLS, Graph, Node, Phase, Ref, Tensor
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.rule import Rule, rule_of, to_rules
+from steelyard.ir.rule_kinds import ValueOffload
 from steelyard.ir.saved_activations import Late, first_late, first_wanted, saved_for_backward
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.offload.sliced_activation_matmuls import (
@@ -28,7 +27,6 @@ from steelyard.passes.offload.sliced_activation_matmuls import (
 )
 from steelyard.passes.offload.transfer_nodes import rows_in_slice
 from steelyard.plans.offers import offers_of
-from steelyard.plans.rule_table import OMITTED, CallTable, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
 
 # Limits for fetching a value in slices. Two slices are resident at a time, so a few slices save
@@ -37,16 +35,11 @@ _LEAST_SLICED_BYTES, _SLICE_BYTES = 1 << 20, 2 << 20
 _FEWEST_SLICES, _MOST_SLICES = 4, 64
 
 
-class OffloadTable(CallTable):
-    """``[[offload]]``: an offloaded value, and the slices and timing of its transfers.
+@dataclass(frozen=True, kw_only=True)
+class OffloadRule(ValueOffload):
+    """``[[offload]]``: an offloaded value, and the slices and timing of its transfers."""
 
-    ``slices`` is the number of slices it is fetched in. ``lag`` and ``lead`` are the numbers of
-    operators that run while it is sent and while it is fetched.
-    """
-
-    degree: Annotated[Whole, Field(alias="slices"), OMITTED] = 0
-    lag: Whole = 0
-    lead: Whole = 0
+    trade: str = field(init=False, default="offload")
 
 
 class Offload:
@@ -55,12 +48,12 @@ class Offload:
     If a value is fetched in slices, the products that read it sum in another order.
     """
 
-    name: ClassVar[str] = "offload"
+    name: ClassVar[str] = OffloadRule.trade
     pays: ClassVar[tuple[str, ...]] = ("communication",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = OffloadTable
+    rule: ClassVar[type[Rule]] = OffloadRule
 
     def offers(
         self,
@@ -68,7 +61,7 @@ class Offload:
         source: StepSource,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         graph = program.graph
-        offers = offers_of(self.name, graph, saved_for_backward(program))
+        offers = offers_of(OffloadRule, graph, saved_for_backward(program))
         reason = "no value of the forward pass is large, whole and read by the backward pass"
         if graph.decomposition.startswith("inductor"):
             reason = "Inductor compiles each pass as one, and would begin it with what comes back"
@@ -79,7 +72,7 @@ class Offload:
     def rewrite(
         self,
         program: Program,
-        rules: Sequence[Rule],
+        rules: Sequence[OffloadRule],
         source: StepSource,
     ) -> Program:
         if not rules:
@@ -106,7 +99,7 @@ class Offload:
                 expected="rules for values that the backward pass reads, once each",
                 remedy="take the rule out of the plan, or plan again",
             )
-        slices = {name: rule.degree for name, rule in chosen.items() if rule.degree > 1}
+        slices = {name: rule.slices for name, rule in chosen.items() if rule.slices > 1}
         unsliceable = sorted(slices.keys() - sliceable_inputs(program, slices).keys())
         if unsliceable:
             node, count = program.graph.by_name[unsliceable[0]], slices[unsliceable[0]]
@@ -133,9 +126,9 @@ def _offers_in_slices(program: Program) -> Iterator[Offer]:
         if count := _slice_count(products[0].matrix):
             by_count.setdefault(count, []).append(value)
     for count, values in sorted(by_count.items()):
-        for rule in to_rules(graph, values, trade="offload", lead=1, degree=count):
+        for rule in to_rules(graph, values, OffloadRule, lead=1, slices=count):
             label = f"{rule.module or 'top level'}: {rule.op} ({rule.count}), in {count} slices"
-            yield Offer(trade="offload", label=label, rules=(rule,))
+            yield Offer(trade=rule.trade, label=label, rules=(rule,))
 
 
 def _slice_count(matrix: Tensor) -> int:

@@ -8,16 +8,15 @@ so that it counts the operators that really run. Not for choosing parameters: se
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Node, OutputKind, Role, path_matches
 from steelyard.ir.optimizer_update import GRADIENT, WEIGHT, owners, states
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
+from steelyard.ir.rule_kinds import StateOffload, StatePart
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.offload.sliced_gradients import made_by_products
 from steelyard.passes.offload.sliced_weight_matmuls import sliceable
@@ -26,14 +25,15 @@ from steelyard.passes.offload.state_transfers import (
     with_states_far,
     with_weights_far,
 )
-from steelyard.plans.rule_table import MOST_PARAMETERS, Parameter, Positive, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
 
 # Minimum sizes of a parameter and of a tensor: less costs as many calls and saves nothing. A
 # smaller tensor, such as the step number, stays on the device.
 _LEAST_BYTES, _LEAST_TENSOR_BYTES = 64 << 10, 1024
 # The parts of a parameter's state that can be offloaded, each by its own rules.
-OPTIMIZER, GRADIENTS, WEIGHTS = "optimizer", "gradient", "weight"
+OPTIMIZER: StatePart = "optimizer"
+GRADIENTS: StatePart = "gradient"
+WEIGHTS: StatePart = "weight"
 MOVABLE = (OPTIMIZER, GRADIENTS, WEIGHTS)
 _NOTHING_LARGE = {
     OPTIMIZER: "the optimizer keeps nothing large",
@@ -56,16 +56,11 @@ _LEAD_OF_SLICES = 1
 _NOT_ON_RANKS = "is not tried where ranks exchange gradients"
 
 
-class OffloadStateTable(RuleTable):
+@dataclass(frozen=True, kw_only=True)
+class OffloadStateRule(StateOffload):
     """``[[offload_state]]``: the part of a parameter's state that is offloaded, and its slices."""
 
-    most: ClassVar[int] = MOST_PARAMETERS
-
-    module: Parameter
-    op: Annotated[Literal["optimizer", "gradient", "weight"], Field(alias="what")] = "optimizer"
-    count: Positive = 1
-    degree: Annotated[Whole, Field(alias="slices")] = 0
-    lead: Whole = 0
+    trade: str = field(init=False, default="offload_state")
 
 
 class OffloadState:
@@ -75,12 +70,12 @@ class OffloadState:
     trained weight in slices is also updated in slices, with its gradient and its state.
     """
 
-    name: ClassVar[str] = "offload_state"
+    name: ClassVar[str] = OffloadStateRule.trade
     pays: ClassVar[tuple[str, ...]] = ("communication",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = OffloadStateTable
+    rule: ClassVar[type[Rule]] = OffloadStateRule
 
     def offers(
         self,
@@ -111,8 +106,8 @@ class OffloadState:
     def _offers(
         self,
         program: Program,
-        what: str,
-        offloadable: Mapping[str, Mapping[str, int]],
+        what: StatePart,
+        offloadable: Mapping[StatePart, Mapping[str, int]],
         limits: "_SliceLimits",
     ) -> list[Offer]:
         by_pattern: dict[str, list[tuple[int, ...]]] = {}
@@ -124,12 +119,11 @@ class OffloadState:
             label = f"{what} of {pattern}{f' ({len(parts)})' if len(parts) > 1 else ''}"
             for degree in min(parts):
                 reads_slices = what == WEIGHTS and degree
-                rule = Rule(
-                    trade=self.name,
-                    module=pattern,
-                    op=what,
+                rule = OffloadStateRule(
+                    parameter=pattern,
+                    what=what,
                     count=len(parts),
-                    degree=degree,
+                    slices=degree,
                     lead=_LEAD_OF_SLICES if reads_slices else _LEADS[what],
                 )
                 sliced = f"{label}, {degree} slices" if len(min(parts)) > 1 else label
@@ -139,7 +133,7 @@ class OffloadState:
     def rewrite(
         self,
         program: Program,
-        rules: Sequence[Rule],
+        rules: Sequence[OffloadStateRule],
         source: StepSource,
     ) -> Program:
         if not rules:
@@ -155,11 +149,13 @@ class OffloadState:
 
         leads = {
             what: _leads(
-                movable(program, what, least_bytes=1), [r for r in rules if r.op == what], program
+                movable(program, what, least_bytes=1), [r for r in rules if r.what == what], program
             )
             for what in MOVABLE
         }
-        slices = {what: _degrees(leads[what], [r for r in rules if r.op == what]) for what in leads}
+        slices = {
+            what: _degrees(leads[what], [r for r in rules if r.what == what]) for what in leads
+        }
         program = _with_update(program, leads, _updated_in_slices(program, leads, slices))
         # Slices are dropped if another trade or another batch size made the pass unsliceable.
         sliced_reads = _restricted_to(slices[WEIGHTS], sliceable(program, slices[WEIGHTS]))
@@ -178,7 +174,7 @@ def _restricted_to(slices: Mapping[str, int], allowed: Collection[str]) -> dict[
 
 
 def _with_update(
-    program: Program, leads: Mapping[str, Mapping[str, int]], slices: Mapping[str, int]
+    program: Program, leads: Mapping[StatePart, Mapping[str, int]], slices: Mapping[str, int]
 ) -> Program:
     """Return the program whose update fetches the offloaded tensors and sends them back."""
     update = program.update
@@ -248,7 +244,9 @@ class _SliceLimits:
     whole: Mapping[str, str]
 
 
-def _slice_limits(program: Program, offloadable: Mapping[str, Mapping[str, int]]) -> _SliceLimits:
+def _slice_limits(
+    program: Program, offloadable: Mapping[StatePart, Mapping[str, int]]
+) -> _SliceLimits:
     """Return the slice counts of large weights that only matrix products read.
 
     A trained weight also needs slices for all tensors of its update. The parameters of one rule
@@ -298,7 +296,7 @@ def _slice_counts(nbytes: int, *, is_trained: bool) -> tuple[int, ...]:
 
 
 def _why_not_sliceable(
-    program: Program, parameter: str, offloadable: Mapping[str, Mapping[str, int]]
+    program: Program, parameter: str, offloadable: Mapping[StatePart, Mapping[str, int]]
 ) -> str:
     """Return the reason why a weight read by products cannot be sliced; empty if it can."""
     if not _is_updated(program, parameter):
@@ -327,16 +325,16 @@ def _is_updated(program: Program, parameter: str) -> bool:
     )
 
 
-def _degrees(parameters: Iterable[str], rules: Sequence[Rule]) -> dict[str, int]:
+def _degrees(parameters: Iterable[str], rules: Sequence[OffloadStateRule]) -> dict[str, int]:
     """Return the slice count of each parameter that is transferred in slices."""
-    found = {p: r.degree for r in rules for p in parameters if path_matches(p, r.module)}
+    found = {p: r.slices for r in rules for p in parameters if path_matches(p, r.parameter)}
     return {parameter: count for parameter, count in found.items() if count > 1}
 
 
 def _updated_in_slices(
     program: Program,
-    leads: Mapping[str, Mapping[str, int]],
-    slices: Mapping[str, Mapping[str, int]],
+    leads: Mapping[StatePart, Mapping[str, int]],
+    slices: Mapping[StatePart, Mapping[str, int]],
 ) -> dict[str, int]:
     """Return the slice count of the update of each trained weight in slices: the most in any rule.
 
@@ -434,23 +432,23 @@ def _sole_tensors(graph: Graph) -> Iterator[Node]:
 
 
 def _leads(
-    offloadable: Mapping[str, int], rules: Sequence[Rule], program: Program
+    offloadable: Mapping[str, int], rules: Sequence[OffloadStateRule], program: Program
 ) -> dict[str, int]:
     """Return the lead of each parameter that the rules name, in step order."""
     leads: dict[str, int] = {}
     for rule in rules:
-        named = [p for p in offloadable if path_matches(p, rule.module)]
+        named = [p for p in offloadable if path_matches(p, rule.parameter)]
         if len(named) != rule.count:
             reason = _why_not(program)
             raise Mismatch(
-                f"offload_state rule for {rule.op} of {rule.module} matches {len(named)} "
+                f"offload_state rule for {rule.what} of {rule.parameter} matches {len(named)} "
                 f"parameters of which it can be moved{f': {reason}' if reason else ''}",
                 expected=f"{rule.count}, as the plan says",
                 remedy="plan again for this model, or edit parameter or count of that rule",
             )
         if twice := next((p for p in named if p in leads), None):
             raise Mismatch(
-                f"two offload_state rules name {rule.op} of {twice}",
+                f"two offload_state rules name {rule.what} of {twice}",
                 expected="each parameter in one rule",
                 remedy="take one of them out of the plan, or plan again",
             )

@@ -6,42 +6,40 @@ inserts collectives. Not for the collectives themselves.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Program
-from steelyard.ir.rule import WITHIN_PEAK, Rule
+from steelyard.ir.rule import Rule
+from steelyard.ir.rule_kinds import WITHIN_PEAK, CollectiveOverlap
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.overlap import issued_ahead, sent_first, waits_within
-from steelyard.plans.rule_table import LARGEST, OMITTED, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
 from steelyard.predict.liveness import liveness
 
 
-class OverlapTable(RuleTable):
-    """``[[overlap]]``: the delay of waits and the advance of collectives.
+@dataclass(frozen=True, kw_only=True)
+class OverlapRule(CollectiveOverlap):
+    """``[[overlap]]``: the delay of waits and the advance of collectives."""
 
-    ``window`` is the number of collectives by which waits are delayed, ``ahead`` the number of
-    operators by which a collective is issued earlier.
-    """
+    trade: str = field(init=False, default="overlap")
 
-    lag: Annotated[int, Field(ge=1, le=LARGEST, alias="window")]
-    lead: Annotated[Whole, Field(alias="ahead"), OMITTED] = 0
-    op: Annotated[Literal["", "peak"], Field(alias="within"), OMITTED] = ""
+    def describe(self) -> str:
+        within = f", within the {self.within}" if self.within else ""
+        ahead = f", ahead {self.ahead}{within}" if self.ahead else ""
+        return f"window {self.window}{ahead}"
 
 
 class Overlap:
     """Pays memory, buys communication."""
 
-    name: ClassVar[str] = "overlap"
+    name: ClassVar[str] = OverlapRule.trade
     pays: ClassVar[tuple[str, ...]] = ("memory",)
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = True
-    table: ClassVar[type[RuleTable]] = OverlapTable
+    rule: ClassVar[type[Rule]] = OverlapRule
 
     def offers(
         self,
@@ -54,7 +52,7 @@ class Overlap:
             Offer(
                 trade=self.name,
                 label=f"wait {window} exchange{'s' if window > 1 else ''} later",
-                rules=(Rule(trade=self.name, lag=window),),
+                rules=(OverlapRule(window=window),),
             )
             for window in windows
         )
@@ -63,7 +61,7 @@ class Overlap:
     def rewrite(
         self,
         program: Program,
-        rules: Sequence[Rule],
+        rules: Sequence[OverlapRule],
         source: StepSource,  # noqa: ARG002 - the program's exchanges decide
     ) -> Program:
         if not rules or not program.exchanges:
@@ -76,10 +74,12 @@ class Overlap:
             # Invalid if another line reads a sum after it was sent.
             is_whole = not reordered.problems()
             program = reordered if is_whole and _peak(reordered) <= _peak(program) else program
-        delayed = waits_within(program, max(rule.lag for rule in rules))
-        ahead = max(rule.lead for rule in rules)
+        delayed = waits_within(program, max(rule.window for rule in rules))
+        ahead = max(rule.ahead for rule in rules)
         if ahead:
-            headroom = _headroom(delayed) if any(rule.op == WITHIN_PEAK for rule in rules) else ()
+            headroom = (
+                _headroom(delayed) if any(rule.within == WITHIN_PEAK for rule in rules) else ()
+            )
             delayed = issued_ahead(delayed, ahead, headroom)
         return program.with_graph(_in_order_of(delayed))
 

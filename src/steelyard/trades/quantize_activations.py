@@ -6,7 +6,7 @@ planner/lossy.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from steelyard.errors import Mismatch
@@ -14,6 +14,7 @@ from steelyard.ir.graph import Graph, Node, Phase
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.quantized_activation import QuantizedActivation, can_be_coded, chooses, chosen_by
 from steelyard.ir.rule import Rule, matching
+from steelyard.ir.rule_kinds import ValueCodec
 from steelyard.ir.saved_activations import (
     LEAST_BYTES,
     Late,
@@ -23,25 +24,28 @@ from steelyard.ir.saved_activations import (
 )
 from steelyard.ir.step_source import StepSource
 from steelyard.plans.offers import offers_of
-from steelyard.plans.rule_table import CallTable, RuleTable
 from steelyard.plans.trade import Offer, Rejection
 
 _NOT_UNDER_INDUCTOR = "only plans for generated Python are probed, and none is believed without"
 
 
-class QuantizeActivationsTable(CallTable):
+@dataclass(frozen=True, kw_only=True)
+class QuantizeActivationsRule(ValueCodec):
     """``[[quantize_activations]]``: a value that is saved in 8 bits."""
+
+    trade: str = field(init=False, default="quantize_activations")
 
 
 class QuantizeActivations:
     """Pays accuracy of the gradients and a little computation, buys memory."""
 
-    name: ClassVar[str] = "quantize_activations"
+    name: ClassVar[str] = QuantizeActivationsRule.trade
     pays: ClassVar[tuple[str, ...]] = ("accuracy", "computation")
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = False
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = QuantizeActivationsTable
+    probe: ClassVar[str] = "steelyard.coding_error"
+    rule: ClassVar[type[Rule]] = QuantizeActivationsRule
 
     def offers(
         self,
@@ -49,7 +53,7 @@ class QuantizeActivations:
         source: StepSource,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         graph = program.graph
-        offers = offers_of(self.name, graph, quantizable(program))
+        offers = offers_of(QuantizeActivationsRule, graph, quantizable(program))
         reason = _NOT_UNDER_INDUCTOR
         if not graph.decomposition.startswith("inductor"):
             if offers:
@@ -60,7 +64,7 @@ class QuantizeActivations:
     def rewrite(
         self,
         program: Program,
-        rules: Sequence[Rule],
+        rules: Sequence[QuantizeActivationsRule],
         source: StepSource,  # noqa: ARG002 - other trades ask it
     ) -> Program:
         if not rules:

@@ -8,40 +8,39 @@ with the longest idle time. Not for choosing values: see search/.
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Self
-
-from pydantic import Field
+from typing import ClassVar, Self
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Node, Phase
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.rule import Rule, rule_of
+from steelyard.ir.rule_kinds import Recomputation
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.recompute_copies import Span, late_reads, starts
 from steelyard.plans.offers import offers_of
-from steelyard.plans.rule_table import OMITTED, CallTable, RuleTable
 from steelyard.plans.trade import Offer, Rejection
 
 _ONCE: Mapping[str, int] = MappingProxyType({})
 
 
-class RecomputeTable(CallTable):
+@dataclass(frozen=True, kw_only=True)
+class RecomputeRule(Recomputation):
     """``[[recompute]]``: a value, and the maximum number of its recomputations."""
 
-    # More often than a chain of a thousand blocks could use.
-    times: Annotated[int, Field(ge=1, le=16), OMITTED] = 1
+    trade: str = field(init=False, default="recompute")
 
 
 class Recompute:
     """Pays computation, buys memory; exact, because no random operator is ever recomputed."""
 
-    name: ClassVar[str] = "recompute"
+    name: ClassVar[str] = RecomputeRule.trade
     pays: ClassVar[tuple[str, ...]] = ("computation",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = True
-    table: ClassVar[type[RuleTable]] = RecomputeTable
+    rule: ClassVar[type[Rule]] = RecomputeRule
 
     def offers(
         self,
@@ -49,13 +48,13 @@ class Recompute:
         source: StepSource,  # noqa: ARG002 - other trades ask it
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         graph = program.graph
-        offers = offers_of(self.name, graph, recomputable(graph))
+        offers = offers_of(RecomputeRule, graph, recomputable(graph))
         return offers, _refusals(self.name, graph)
 
     def rewrite(
         self,
         program: Program,
-        rules: Sequence[Rule],
+        rules: Sequence[RecomputeRule],
         source: StepSource,  # noqa: ARG002 - other trades ask it
     ) -> Program:
         allowed = recomputable(program.graph)

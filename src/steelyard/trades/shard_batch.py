@@ -8,13 +8,13 @@ sharding weights or optimizer state: see shard_states.py.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
 
-from pydantic import BeforeValidator, Field
-
-from steelyard.ir.parallel_layout import DATA
+from steelyard.ir.parallel_layout import DATA, spelled
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
+from steelyard.ir.rule_kinds import BatchSharding
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.all_reduce import (
     bucketed_all_reduce,
@@ -22,45 +22,38 @@ from steelyard.passes.data_parallel.all_reduce import (
     with_whole_loss,
 )
 from steelyard.passes.data_parallel.sync_batchnorm import normalising, synchronised
-from steelyard.plans.rule_table import (
-    MOST_RANKS,
-    OMITTED,
-    Bytes,
-    Positive,
-    Ranks,
-    RuleTable,
-    as_tuple,
-)
 from steelyard.plans.trade import Offer, Rejection
+from steelyard.units import format_bytes
 
 
-class ShardBatchTable(RuleTable):
+@dataclass(frozen=True, kw_only=True)
+class ShardBatchRule(BatchSharding):
     """``[[shard_batch]]``; ``shares`` are the samples of each rank, out of their sum."""
 
-    degree: Ranks
-    shares: Annotated[
-        tuple[Positive, ...], BeforeValidator(as_tuple), Field(max_length=MOST_RANKS), OMITTED
-    ] = ()
-    bucket_bytes: Annotated[Bytes, Field(alias="bucket")]
+    trade: str = field(init=False, default="shard_batch")
+
+    def describe(self) -> str:
+        ranks = f"{self.ranks} ranks" + (f" as {spelled(self.shares)}" if self.shares else "")
+        return f"{ranks}, {format_bytes(self.bucket)} at a time"
 
     @classmethod
-    def problems(cls, rules: Sequence[Rule]) -> list[str]:
+    def problems(cls, rules: Sequence[Self]) -> list[str]:
         return [
-            f"shard_batch is among {rule.degree} ranks and has {len(rule.shares)} shares"
+            f"shard_batch is among {rule.ranks} ranks and has {len(rule.shares)} shares"
             for rule in rules
-            if rule.shares and len(rule.shares) != rule.degree
+            if rule.shares and len(rule.shares) != rule.ranks
         ]
 
 
 class ShardBatch:
     """Pays communication, buys computation and memory."""
 
-    name: ClassVar[str] = "shard_batch"
+    name: ClassVar[str] = ShardBatchRule.trade
     pays: ClassVar[tuple[str, ...]] = ("communication",)
     buys: ClassVar[tuple[str, ...]] = ("computation", "memory")
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = ShardBatchTable
+    rule: ClassVar[type[Rule]] = ShardBatchRule
 
     def offers(
         self, program: Program, source: StepSource
@@ -80,7 +73,7 @@ class ShardBatch:
             Offer(
                 trade=self.name,
                 label=f"among {k} ranks",
-                rules=(Rule(trade=self.name, degree=k, bucket_bytes=BUCKET_BYTES),),
+                rules=(ShardBatchRule(ranks=k, bucket=BUCKET_BYTES),),
             )
             for k in shares
         )
@@ -89,7 +82,7 @@ class ShardBatch:
     def rewrite(
         self,
         program: Program,
-        rules: Sequence[Rule],
+        rules: Sequence[ShardBatchRule],
         source: StepSource,
     ) -> Program:
         ranks = program.layout.batch
@@ -110,7 +103,7 @@ class ShardBatch:
         )  # fmt: skip
         graph = bucketed_all_reduce(
             graph,
-            bucket_bytes=max(rule.bucket_bytes for rule in rules),
+            bucket_bytes=max(rule.bucket for rule in rules),
             num_ranks=ranks,
             transport=source.transport,
             axis=DATA,

@@ -9,18 +9,16 @@ schedules.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Node
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
+from steelyard.ir.rule_kinds import PipelineStageEnd
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends
-from steelyard.plans.rule_table import Ranks, RuleTable
 from steelyard.plans.trade import Offer, Rejection
 
 # Stages per rank, for each of torch's schedules that is offered. LoopedBFS saves more activations
@@ -31,25 +29,22 @@ SCHEDULES = {
 }  # fmt: skip
 
 
-class ShardPipelineTable(RuleTable):
+@dataclass(frozen=True, kw_only=True)
+class ShardPipelineRule(PipelineStageEnd):
     """``[[shard_pipeline]]``: one stage ends after each of these modules."""
 
-    most: ClassVar[int] = 10_000
-
-    degree: Ranks
-    op: Annotated[str, Field(alias="schedule")]
-    module: Annotated[str, Field(alias="behind")]
+    trade: str = field(init=False, default="shard_pipeline")
 
 
 class ShardPipeline:
     """Pays communication, buys computation and memory. Results equal those of micro-batches."""
 
-    name: ClassVar[str] = "shard_pipeline"
+    name: ClassVar[str] = ShardPipelineRule.trade
     pays: ClassVar[tuple[str, ...]] = ("communication",)
     buys: ClassVar[tuple[str, ...]] = ("computation", "memory")
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = ShardPipelineTable
+    rule: ClassVar[type[Rule]] = ShardPipelineRule
 
     def offers(
         self,
@@ -79,11 +74,13 @@ class ShardPipeline:
                 found.append(Offer(trade=self.name, label=label, rules=rules))
         return found
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
+    def rewrite(
+        self, program: Program, rules: Sequence[ShardPipelineRule], source: StepSource
+    ) -> Program:
         ranks = program.layout.pipeline
         if not rules or ranks == 1:
             return program
-        settings = {(rule.degree, rule.op) for rule in rules}
+        settings = {(rule.ranks, rule.schedule) for rule in rules}
         if len(settings) > 1:
             raise Mismatch(
                 "the shard_pipeline rules do not agree on ranks or schedule",
@@ -99,8 +96,8 @@ class ShardPipeline:
             )
         pipeline = source.in_stages(
             program,
-            ends=tuple(rule.module for rule in rules),
-            schedule=rules[0].op,
+            ends=tuple(rule.behind for rule in rules),
+            schedule=rules[0].schedule,
             num_ranks=ranks,
         )
         program = program.with_graph(pipeline.stages.graph)
@@ -108,8 +105,7 @@ class ShardPipeline:
 
 
 def rules_for(ends: Sequence[str], *, schedule: str, ranks: int) -> tuple[Rule, ...]:
-    trade = ShardPipeline.name
-    return tuple(Rule(trade=trade, module=end, op=schedule, degree=ranks) for end in ends)
+    return tuple(ShardPipelineRule(ranks=ranks, schedule=schedule, behind=end) for end in ends)
 
 
 def _why_not(program: Program) -> str:

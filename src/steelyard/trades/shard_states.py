@@ -10,10 +10,8 @@ search/.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Role
@@ -22,50 +20,41 @@ from steelyard.ir.parallel_layout import DATA
 from steelyard.ir.placement import Shard
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
+from steelyard.ir.rule_kinds import StateSharding
 from steelyard.ir.sharding_choice import ShardingChoice
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.shard_parameters import check_shared, gathered, why_not_shared
-from steelyard.plans.rule_table import (
-    MOST_PARAMETERS,
-    OMITTED,
-    BytesOrNone,
-    Parameter,
-    Positive,
-    Ranks,
-    RuleTable,
-)
 from steelyard.plans.trade import Offer, Rejection
+from steelyard.units import format_bytes
 
 # Minimum size of a parameter: less costs two more collectives and saves nothing.
 _LEAST_BYTES = 16 << 10
 
 
-class ShardStatesTable(RuleTable):
+@dataclass(frozen=True, kw_only=True)
+class ShardStatesRule(StateSharding):
     """``[[shard_states]]``: the state of a parameter that is sharded.
 
     By default the weight, its gradient and its optimizer state are sharded.
     """
 
-    most: ClassVar[int] = MOST_PARAMETERS
+    trade: str = field(init=False, default="shard_states")
 
-    degree: Ranks
-    module: Parameter
-    op: Annotated[Literal["optimizer", "gradient", ""], Field(alias="what"), OMITTED] = ""
-    times: Annotated[int, Field(ge=1, le=2, alias="gathers"), OMITTED] = 1
-    # By default each parameter is gathered by itself.
-    bucket_bytes: Annotated[BytesOrNone, Field(alias="bucket"), OMITTED] = 0
-    count: Positive = 1
+    def describe(self) -> str:
+        twice = ", gathered twice" if self.gathers > 1 else ""
+        bucket = f", {format_bytes(self.bucket)} at a time" if self.bucket else ""
+        return f"{self.parameter} ({self.count}) among {self.ranks} ranks{twice}{bucket}"
 
 
 class ShardStates:
     """Pays communication, buys memory. Sums are added in the same order as with shard_batch."""
 
-    name: ClassVar[str] = "shard_states"
+    name: ClassVar[str] = ShardStatesRule.trade
     pays: ClassVar[tuple[str, ...]] = ("communication",)
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = ShardStatesTable
+    rule: ClassVar[type[Rule]] = ShardStatesRule
 
     def offers(
         self,
@@ -86,7 +75,7 @@ class ShardStates:
             Offer(
                 trade=self.name,
                 label=f"{pattern} ({count})" if count > 1 else pattern,
-                rules=(Rule(trade=self.name, module=pattern, degree=ranks, count=count),),
+                rules=(ShardStatesRule(ranks=ranks, parameter=pattern, count=count),),
             )
             for pattern, count in by_pattern.items()
             if count == len(parameters_of(graph, pattern))
@@ -97,19 +86,21 @@ class ShardStates:
         label = f"weights among {ranks} ranks"
         return (), (Rejection(trade=self.name, label=label, reason=reason),)
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
+    def rewrite(
+        self, program: Program, rules: Sequence[ShardStatesRule], source: StepSource
+    ) -> Program:
         if not rules:
             return program
         assert not program.again, "shard_states changes the graph, so it is applied early"
         layout, update = program.layout, program.update
-        if any(rule.degree != layout.batch for rule in rules) or layout.batch == 1:
+        if any(rule.ranks != layout.batch for rule in rules) or layout.batch == 1:
             raise Mismatch(
-                f"the plan shares weights among {rules[0].degree} ranks, and the batch among "
+                f"the plan shares weights among {rules[0].ranks} ranks, and the batch among "
                 f"{layout.batch}",
                 expected="the same number of ranks for both",
                 remedy="set ranks under [[shard_states]] to that under [[shard_batch]]",
             )
-        if any(rule.op for rule in rules):
+        if any(rule.what for rule in rules):
             raise Mismatch(
                 "the plan holds weights whole, and what belongs to them in shares",
                 expected="weights in shares too, which is what runs here",
@@ -121,7 +112,7 @@ class ShardStates:
                 expected="an optimizer that changes each element by its own gradient and state",
                 remedy="take the shard_states rules out of the plan, or plan again",
             )
-        if layout.pipeline > 1 and any(rule.times > 1 or rule.bucket_bytes for rule in rules):
+        if layout.pipeline > 1 and any(rule.gathers > 1 or rule.bucket for rule in rules):
             raise Mismatch(
                 "the plan has stages gather weights twice a step, or several at once",
                 expected="once, each by itself, in front of all micro-batches, as stages do",
@@ -136,8 +127,8 @@ class ShardStates:
         else:
             graph = gathered(
                 program.graph, names, num_ranks=layout.batch, transport=source.transport, axis=DATA,
-                stride=layout.tensor, again=[name for name, rule in named if rule.times > 1],
-                together={name: rule.bucket_bytes for name, rule in named},
+                stride=layout.tensor, again=[name for name, rule in named if rule.gathers > 1],
+                together={name: rule.bucket for name, rule in named},
             )  # fmt: skip
         inputs = tuple((name, Shard(0)) for name in names)
         own = ShardingChoice(axis=DATA, num_ranks=layout.batch, inputs=inputs)

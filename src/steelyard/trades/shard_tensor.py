@@ -7,10 +7,8 @@ change the graph, which then work on shards. Not for choosing regions: see searc
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import Graph, Role, path_matches
@@ -18,40 +16,28 @@ from steelyard.ir.parallel_layout import TENSOR
 from steelyard.ir.placement import Placement, Shard
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
+from steelyard.ir.rule_kinds import TensorSharding
 from steelyard.ir.sharding_choice import Region, ShardingChoice
 from steelyard.ir.step_source import StepSource
-from steelyard.plans.rule_table import (
-    MOST_PARAMETERS,
-    OMITTED,
-    Parameter,
-    Positive,
-    Ranks,
-    RuleTable,
-)
 from steelyard.plans.trade import Offer, Rejection
 
 
-class ShardTensorTable(RuleTable):
+@dataclass(frozen=True, kw_only=True)
+class ShardTensorRule(TensorSharding):
     """``[[shard_tensor]]``: the dim along which a parameter is sharded, in equal ``groups``."""
 
-    most: ClassVar[int] = MOST_PARAMETERS
-
-    degree: Ranks
-    module: Parameter
-    dim: Annotated[int, Field(ge=0, le=63)]
-    groups: Annotated[Positive, OMITTED] = 1
-    count: Positive = 1
+    trade: str = field(init=False, default="shard_tensor")
 
 
 class ShardTensor:
     """Pays communication, buys computation and memory. Sums are added in another order."""
 
-    name: ClassVar[str] = "shard_tensor"
+    name: ClassVar[str] = ShardTensorRule.trade
     pays: ClassVar[tuple[str, ...]] = ("communication",)
     buys: ClassVar[tuple[str, ...]] = ("computation", "memory")
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = ShardTensorTable
+    rule: ClassVar[type[Rule]] = ShardTensorRule
 
     def offers(
         self, program: Program, source: StepSource
@@ -79,7 +65,9 @@ class ShardTensor:
         cheapest = sorted(by_pattern.values(), key=_exchanged_bytes_per_flop)
         return tuple(_offer(program.graph, regions, ranks) for regions in cheapest), ()
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
+    def rewrite(
+        self, program: Program, rules: Sequence[ShardTensorRule], source: StepSource
+    ) -> Program:
         ranks = program.layout.tensor
         if not rules or ranks == 1:
             return program
@@ -119,9 +107,8 @@ def _offer(graph: Graph, regions: Sequence[Region], ranks: int) -> Offer:
         is_all = len(names) == sum(path_matches(n, pattern) for n in _tensors(graph).values())
         for module, count in [(pattern, len(names))] if is_all else [(n, 1) for n in names]:
             rules.append(
-                Rule(
-                    trade=ShardTensor.name, module=module, degree=ranks, dim=shard.dim,
-                    groups=shard.groups, count=count,
+                ShardTensorRule(
+                    ranks=ranks, parameter=module, dim=shard.dim, groups=shard.groups, count=count
                 )
             )  # fmt: skip
     (name_pattern, shard), path = next(iter(by_pattern)), pattern_of(regions[0].path, graph.runs)
@@ -140,15 +127,16 @@ def _tensors(graph: Graph) -> dict[str, str]:
     }
 
 
-def _placements(graph: Graph, rules: Iterable[Rule]) -> list[tuple[str, Placement]]:
+def _placements(graph: Graph, rules: Iterable[ShardTensorRule]) -> list[tuple[str, Placement]]:
     """Return the graph inputs that the rules name, with their placements."""
     names = _tensors(graph)
     placements: dict[str, Placement] = {}
     for rule in rules:
-        found = [key for key, name in names.items() if path_matches(name, rule.module)]
+        found = [key for key, name in names.items() if path_matches(name, rule.parameter)]
         if len(found) != rule.count:
             raise Mismatch(
-                f"shard_tensor rule for {rule.module} matches {len(found)} tensors of this model",
+                f"shard_tensor rule for {rule.parameter} matches {len(found)} tensors of this "
+                "model",
                 expected=f"{rule.count}, as the plan says",
                 remedy="plan again for this model, or edit parameter or count of that rule",
             )

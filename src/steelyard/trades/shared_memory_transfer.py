@@ -8,37 +8,39 @@ for the slots (comm/shared_memory/slots.py) or the exchange (comm/shared_memory/
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from steelyard.errors import Mismatch
 from steelyard.ir.collective import THROUGH_SLOTS
 from steelyard.ir.graph import Graph, Node
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
+from steelyard.ir.rule_kinds import MessageKind, SharedMemoryMessages
 from steelyard.ir.step_source import StepSource
-from steelyard.plans.rule_table import RuleTable
 from steelyard.plans.trade import Offer, Rejection
 
 
-class SharedMemoryTransferTable(RuleTable):
+@dataclass(frozen=True, kw_only=True)
+class SharedMemoryTransferRule(SharedMemoryMessages):
     """``[[shared_memory_transfer]]``: the messages that go through shared memory."""
 
-    op: Annotated[Literal["stages", "exchanges"], Field(alias="messages")] = "stages"
+    trade: str = field(init=False, default="shared_memory_transfer")
+
+    def describe(self) -> str:
+        return f"messages of {self.messages}"
 
 
 class SharedMemoryTransfer:
     """Pays memory, buys communication."""
 
-    name: ClassVar[str] = "shared_memory_transfer"
+    name: ClassVar[str] = SharedMemoryTransferRule.trade
     pays: ClassVar[tuple[str, ...]] = ("memory",)
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = True
     # With more than two ranks, sums are added in another order than gloo's.
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = SharedMemoryTransferTable
+    rule: ClassVar[type[Rule]] = SharedMemoryTransferRule
 
     def offers(
         self,
@@ -46,32 +48,32 @@ class SharedMemoryTransfer:
         source: StepSource,  # noqa: ARG002 - the program says what is sent
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         if program.pipeline is not None:
-            what, op = "messages of stages", STAGES
+            what, kind = "messages of stages", STAGES
         elif _rank_collectives(program.graph):
-            what, op = "exchanges", EXCHANGES
+            what, kind = "exchanges", EXCHANGES
         else:
             return (), ()
         offer = Offer(
             trade=self.name,
             label=f"{what} through slots",
-            rules=(Rule(trade=self.name, op=op),),
+            rules=(SharedMemoryTransferRule(messages=kind),),
         )
         return (offer,), ()
 
     def rewrite(
         self,
         program: Program,
-        rules: Sequence[Rule],
+        rules: Sequence[SharedMemoryTransferRule],
         source: StepSource,  # noqa: ARG002 - the program says what is sent
     ) -> Program:
         if not rules:
             return program
-        op, pipeline, graph = rules[0].op, program.pipeline, program.graph
-        if op == STAGES and pipeline is not None:
+        kind, pipeline, graph = rules[0].messages, program.pipeline, program.graph
+        if kind == STAGES and pipeline is not None:
             return replace(program, pipeline=replace(pipeline, is_pinned=True))
-        if op == EXCHANGES and pipeline is None and (exchanged := _rank_collectives(graph)):
+        if kind == EXCHANGES and pipeline is None and (exchanged := _rank_collectives(graph)):
             return replace(program, graph=_pinned(graph, exchanged))
-        what, needs = _NEEDS[op]
+        what, needs = _NEEDS[kind]
         raise Mismatch(
             f"the plan has shared_memory_transfer for {what}",
             expected=f"{needs} beside it",
@@ -101,7 +103,8 @@ def _through_slots(node: Node) -> Node:
 
 
 # The kinds of messages that a rule can name.
-STAGES, EXCHANGES = "stages", "exchanges"
+STAGES: MessageKind = "stages"
+EXCHANGES: MessageKind = "exchanges"
 _NEEDS = {
     STAGES: ("the messages of stages, and lays no stages", "[[shard_pipeline]] rules"),
     EXCHANGES: ("exchanges, and ranks do not share its batch or its tensors, or do so in stages",

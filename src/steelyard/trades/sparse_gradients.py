@@ -5,39 +5,38 @@ it: the same sum in another order (Parallax: Kim et al., EuroSys 2019). Not for 
 """
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from steelyard.errors import Mismatch
 from steelyard.ir.optimizer_update import WEIGHT, parameters_named
 from steelyard.ir.program import Program
-from steelyard.ir.rule import ROWS, Rule
+from steelyard.ir.rule import Rule
+from steelyard.ir.rule_kinds import SparseRows
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.sparse_embedding_grads import Table, in_rows, tables
-from steelyard.plans.rule_table import MOST_PARAMETERS, Parameter, Positive, RuleTable
 from steelyard.plans.trade import Offer, Rejection, Remaining
 
 
-class SparseGradientsTable(RuleTable):
+@dataclass(frozen=True, kw_only=True)
+class SparseGradientsRule(SparseRows):
     """``[[sparse_gradients]]``: an embedding whose gradient is sent as the looked-up rows."""
 
-    most: ClassVar[int] = MOST_PARAMETERS
+    trade: str = field(init=False, default="sparse_gradients")
 
-    module: Parameter
-    count: Positive = 1
-    op: Annotated[Literal["rows"], Field(alias="format")] = "rows"
+    def describe(self) -> str:
+        return f"{self.parameter} ({self.count}) as {self.format}"
 
 
 class SparseGradients:
     """Pays computation and memory, buys communication."""
 
-    name: ClassVar[str] = "sparse_gradients"
+    name: ClassVar[str] = SparseGradientsRule.trade
     pays: ClassVar[tuple[str, ...]] = ("computation", "memory")
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = True
     is_bitwise: ClassVar[bool] = False
-    table: ClassVar[type[RuleTable]] = SparseGradientsTable
+    rule: ClassVar[type[Rule]] = SparseGradientsRule
 
     def offers(
         self,
@@ -61,11 +60,13 @@ class SparseGradients:
                 )
             else:
                 label = f"{table.looked_up} rows of {name}, which has {table.num_rows}"
-                rule = Rule(trade=self.name, module=name, op=ROWS)
+                rule = SparseGradientsRule(parameter=name)
                 offers.append(Offer(trade=self.name, label=label, rules=(rule,)))
         return tuple(offers), tuple(refusals)
 
-    def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
+    def rewrite(
+        self, program: Program, rules: Sequence[SparseGradientsRule], source: StepSource
+    ) -> Program:
         if not rules:
             return program
         assert not program.again, "what is exchanged is changed before anything is computed again"

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from steelyard.comm.json_gather import gathered
 import steelyard as sy
 from steelyard.api import replan as adapting
@@ -28,7 +30,8 @@ from steelyard.api.background import BackgroundProcess
 from steelyard.planner.session import PlanningSession, PlanRequest, Runner
 from steelyard.api.train import run_workload
 from steelyard.plans.budget import Budget
-from steelyard.ir.gradient_codec import CODE_TRADES
+from steelyard.ir.rule import of_kind
+from steelyard.ir.rule_kinds import GradientCompression
 from steelyard.ir.collective import SLOTS
 from steelyard.hardware.link import Link
 from steelyard.plans.plan import Decisions
@@ -83,8 +86,8 @@ def standing_by(rank: int) -> dict[str, Any]:
         if rank == 0:
             session = _look(workload, "python")
             rules = (
-                Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16),
-                Rule(trade="overlap", lag=2),
+                ShardBatchRule(ranks=2, bucket=1 << 16),
+                OverlapRule(window=2),
             )
             write_decisions(
                 path, Decisions(target=session.target(), budget=Budget(), rules=rules)
@@ -141,14 +144,14 @@ def _run(
     workload = _workload() if runner == "python" else _small()
     if rank == 0:
         rules: tuple[Rule, ...] = (
-            Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 16, shares=shares),
-            Rule(trade="overlap", lag=2),
+            ShardBatchRule(ranks=2, bucket=1 << 16, shares=shares),
+            OverlapRule(window=2),
         )
         allowed = Budget(accuracy_loss=0.5)
         session = _look(workload, runner)
         if codes:
             decided = coded._decided(session, "ternary", 1, 1 << 16, 0)
-            rules += tuple(r for r in decided.rules if r.trade in CODE_TRADES)
+            rules += of_kind(decided.rules, GradientCompression)
         decisions = Decisions(target=session.target(), budget=allowed, rules=rules)
         write_decisions(path, decisions)
     dist.barrier()
@@ -189,7 +192,7 @@ def _run(
     written = read_decisions(folder / files[0]).rules if files else ()
     return {
         "losses": losses,
-        "codes": sorted({r.trade for r in receipt.plan.decisions.rules if r.trade in CODE_TRADES}),
+        "codes": sorted({r.trade for r in of_kind(receipt.plan.decisions.rules, GradientCompression)}),
         "files": files,
         "as_written": not files or written == receipt.plan.decisions.rules,
         "named": receipt.written.name if receipt.written else None,

@@ -21,6 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from steelyard.comm.json_gather import gathered
 import steelyard as sy
 from steelyard.planner.session import PlanningSession, PlanRequest, Runner
@@ -165,14 +168,14 @@ def _decided(
 ) -> Decisions:
     count = session.request.cluster.num_devices
     rules: tuple[Rule, ...] = (
-        Rule(trade="shard_batch", degree=count, bucket_bytes=bucket, shares=shares),
-        Rule(trade="overlap", lag=2),
+        ShardBatchRule(ranks=count, bucket=bucket, shares=shares),
+        OverlapRule(window=2),
     )
     if micro_batches > 1:
-        rules += (Rule(trade="accumulate", degree=micro_batches),)
+        rules += (AccumulateRule(micro_batches=micro_batches),)
     offers, _ = CODECS[codec].offers(session.apply_rules(rules), session.source)
-    own = (r for offer in offers for r in offer.rules if r.op in ("", codec))
-    rules += tuple(replace(rule, lead=lead) for rule in own)
+    own = (r for offer in offers for r in offer.rules if getattr(r, "format", codec) == codec)
+    rules += tuple(replace(rule, warm_up=lead) for rule in own)
     lossy = Budget(accuracy_loss=0.5)
     return Decisions(target=session.target(), budget=lossy, rules=tuple(sorted(rules)))
 

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.shard_batch import ShardBatchRule
+from steelyard.trades.shared_memory_transfer import SharedMemoryTransferRule
 from steelyard.api.rank_context import RankContext
 from steelyard.capture.step import CapturedStep
 from steelyard.errors import NonFinite
@@ -63,11 +66,11 @@ def _made() -> tuple[nn.Module, Any, Any]:
     return _model(), _loss, _batch()
 
 
-_OVER_BATCH = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+_OVER_BATCH = ShardBatchRule(ranks=2, bucket=1 << 20)
 LAYOUTS: dict[str, tuple[Rule, ...]] = {
     "whole": (_OVER_BATCH,),
-    "in micro-batches": (_OVER_BATCH, Rule(trade="accumulate", degree=2)),
-    "through slots": (_OVER_BATCH, Rule(trade="shared_memory_transfer", op="exchanges")),
+    "in micro-batches": (_OVER_BATCH, AccumulateRule(micro_batches=2)),
+    "through slots": (_OVER_BATCH, SharedMemoryTransferRule(messages="exchanges")),
     "in stages": (),
 }
 

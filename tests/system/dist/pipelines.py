@@ -328,7 +328,7 @@ def cut_most(plain: Program, source: CapturedStep) -> list[Rule]:
     """What goes together, region by region, no tensor twice."""
     rules: list[Rule] = []
     for offer in ShardTensor().offers(plain, source)[0]:
-        if {rule.module for rule in offer.rules}.isdisjoint(rule.module for rule in rules):
+        if {rule.behind for rule in offer.rules}.isdisjoint(rule.behind for rule in rules):
             rules += offer.rules
     return rules
 

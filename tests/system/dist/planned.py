@@ -22,6 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import steelyard as sy
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.recompute import RecomputeRule
+from steelyard.trades.shard_batch import ShardBatchRule
+from steelyard.trades.shared_memory_transfer import SharedMemoryTransferRule
 from steelyard.comm.json_gather import gathered
 from steelyard.errors import BadInput, Mismatch
 from steelyard.ir.parallel_layout import PIPELINE, ParallelLayout
@@ -433,21 +437,21 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         way
         for way in session.layouts.ways.of(case.layout)
         if _gathers(way.rules) == (case.gathers if case.with_states else 0)
-        and any(r.trade == "shard_states" and r.bucket_bytes for r in way.rules) == case.coordinator
+        and any(r.trade == "shard_states" and r.bucket for r in way.rules) == case.coordinator
     ]
     # Whether slots are quicker is for the machine to say; a case says whether there are any.
     laid = min(ways, key=lambda way: way.nbytes).rules
     laid = tuple(rule for rule in laid if rule.trade != "shared_memory_transfer")
     laid = with_prefetch(laid, has_equal_shares=True) if case.coordinator else laid
     if case.in_slots:
-        laid = (*laid, Rule(trade="shared_memory_transfer", op="exchanges"))
+        laid = (*laid, SharedMemoryTransferRule(messages="exchanges"))
     search, budget = session.layouts.search_by(laid), Budget()
     if case.share_of_plain is not None:
         plain = search.explored().plain.peak_bytes
         budget = Budget(memory_bytes=round(case.share_of_plain * plain))
     rules = search.find(budget).rules
     if case.micro_batches > 1:
-        rules = (*rules, Rule(trade="accumulate", degree=case.micro_batches))
+        rules = (*rules, AccumulateRule(micro_batches=case.micro_batches))
     if case.runner != "python":
         budget = Budget()  # It holds what Python does, and what a loop of several calls holds.
     return Decisions(target=session.target(), budget=budget, rules=rules)
@@ -455,7 +459,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
 
 def _gathers(rules: Sequence[Rule]) -> int:
     """How often a step gathers a weight that lies in shares; 0 where none does."""
-    return max((rule.times for rule in rules if rule.trade == "shard_states"), default=0)
+    return max((rule.gathers for rule in rules if rule.trade == "shard_states"), default=0)
 
 
 def _staged(case: Case, session: PlanningSession) -> tuple[Rule, ...]:
@@ -467,11 +471,11 @@ def _staged(case: Case, session: PlanningSession) -> tuple[Rule, ...]:
     return (
         *cut_most(replace(session.base, layout=ParallelLayout(tensor=ranks)), session.source),
         *(rule for offer in shared if case.with_states for rule in offer.rules),
-        *([Rule(trade="shard_batch", degree=groups, bucket_bytes=2**20)] if groups > 1 else []),
-        Rule(trade="accumulate", degree=case.micro_batches),
-        Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=2),
+        *([ShardBatchRule(ranks=groups, bucket=2**20)] if groups > 1 else []),
+        AccumulateRule(micro_batches=case.micro_batches),
+        RecomputeRule(module="blocks.*.mlp.act", op="aten.gelu.default", count=2),
         *rules_for(_ENDS[case.schedule], schedule=case.schedule, ranks=2),
-        *([Rule(trade="shared_memory_transfer", op="stages")] if case.in_slots else []),
+        *([SharedMemoryTransferRule(messages="stages")] if case.in_slots else []),
     )
 
 

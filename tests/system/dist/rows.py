@@ -16,13 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
+from steelyard.trades.sparse_gradients import SparseGradientsRule
 from steelyard.comm.json_gather import gathered
 import steelyard as sy
 from steelyard.planner.session import PlanningSession, PlanRequest
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Decisions
 from steelyard.plan_files.plan_file import write_decisions
-from steelyard.ir.rule import ROWS, Rule
+from steelyard.ir.rule import Rule
 from tests.system.dist.told import told
 from tests.torch.passes.data_parallel.test_sparse_embedding_grads import Words, _loss, _source
 from tests.harness import in_a_hurry
@@ -60,10 +64,10 @@ def _trained(parts: int, rank: int, folder: Path) -> dict[str, Any]:
     path = folder / f"{parts}.plan.toml"
     if rank == 0:
         rules = [
-            Rule(trade="shard_batch", degree=count, bucket_bytes=1 << 16),
-            Rule(trade="overlap", lag=2),
-            Rule(trade="sparse_gradients", module="word.weight", op=ROWS),
-            *([Rule(trade="accumulate", degree=parts)] if parts > 1 else []),
+            ShardBatchRule(ranks=count, bucket=1 << 16),
+            OverlapRule(window=2),
+            SparseGradientsRule(parameter="word.weight", format="rows"),
+            *([AccumulateRule(micro_batches=parts)] if parts > 1 else []),
         ]
         made = Decisions(target=_look(count).target(), budget=Budget(), rules=tuple(sorted(rules)))
         write_decisions(path, made)

@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import Hosts, NoHosts, address, hosts
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.gradient_compression import TernaryGradientsRule
+from steelyard.trades.shard_batch import ShardBatchRule
+from steelyard.trades.shard_tensor import ShardTensorRule
 from steelyard.plans.budget import Budget
-from steelyard.ir.gradient_codec import CODE_TRADES
+from steelyard.ir.rule_kinds import GradientCompression
 from steelyard.plan_files.prediction_file import read_plan
 from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.plan_files.plan_file import read_decisions, write_decisions
-from steelyard.ir.rule import Rule
 from steelyard.trades.shard_pipeline import rules_for
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("between hosts")]
@@ -159,7 +162,7 @@ def test_where_the_link_slows_down_each_host_has_the_plan_that_takes_over(
     pair: Hosts, folders: list[Path], planned: list[Path]
 ) -> None:
     as_planned = planned[0].read_text()
-    plain = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    plain = ShardBatchRule(ranks=2, bucket=1 << 20)
     for path in planned:
         write_decisions(path, replace(read_decisions(path), rules=(plain,)))
     begun = folders[0] / "begun"
@@ -186,7 +189,7 @@ def test_where_the_link_slows_down_each_host_has_the_plan_that_takes_over(
     # Of what was measured only the first host's tells.
     assert read_plan(other).plan.decisions == read_plan(one).plan.decisions
     rules = read_decisions(other).rules
-    assert ParallelLayout.of(rules) == ALONE or any(rule.trade in CODE_TRADES for rule in rules)
+    assert ParallelLayout.of(rules) == ALONE or any(isinstance(rule, GradientCompression) for rule in rules)
     # Each goes on from its own.
     asked = ("run", "train.py", "--plan", one.name, "--steps", "8")
     assert _ended(pair, folders, *asked) == [0, 0], "".join(map(_said, folders))
@@ -197,18 +200,18 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("train.adapted-").partition(".")[0])
 
 
-_BATCH = Rule(trade="shard_batch", degree=4, bucket_bytes=1 << 20)
+_BATCH = ShardBatchRule(ranks=4, bucket=1 << 20)
 _PARTS = tuple(
-    Rule(trade="shard_tensor", module=name, degree=2, dim=dim, count=1)
+    ShardTensorRule(parameter=name, ranks=2, dim=dim, count=1)
     for name, dim in (("0.weight", 0), ("0.bias", 0), ("2.weight", 1))
 )
-_ALL_TO_ALL = Rule(trade="ternary_gradients", module="0.weight", count=1)
+_ALL_TO_ALL = TernaryGradientsRule(parameter="0.weight", count=1)
 _STAGES = rules_for(("1",), schedule="1F1B", ranks=2)
 _LAID = {
     "the batch among all": (_BATCH,),
     "codes": (_BATCH, _ALL_TO_ALL),
-    "parts on each host": (replace(_BATCH, degree=2), *_PARTS),
-    "stages": (replace(_BATCH, degree=2), Rule(trade="accumulate", degree=4), *_STAGES),
+    "parts on each host": (replace(_BATCH, ranks=2), *_PARTS),
+    "stages": (replace(_BATCH, ranks=2), AccumulateRule(micro_batches=4), *_STAGES),
 }
 
 

@@ -16,10 +16,11 @@ import steelyard as sy
 from steelyard import _torch
 from steelyard.errors import BadInput, Infeasible
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.ir.rule import Rule
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.probe import context_of
 from steelyard.planner import compiled as lowering
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from tests import zoo
 from tests.harness import floor_bytes, in_a_hurry
 from tests.system.ranks.test_gradient_compression import LINK
@@ -104,8 +105,8 @@ def test_ranks_are_planned_for_as_what_inductor_makes_of_them(on_two_ranks: sy.P
     assert plan.decisions.target.decomposition == "inductor-2"
     assert "stages are run by generated Python" in on_two_ranks.why_not("shard_pipeline")
     assert "gradients in 2 bits" in on_two_ranks.why_not("ternary_gradients")
-    batch = Rule(trade="shard_batch", degree=2, bucket_bytes=2**20)
-    lowered = session.as_executed(session.apply_rules([Rule(trade="overlap", lag=1), batch]))
+    batch = ShardBatchRule(ranks=2, bucket=2**20)
+    lowered = session.as_executed(session.apply_rules([OverlapRule(window=1), batch]))
     assert lowered.problems() == []
     assert lowered.layout == ParallelLayout(batch=2)
     nodes = [lowered.graph.by_name[i.node] for i in lowered.instructions if i.sink is None]

@@ -25,6 +25,7 @@ from steelyard.predict import predict
 from steelyard.run.checkpoint import state as checkpoint
 from steelyard.run.checkpoint.state import Position
 from steelyard.run.rng_state import random_state
+from steelyard.trades.offload_state import OffloadStateRule
 from tests.harness import floor_bytes, in_a_hurry
 
 MIB = 1 << 20
@@ -96,10 +97,8 @@ def adam(offload_memory: sy.OffloadMemory) -> sy.Planned:
 
 def rules(lead: int = 1) -> tuple[Rule, ...]:
     return (
-        Rule(
-            trade="offload_state", op="optimizer", module="layers.*.weight", count=LAYERS, lead=lead
-        ),
-        Rule(trade="offload_state", op="optimizer", module="tall.weight", count=1, lead=lead),
+        OffloadStateRule(what="optimizer", parameter="layers.*.weight", count=LAYERS, lead=lead),
+        OffloadStateRule(what="optimizer", parameter="tall.weight", count=1, lead=lead),
     )
 
 
@@ -401,7 +400,7 @@ def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
     ("chosen", "said"),
     [
         ((replace(rules()[0], count=3),), "matches 12 parameters"),
-        ((replace(rules()[0], module="layers.99.weight"),), "matches 0 parameters"),
+        ((replace(rules()[0], parameter="layers.99.weight"),), "matches 0 parameters"),
         (
             (*rules(), replace(rules()[1], lead=3)),
             "two offload_state rules name optimizer of tall.weight",

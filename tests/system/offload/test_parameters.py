@@ -21,15 +21,16 @@ from steelyard.api.step import resident_bytes
 from steelyard.capture.tracing.optimizer import capture_update
 from steelyard.errors import Infeasible, Mismatch
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule, to_rules
+from steelyard.ir.rule import Rule, of_kind, to_rules
 from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.offload.optimizer_state import OffloadedStates
 from steelyard.offload.tier import OffloadFile
 from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
+from steelyard.trades.accumulate import AccumulateRule
 from steelyard.trades.offload import with_transfers
-from steelyard.trades.offload_state import MOVABLE, OffloadState, movable
-from steelyard.trades.recompute import recomputable, with_copies
+from steelyard.trades.offload_state import MOVABLE, OffloadState, OffloadStateRule, movable
+from steelyard.trades.recompute import RecomputeRule, recomputable, with_copies
 from tests import zoo
 from tests.harness import floor_bytes, in_a_hurry
 from tests.support.graphs import Whole
@@ -70,9 +71,9 @@ def adam(offload_memory: sy.OffloadMemory) -> sy.Planned:
 
 
 def rules(*whats: str, lead: int = 1) -> tuple[Rule, ...]:
-    layers = Rule(trade="offload_state", module="layers.*.weight", count=LAYERS, lead=lead)
-    tall = Rule(trade="offload_state", module="tall.weight", count=1, lead=lead)
-    return tuple(replace(rule, op=what) for what in whats for rule in (layers, tall))
+    layers = OffloadStateRule(parameter="layers.*.weight", count=LAYERS, lead=lead)
+    tall = OffloadStateRule(parameter="tall.weight", count=1, lead=lead)
+    return tuple(replace(rule, what=what) for what in whats for rule in (layers, tall))
 
 
 @pytest.mark.parametrize("lead", [0, 1, 2, 5])
@@ -104,7 +105,7 @@ def test_the_same_bits_in_the_bytes_that_were_said(
 
 
 def test_micro_batches_add_to_what_was_sent(adam: sy.Planned) -> None:
-    split = Rule(trade="accumulate", degree=2)
+    split = AccumulateRule(micro_batches=2)
     ours, x = made()
     theirs = copy.deepcopy(ours)
     planned = told(adam, (split, *rules(*MOVABLE)))
@@ -170,11 +171,11 @@ def _at_random(before: Program, rng: random.Random) -> Program:
     times = {v: (rng.randrange(4), rng.randrange(4)) for v in able if rng.random() < 0.3}
     moving = with_transfers(copied, times)
     found = [
-        Rule(trade="offload_state", op=what, module=name, lead=rng.randrange(4))
+        OffloadStateRule(what=what, parameter=name, lead=rng.randrange(4))
         for what in MOVABLE
         for name in movable(moving, what, least_bytes=1)
     ]
-    assert {rule.op for rule in found} >= {"gradient", "weight"}
+    assert {rule.what for rule in found} >= {"gradient", "weight"}
     chosen = [rule for rule in found if rng.random() < 0.8]
     program = OffloadState().rewrite(moving, chosen, Whole(before.graph))
     assert program.problems() == []
@@ -248,8 +249,8 @@ def test_frozen_weights_need_no_optimizer(offload_memory: sy.OffloadMemory) -> N
         layer.requires_grad_(False)
     twin = copy.deepcopy(model)
     planned = sy.plan(model, loss, x, cluster=sy.Cluster.here(offload_memory=offload_memory))
-    frozen = Rule(trade="offload_state", op="weight", module="layers.*.weight", count=LAYERS)
-    trained = Rule(trade="offload_state", op="weight", module="tall.weight")
+    frozen = OffloadStateRule(what="weight", parameter="layers.*.weight", count=LAYERS)
+    trained = OffloadStateRule(what="weight", parameter="tall.weight")
     assert "would move" in planned.why_not("offload_state")
     with pytest.raises(Mismatch, match="no optimizer"):
         told(planned, (trained,))
@@ -279,7 +280,7 @@ def test_it_is_chosen_where_moving_what_the_optimizer_keeps_is_not_enough(
     adam: sy.Planned, tmp_path: Path
 ) -> None:
     least = adam.what_if(memory=10 * MIB)
-    whats = {rule.op for rule in least.plan.decisions.rules if rule.trade == "offload_state"}
+    whats = {rule.what for rule in least.plan.decisions.rules if rule.trade == "offload_state"}
     assert whats == set(MOVABLE)
     told_of = [t for t in least.plan.taken if t.trade == "offload_state"]
     assert {t.label.split()[0] for t in told_of} == set(MOVABLE)
@@ -315,7 +316,8 @@ def test_what_8_bits_would_buy_is_said_beside_it(offload_memory: sy.OffloadMemor
         planned.what_if(memory=floor_bytes(planned))
     assert refusal.value.least_bytes is not None
     least = planned.what_if(memory=refusal.value.least_bytes)
-    assert {r.op for r in least.plan.decisions.rules if r.trade == "offload_state"} == set(MOVABLE)
+    states = of_kind(least.plan.decisions.rules, OffloadStateRule)
+    assert {rule.what for rule in states} == set(MOVABLE)
     assert "the accuracy budget is 0" in least.why_not("quantize_activations")
 
 
@@ -412,8 +414,7 @@ class Frozen(nn.Module):
 
 def frozen(*names: str, slices: int) -> tuple[Rule, ...]:
     return tuple(
-        Rule(trade="offload_state", op="weight", module=name, degree=slices, lead=1)
-        for name in names
+        OffloadStateRule(what="weight", parameter=name, slices=slices, lead=1) for name in names
     )
 
 
@@ -433,7 +434,7 @@ def test_products_read_a_frozen_weight_slice_by_slice(
     moved = frozen("biased.weight", "bare.weight", "turned", slices=slices)
     session = thawed.session
     graph = session.base.graph
-    copies = to_rules(graph, sorted(recomputable(graph)), trade="recompute") if again else ()
+    copies = to_rules(graph, sorted(recomputable(graph)), RecomputeRule) if again else ()
     torch.manual_seed(0)
     model, x = Frozen(), torch.randn(64, 1024)
     twin = copy.deepcopy(model)
@@ -446,12 +447,12 @@ def test_products_read_a_frozen_weight_slice_by_slice(
     measured = ours.receipt().measured.memory_bytes
     assert measured is not None
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
-    whole = told(thawed, (*copies, *(replace(rule, degree=0) for rule in moved)))
+    whole = told(thawed, (*copies, *(replace(rule, slices=0) for rule in moved)))
     # A product begins to be fetched while the one before it computes: then four slices are near.
     if slices > 4:
         assert planned.predicted.memory_bytes.value < whole.predicted.memory_bytes.value
     # Read in the same four products forward, and again in three backward or made again.
-    once = sum(p.nbytes for n, p in twin.named_parameters() if n in {r.module for r in moved})
+    once = sum(p.nbytes for n, p in twin.named_parameters() if n in {r.parameter for r in moved})
     assert ours.offload_file is not None
     assert planned.predicted.communication_bytes.value >= 2 * once
     moved_bytes = ours.offload_file.moved_bytes
@@ -498,18 +499,18 @@ def test_what_not_only_products_read_is_fetched_whole(offload_memory: sy.Offload
 
 def test_a_large_frozen_weight_is_offered_in_slices(thawed: sy.Planned, tmp_path: Path) -> None:
     """One of 4 MiB is not; one of 16 MiB in slices of 4 and of 1."""
-    assert {r.degree for r in states_offered(thawed)} == {0}
+    assert {r.slices for r in states_offered(thawed)} == {0}
     torch.manual_seed(0)
     model, x = Frozen(rows=4096), torch.randn(16, 1024)
     cluster = sy.Cluster.here(
         offload_memory=sy.OffloadMemory(tmp_path, rate="2 GB/s", size="1 GiB")
     )
     large = sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster)
-    found = {(r.module, r.degree) for r in states_offered(large) if r.op == "weight"}
+    found = {(r.parameter, r.slices) for r in states_offered(large) if r.what == "weight"}
     names = ("biased.weight", "bare.weight", "turned")
     assert found == {("first.weight", 0), *((name, n) for name in names for n in (4, 16))}
     path = tmp_path / "a.plan.toml"
-    chosen = (r for r in states_offered(large) if r.op == "weight" and r.degree in (0, 4))
+    chosen = (r for r in states_offered(large) if r.what == "weight" and r.slices in (0, 4))
     fitting = told(large, tuple(chosen))
     fitting.save(path)
     assert "slices = 4" in path.read_text()

@@ -25,7 +25,7 @@ from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.passes.offload.sliced_activation_matmuls import sliceable_inputs
 from steelyard.trades import offload
 from steelyard.trades.chunk import Chunk
-from steelyard.trades.offload import with_transfers
+from steelyard.trades.offload import OffloadRule, with_transfers
 from steelyard.trades.quantize_activations import quantizable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.harness import Outcome, Trial, costs_of, floor_bytes, in_a_hurry, predicted_above
@@ -229,7 +229,7 @@ def fitting(offload_memory: sy.OffloadMemory) -> sy.Planned:
 
 
 def sliced_rule(planned: sy.Planned) -> Any:
-    (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "offload" and r.degree)
+    (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "offload" and r.slices)
     return rule
 
 
@@ -313,11 +313,11 @@ def test_what_is_read_whole_is_refused_in_slices() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     tried = Trial(model, square, torch.randn(512, 64))
     assert "tanh" not in able(tried.plain)
-    rules = offload.to_rules(tried.plain.graph, ["tanh"], trade="offload", degree=4)
+    rules = offload.to_rules(tried.plain.graph, ["tanh"], OffloadRule, slices=4)
     with pytest.raises(Mismatch, match=r"aten\.tanh\.default in 1 asks for 4 slices") as refusal:
         tried.apply_rules(rules)
     assert "set slices of that rule to 0" in str(refusal.value)
-    assert tried.apply_rules([replace(rule, degree=0) for rule in rules]).problems() == []
+    assert tried.apply_rules([replace(rule, slices=0) for rule in rules]).problems() == []
 
 
 class Otherwise(nn.Module):

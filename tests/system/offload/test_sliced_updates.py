@@ -26,7 +26,8 @@ from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.search.single.granularity import offload_levels
 from steelyard.trades import offload_state
-from steelyard.trades.offload_state import OffloadState, movable
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.offload_state import OffloadState, OffloadStateRule, movable
 from tests import zoo
 from tests.harness import floor_bytes, in_a_hurry
 from tests.support.graphs import Whole
@@ -99,7 +100,7 @@ def rules(
     *names: str, slices: int = 5, lead: int = 1, whats: tuple[str, ...] = WHATS
 ) -> tuple[Rule, ...]:
     return tuple(
-        Rule(trade="offload_state", op=what, module=name, degree=slices, lead=lead)
+        OffloadStateRule(what=what, parameter=name, slices=slices, lead=lead)
         for what in whats
         for name in names
     )
@@ -138,7 +139,7 @@ def test_a_trained_weight_is_never_near_whole(slices: int, lead: int, adam: sy.P
     assert_close_weights(ours, theirs)
     planned = told(adam, chosen)
     assert_as_said(planned, ours)
-    whole = told(adam, tuple(replace(rule, degree=0) for rule in chosen))
+    whole = told(adam, tuple(replace(rule, slices=0) for rule in chosen))
     assert planned.predicted.memory_bytes.value < whole.predicted.memory_bytes.value
     assert ours.offload_file is not None
     before = ours.offload_file.moved_bytes
@@ -181,7 +182,7 @@ def test_an_update_in_slices_comes_to_the_same_bits(
     planned = plan(OPTIMIZERS[name], offload_memory, model, x)
     whats = ("gradient", "weight") if name == "SGD" else WHATS
     chosen = tuple(
-        replace(rule, degree=0) if rule.op == "gradient" else rule
+        replace(rule, slices=0) if rule.what == "gradient" else rule
         for rule in rules("large.weight", slices=5, whats=whats)
     )
     twin = copy.deepcopy(model)
@@ -205,7 +206,7 @@ def test_an_update_in_slices_comes_to_the_same_bits(
 
 
 def test_micro_batches_add_slices_to_what_was_sent(adam: sy.Planned) -> None:
-    split = Rule(trade="accumulate", degree=2)
+    split = AccumulateRule(micro_batches=2)
     for lead in (0, 2):
         planned = told(adam, (split, *rules(*LAYERS, lead=lead)))
         ours, x = made()
@@ -491,7 +492,7 @@ def test_a_layer_larger_than_the_budget_is_trained_within_it(
     torch.manual_seed(0)
     model, x = Head(), torch.randn(4, 256)
     planned = plan(ADAM, offload_memory, model, x)
-    offered = {(r.module, r.op): r.degree for r in states_offered(planned)}
+    offered = {(r.parameter, r.what): r.slices for r in states_offered(planned)}
     assert {offered["head.weight", what] for what in ("weight", "gradient")} == {2}
     assert offered["head.weight", "optimizer"] == 8
     assert {n for (name, _), n in offered.items() if name != "head.weight"} == {0}
@@ -513,8 +514,8 @@ def test_a_layer_larger_than_the_budget_is_trained_within_it(
     assert measured is not None
     assert measured <= least < 24 * MIB
     # Without slices the layer is near four times.
-    assert told(planned, tuple(replace(r, degree=0) for r in states_offered(planned)))
-    whole = told(planned, tuple(replace(r, degree=0, lead=0) for r in states_offered(planned)))
+    assert told(planned, tuple(replace(r, slices=0) for r in states_offered(planned)))
+    whole = told(planned, tuple(replace(r, slices=0, lead=0) for r in states_offered(planned)))
     assert whole.predicted.memory_bytes.value > 64 * MIB
 
 
@@ -527,8 +528,8 @@ def test_why_a_large_layer_is_whole_is_said(offload_memory: sy.OffloadMemory) ->
 def test_slices_are_looked_at_where_all_of_a_parameter_moves(adam: sy.Planned) -> None:
     levels = offload_levels(adam.session.base, [*ALL, *rules("biased.bias", slices=0)])
     for level in levels:
-        whats = {r.op for r in level if r.module == "turned"}
-        degrees = {r.degree for r in level if r.module == "turned"}
+        whats = {r.what for r in level if r.parameter == "turned"}
+        degrees = {r.slices for r in level if r.parameter == "turned"}
         assert degrees == ({5} if whats == set(WHATS) else {0} if whats else set())
 
 
@@ -553,9 +554,7 @@ def test_every_model_trains_alike_with_all_in_slices_that_can_be(
     assert slices.keys() == set(WHATS)
     assert all(slices.values()), slices
     chosen = [
-        Rule(
-            trade="offload_state", op=what, module=p, degree=max(slices[what].get(p, (0,))), lead=1
-        )
+        OffloadStateRule(what=what, parameter=p, slices=max(slices[what].get(p, (0,))), lead=1)
         for what in WHATS
         for p in able[what]
     ]

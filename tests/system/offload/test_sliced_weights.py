@@ -36,7 +36,7 @@ from steelyard.predict import step_seconds
 from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades.offload import with_transfers
-from steelyard.trades.offload_state import OffloadState, movable
+from steelyard.trades.offload_state import OffloadState, OffloadStateRule, movable
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.harness import Trial, costs_of, predicted_above
 from tests.support.graphs import Whole
@@ -210,8 +210,7 @@ def test_what_is_behind_a_product_goes_through_its_slices(name: str, memory: Off
 
 def sliced(*names: str, slices: int = SLICES) -> tuple[Rule, ...]:
     return tuple(
-        Rule(trade="offload_state", op="weight", module=name, degree=slices, lead=1)
-        for name in names
+        OffloadStateRule(what="weight", parameter=name, slices=slices, lead=1) for name in names
     )
 
 
@@ -270,7 +269,7 @@ def test_with_copies_and_transfers_at_random_it_trains_the_same(
     moving = with_transfers(copied, times, slices)
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad and p.dim() == 2]
     rules = [
-        replace(rule, degree=rng.choice((0, 2, 3, 8)), lead=rng.randrange(4))
+        replace(rule, slices=rng.choice((0, 2, 3, 8)), lead=rng.randrange(4))
         for rule in sliced(
             *(n for n in frozen if rng.random() < 0.8 and n in movable(moving, "weight"))
         )
@@ -398,12 +397,12 @@ def test_slices_are_chosen_by_what_is_predicted(latency: float, slices: int) -> 
     costs = replace(trial.costs(), links={FAR_IN: link, FAR_OUT: link}, far_bytes=1 << 30)
     search = trial.searching(costs)
     found = search.find(sy.Budget(memory="15 MiB"))
-    (rule,) = (r for r in found.rules if r.module == "wide.weight")
-    assert rule.degree == slices
+    (rule,) = (r for r in found.rules if r.parameter == "wide.weight")
+    assert rule.slices == slices
     # A budget below what those take is answered by the finest that there are.
     tight = search.find(sy.Budget(memory="9 MiB"))
-    (rule,) = (r for r in tight.rules if r.module == "wide.weight")
-    assert rule.degree == 16
+    (rule,) = (r for r in tight.rules if r.parameter == "wide.weight")
+    assert rule.slices == 16
 
 
 def test_a_loop_takes_what_its_slices_and_its_work_take_together() -> None:

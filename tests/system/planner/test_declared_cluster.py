@@ -21,12 +21,12 @@ from steelyard.capture.deep.batch_template import TruncatedStep
 from steelyard.errors import BadInput, Infeasible, Mismatch
 from steelyard.hardware.calibration import DECLARED_DOUBT
 from steelyard.hardware.cluster_file import decode_tree
-from steelyard.ir.gradient_codec import CODE_TRADES
 from steelyard.plan_files.plan_file import read_decisions
 from steelyard.plan_files.prediction_file import read_plan, write_explanation, write_plan
 from steelyard.planner import declared_cluster as elsewhere
 from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.planner.session import PlanRequest
+from steelyard.plans.trade import codec_trades
 from steelyard.predict.analytic import step as deep
 from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
@@ -34,6 +34,7 @@ from steelyard.report.json import to_json as json_of
 from steelyard.report.scaling import rendered, to_json
 from steelyard.report.styled_text import plain
 from steelyard.report.text import render
+from steelyard.trades import TRADES
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -128,7 +129,7 @@ def test_no_accuracy_is_lost_where_nobody_can_probe_it_and_the_plan_says_so(
     assert [len(each) for each in said] == [1, 0]
     for plan in plans:
         assert plan.predicted.accuracy_loss == "exact"
-        for trade in CODE_TRADES:
+        for trade in (trade.name for trade in codec_trades(TRADES)):
             assert "cannot be run here cannot be probed" in plan.why_not(trade)
 
 

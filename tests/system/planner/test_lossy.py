@@ -24,7 +24,7 @@ from steelyard.planner import lossy as accuracy
 from steelyard.planner.lossy import LossyPlanner
 from steelyard.report.document import tree_of
 from steelyard.report.json import to_json
-from steelyard.trades.offload_state import MOVABLE, movable
+from steelyard.trades.offload_state import MOVABLE, OffloadStateRule, movable
 from steelyard.trades.quantize_activations import QuantizeActivations
 from tests.harness import floor_bytes, in_a_hurry
 
@@ -376,11 +376,11 @@ def test_a_probe_holds_weights_where_the_plan_does(beside_far: sy.Planned) -> No
         offers, _ = QuantizeActivations().offers(session.base, session.source)
         coded = tuple(rule for offer in offers for rule in offer.rules)[:1]
     moved = tuple(
-        Rule(trade="offload_state", op=what, module=name, lead=1)
+        OffloadStateRule(what=what, parameter=name, lead=1)
         for what in MOVABLE
         for name in movable(session.base, what)
     )
-    assert {rule.op for rule in moved} == set(MOVABLE)
+    assert {rule.what for rule in moved} == set(MOVABLE)
     lossy = LossyPlanner(session=session)
     near = lossy.probe_drift(coded, session.apply_rules(coded), 1.0)
     away = lossy.probe_drift((*coded, *moved), session.apply_rules((*coded, *moved)), 1.0)

@@ -8,13 +8,12 @@ from itertools import pairwise
 import pytest
 
 from steelyard.ir.metrics import Estimate
-from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
 from steelyard.predict import step_seconds
 from steelyard.predict.cost_table import CostTable, OperatorCost
 from steelyard.predict.step import PEAK_SHARE
 from steelyard.search import SearchResult, StepSearch
-from steelyard.trades.accumulate import Accumulate
+from steelyard.trades.accumulate import Accumulate, AccumulateRule
 from steelyard.trades.chunk import Chunk
 from tests.harness import DEVICE, Trial, budgets, predicted_above, trial_of
 from tests.zoo.case import next_token_loss, tokens
@@ -78,7 +77,7 @@ def test_a_batch_is_cut_where_recomputing_alone_does_not_fit() -> None:
 @pytest.mark.xdist_group("gpt")
 def test_parts_hold_not_a_byte_more_than_is_predicted() -> None:
     trial = trial_of("gpt")
-    program = trial.apply_rules([Rule(trade="accumulate", degree=4)])
+    program = trial.apply_rules([AccumulateRule(micro_batches=4)])
     costs = trial.costs(micro_batches=(1, 4))
     assert trial.run(program).peak_bytes <= predicted_above(program, costs)
 
@@ -141,7 +140,7 @@ def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None
 def test_a_step_in_micro_batches_takes_what_was_found_of_it_in_slices_too() -> None:
     trial = wordy()
     offers, _ = Chunk().offers(trial.plain, trial.source)
-    cut = trial.apply_rules([Rule(trade="accumulate", degree=2), *offers[-1].rules])
+    cut = trial.apply_rules([AccumulateRule(micro_batches=2), *offers[-1].rules])
     assert cut.repeats == 2
     assert any(node.body for node in cut.graph.nodes)
     costs = CostTable(device=DEVICE)

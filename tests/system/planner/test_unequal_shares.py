@@ -32,6 +32,8 @@ from steelyard.predict.timeline import play
 from steelyard.predict.unequal_ranks import RankClass, play_synchronized, rank_classes
 from steelyard.search import LayoutSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from tests.harness import Trial, looking_less_far
 from tests.torch.trades.test_shard_batch import DEVICE, batch_rows
 from tests.zoo.case import next_token_loss, tokens
@@ -57,7 +59,7 @@ def costs(*speeds: float, rate: float = 1e9) -> CostTable:
 
 
 def shared(shares: tuple[int, ...], *more: Rule) -> Program:
-    rule = Rule(trade="shard_batch", degree=len(shares), bucket_bytes=16 * KIB, shares=shares)
+    rule = ShardBatchRule(ranks=len(shares), bucket=16 * KIB, shares=shares)
     rules = (rule, *more)
     return apply_rules_on_ranks(trial().plain, rules, trades=TRADES, source=trial().source)
 
@@ -80,7 +82,7 @@ def test_each_rank_works_on_its_share_and_all_exchange_alike(shares: tuple[int, 
 
 
 def test_equal_shares_are_those_that_were() -> None:
-    plain = trial().apply_rules([Rule(trade="shard_batch", degree=2, bucket_bytes=16 * KIB)])
+    plain = trial().apply_rules([ShardBatchRule(ranks=2, bucket=16 * KIB)])
     for program in (shared((3, 3)), shared((1, 1))):
         assert (program.layout, program.sibling_programs) == (plain.layout, ())
         assert program.instructions == plain.instructions
@@ -88,12 +90,12 @@ def test_equal_shares_are_those_that_were() -> None:
 
 
 def test_micro_batches_are_of_each_ranks_own_share() -> None:
-    program = shared((2, 1), Rule(trade="accumulate", degree=2))
+    program = shared((2, 1), AccumulateRule(micro_batches=2))
     (other,) = program.sibling_programs
     assert (program.repeats, program.units) == (other.repeats, other.units) == (2, 6)
     assert (batch_rows(program), batch_rows(other)) == ({4}, {2})
     with pytest.raises(Mismatch, match="one of 1, 2, 4 equal parts"):
-        shared((2, 1), Rule(trade="accumulate", degree=3))
+        shared((2, 1), AccumulateRule(micro_batches=3))
 
 
 @pytest.mark.parametrize("shares", [(4, 1), (12, 1), (5, 2, 1)])
@@ -132,7 +134,7 @@ def test_all_arrive_together_and_who_has_less_to_do_waits() -> None:
     assert second == pytest.approx(2 * first)
 
 
-@pytest.mark.parametrize("more", [(), (Rule(trade="accumulate", degree=2),)])
+@pytest.mark.parametrize("more", [(), (AccumulateRule(micro_batches=2),)])
 def test_shares_by_speed_leave_nobody_waiting(more: tuple[Rule, ...]) -> None:
     price = costs(1, 0.5, rate=1e12)
     by_speed, even, wrong = (
@@ -160,7 +162,7 @@ def test_memory_is_that_of_the_largest_share() -> None:
     assert rank_peak_bytes(program, price) == (peaks[1], peaks[0])
 
 
-@pytest.mark.parametrize("more", [(), (Rule(trade="accumulate", degree=2),)])
+@pytest.mark.parametrize("more", [(), (AccumulateRule(micro_batches=2),)])
 @pytest.mark.parametrize("shares", [(2, 1), (1, 1), (1, 2)])
 def test_the_picture_ends_where_the_figure_does(
     shares: tuple[int, ...], more: tuple[Rule, ...]

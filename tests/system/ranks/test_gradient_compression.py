@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard import _torch
-from steelyard.ir.gradient_codec import CODED_CALLS, codec_fallbacks
+from steelyard.ir.gradient_codec import CODED_CALLS
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.probe import context_of
 from steelyard.measure.operators import benchmark as operators
@@ -24,10 +24,12 @@ from steelyard.planner import compiled as lowering
 from steelyard.planner import gradient_compression as coded
 from steelyard.planner.gradient_compression import peak_in_less_lossy_codecs
 from steelyard.planner.session import Runner
+from steelyard.plans.codec_fallbacks import codec_fallbacks
 from steelyard.plans.trade import Remaining
 from steelyard.predict import peak_bytes
 from steelyard.predict.cost_table import OperatorCost
 from steelyard.search.ranks.gradient_compression import CompressedCandidate, Weighing
+from steelyard.trades.shard_batch import ShardBatchRule
 from steelyard.units import format_seconds
 
 # As `measured_ranks` would say of a link.
@@ -148,7 +150,7 @@ def test_ranks_of_unequal_speed_send_codes_too(
     plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD, second=0.6)
     rules = plan.plan.decisions.rules
     assert {rule.trade for rule in rules} & set(_TRADES)
-    (shares,) = (rule.shares for rule in rules if rule.trade == "shard_batch")
+    (shares,) = (rule.shares for rule in of_kind(rules, ShardBatchRule))
     assert shares[0] > shares[1]
     # The probe cuts the batch as the plan does.
     assert "probe: 10 steps" in plan.predicted.accuracy_loss
@@ -230,7 +232,8 @@ def test_without_a_compiler_there_are_those_alone_that_need_none_and_the_plan_sa
     monkeypatch.setattr(_torch, "cpp_compiler", lambda: None)
     # Where half as many bits are clearly worth it, also to a slow core.
     plan = _planned(tmp_path, monkeypatch, 2 * _SLOW, "5%", _SGD)
-    coded = {(r.trade, r.op) for r in plan.plan.decisions.rules if r.trade in _TRADES}
+    rules = plan.plan.decisions.rules
+    coded = {(r.trade, getattr(r, "format", "")) for r in rules if r.trade in _TRADES}
     assert coded
     assert coded <= {("quantized_gradients", "bfloat16"), ("low_rank_gradients", "")}
     assert "probe: 10 steps" in plan.predicted.accuracy_loss

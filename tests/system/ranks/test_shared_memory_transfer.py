@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import steelyard as sy
-from steelyard.ir.rule import Rule
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.probe import context_of
 from steelyard.plan_files.plan_file import read_decisions
 from steelyard.plans.trade import Remaining
+from steelyard.trades.shared_memory_transfer import SharedMemoryTransferRule
 from tests.system.ranks.test_gradient_compression import LINK
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
-_RULE = Rule(trade="shared_memory_transfer", op="exchanges")
+_RULE = SharedMemoryTransferRule(messages="exchanges")
 _FAST = {"slotted call": 1e-5, "slotted hop": 1e-5, "slotted rate": 8e9}
 _SLOW = {"slotted call": 1e-3, "slotted hop": 1e-1, "slotted rate": 1e7}
 

@@ -55,7 +55,7 @@ def test_few_rows_of_a_large_table_are_sent_by_themselves(
     # An all-reduce of 6.4 MB takes 160 ms there, and the rows 28: much less than what a second rank
     # computes in place of the first, which is 60 ms of 120 on a quick machine.
     assert taken.buys_seconds > 0.1
-    assert taken.rules[0].module == "words.weight"
+    assert taken.rules[0].parameter == "words.weight"
     assert plan.predicted.accuracy_loss == "exact"
     assert plan.predicted.communication_bytes.value < 4e6
     assert "rows of 1 tensor, 2 ranks'" in str(plan)

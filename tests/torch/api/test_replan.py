@@ -12,8 +12,9 @@ import torch
 from steelyard.api.replan import Replanner, _LinkState
 from steelyard.hardware.link import Link
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.ir.rule import Rule
 from steelyard.search.ranks.layout_candidates import LayoutCandidate
+from steelyard.trades.gradient_compression import TernaryGradientsRule
+from steelyard.trades.shard_batch import ShardBatchRule
 
 FAST = Link(kind="network", latency_seconds=1e-4, bytes_per_second=118e6)
 SLOW = Link(kind="network", latency_seconds=1e-4, bytes_per_second=5.9e6)
@@ -93,8 +94,8 @@ def test_a_slow_step_is_looked_at_while_plans_are_weighed() -> None:
 @pytest.mark.parametrize("gave_up", [False, True])
 def test_a_restored_link_brings_all_hosts_back_to_the_plan_of_the_beginning(gave_up: bool) -> None:
     own = adapting()
-    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
-    code = Rule(trade="ternary_gradients", module="a", count=1)
+    rule = ShardBatchRule(ranks=2, bucket=1 << 20)
+    code = TernaryGradientsRule(parameter="a", count=1)
     ways = SimpleNamespace(
         counted=lambda rules: LayoutCandidate(
             rules=rules, layout=ParallelLayout(batch=2), seconds=0.2, nbytes=9

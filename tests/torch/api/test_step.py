@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import steelyard as sy
 from steelyard.errors import BadInput, Mismatch
+from steelyard.ir.rule import of_kind
+from steelyard.ir.rule_kinds import MicroBatches
 from steelyard.predict import kept_gradients_bytes
 from steelyard.units import format_bytes
 
@@ -74,7 +76,7 @@ def test_a_last_batch_that_is_no_multiple_of_the_parts_is_cut_otherwise() -> Non
     unplanned = session.plan.unplanned.peak
     added = unplanned.nbytes - unplanned.resident_bytes
     planned = session.what_if(memory=unplanned.resident_bytes + added // 2)
-    parts = max(rule.degree for rule in planned.plan.decisions.rules)
+    parts = max(r.micro_batches for r in of_kind(planned.plan.decisions.rules, MicroBatches))
     assert parts > 1
     step = planned.apply()
     for batch in (whole, last):

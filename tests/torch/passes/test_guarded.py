@@ -11,15 +11,16 @@ import torch
 
 from steelyard.capture.step import CapturedStep
 from steelyard.comm.simulated_ranks import SimulatedRanks
-from steelyard.ir.gradient_codec import codec_fallbacks
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
+from steelyard.plans.codec_fallbacks import codec_fallbacks
 from steelyard.plans.trade import apply_rules
 from steelyard.run import compression_fallback as guarding
 from steelyard.run.codegen import emit
 from steelyard.run.compression_fallback import CompressionFallback
 from steelyard.run.step import LiveStep
-from steelyard.trades import TRADES
+from steelyard.trades import BY_NAME, TRADES
+from steelyard.trades.shard_batch import ShardBatchRule
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -43,8 +44,9 @@ def source() -> CapturedStep:
 
 def _rungs(kind: str, ranks: int) -> tuple[tuple[Rule, ...], ...]:
     trade, rank = _KINDS[kind]
-    codes = [Rule(trade=trade, module=name, degree=rank, count=2) for name in _CODED]
-    return codec_fallbacks([Rule(trade="shard_batch", degree=ranks, bucket_bytes=1 << 16), *codes])
+    keys = {"rank": rank} if rank else {}
+    codes = [BY_NAME[trade].rule(parameter=name, count=2, **keys) for name in _CODED]
+    return codec_fallbacks([ShardBatchRule(ranks=ranks, bucket=1 << 16), *codes])
 
 
 def _applied(source: CapturedStep, rules: tuple[Rule, ...]) -> Program:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from steelyard.ir.gradient_codec import LEFT, RESIDUAL, RIGHT, START, low_rank, 
 from steelyard.ir.graph import Tensor
 from steelyard.ir.rule import Rule
 from steelyard.operators.low_rank import first_start, left_factors, of_factors, right_factors
+from steelyard.trades.gradient_compression import LowRankGradientsRule, TernaryGradientsRule
 from tests.torch.passes.compression.test_compressed_all_reduce import (
     _applied,
     _rules,
@@ -30,13 +30,13 @@ SHAPES, RANK = [(24, 40), (96, 17)], 2
 
 
 def _rule(module: str, rank: int, count: int = 1) -> Rule:
-    return Rule(trade="low_rank_gradients", module=module, degree=rank, count=count)
+    return LowRankGradientsRule(parameter=module, rank=rank, count=count)
 
 
 def _ruled(ranks: int, *, rank: int = RANK, bucket: int = 1 << 16, lag: int = 2) -> list[Rule]:
     return [
-        replace(rule, trade="low_rank_gradients", degree=rank)
-        if rule.trade == "ternary_gradients"
+        LowRankGradientsRule(parameter=rule.parameter, count=rule.count, rank=rank)
+        if isinstance(rule, TernaryGradientsRule)
         else rule
         for rule in _rules(ranks, bucket=bucket, lag=lag)
     ]

@@ -23,6 +23,9 @@ from steelyard.planner.cost_provider import CostProvider
 from steelyard.plans.trade import apply_rules
 from steelyard.predict.cost_table import CostTable
 from steelyard.trades import TRADES
+from steelyard.trades.gradient_compression import TernaryGradientsRule
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from tests.torch.trades.test_shard_pipeline import plain
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -130,8 +133,8 @@ def test_a_plan_is_priced_whose_exchanges_alone_were_not_measured() -> None:
     plain = Program.plain(source.captured().graph)
 
     def sent(bucket_bytes: int, *rules: Rule) -> Graph:
-        batch = Rule(trade="shard_batch", degree=2, bucket_bytes=bucket_bytes)
-        lag = Rule(trade="overlap", lag=1)
+        batch = ShardBatchRule(ranks=2, bucket=bucket_bytes)
+        lag = OverlapRule(window=1)
         return apply_rules(plain, [batch, lag, *rules], trades=TRADES, source=source).graph
 
     prices = CostProvider.__new__(CostProvider)
@@ -140,7 +143,7 @@ def test_a_plan_is_priced_whose_exchanges_alone_were_not_measured() -> None:
     assert {node.signature for node in other.nodes} - prices._known
     assert prices.has_costs(other)
     # What codes compute has to be measured, and what the model does.
-    code = Rule(trade="ternary_gradients", module="blocks.*.mlp.up.weight", count=2)
+    code = TernaryGradientsRule(parameter="blocks.*.mlp.up.weight", count=2)
     assert not prices.has_costs(sent(1 << 20, code))
     prices._known -= {node.signature for node in other.nodes if node.op == "aten.mm.default"}
     assert not prices.has_costs(other)

@@ -7,16 +7,17 @@ from itertools import pairwise
 import pytest
 
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule
-from steelyard.ir.trace_span import DEVICE, Span
+from steelyard.plans.trace_span import DEVICE, Span
 from steelyard.predict import predict, spans
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from steelyard.trades.shard_pipeline import SCHEDULES
 from tests.torch.trades.test_shard_pipeline import applied, costs, offered, plain
 
 pytestmark = pytest.mark.slow
 
 _BATCH = (
-    Rule(trade="shard_batch", degree=2, bucket_bytes=16 << 10), Rule(trade="overlap", lag=2),
+    ShardBatchRule(ranks=2, bucket=16 << 10), OverlapRule(window=2),
 )  # fmt: skip
 RULES = {
     "alone": ((), 1),

@@ -15,6 +15,8 @@ from steelyard.ir.rule import Rule
 from steelyard.plans.trade import apply_rules
 from steelyard.run.codegen import emit, with_strides
 from steelyard.trades import TRADES
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from tests.support.live import captured, live
 from tests.zoo import case
 
@@ -74,7 +76,7 @@ def test_who_computes_gives_way_while_something_is_on_its_way_and_only_then() ->
     channels = {"data": SimulatedRanks(2).channel(0)}
 
     def lines(*rules: Rule) -> list[str]:
-        whole = (Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 14), *rules)
+        whole = (ShardBatchRule(ranks=2, bucket=1 << 14), *rules)
         program = apply_rules(
             Program.plain(source.graph(micro_batches=1)), whole, trades=TRADES, source=source
         )
@@ -82,7 +84,7 @@ def test_who_computes_gives_way_while_something_is_on_its_way_and_only_then() ->
 
     assert not any("give_way" in line for line in lines())  # each is waited for at once
     underway: set[str] = set()
-    late = lines(Rule(trade="overlap", lag=2))
+    late = lines(OverlapRule(window=2))
     turns = 0
     for before, line in pairwise(late):
         if "give_way" in line:

@@ -20,8 +20,8 @@ from steelyard.ir.rule import Rule
 from steelyard.measure.operators import benchmark as operators
 from steelyard.operators import nll_loss_weight
 from steelyard.predict.cost_table import CostTable
-from steelyard.trades.accumulate import Accumulate
-from steelyard.trades.chunk import Chunk
+from steelyard.trades.accumulate import Accumulate, AccumulateRule
+from steelyard.trades.chunk import Chunk, ChunkRule
 from steelyard.trades.recompute import Recompute
 from tests.harness import DEVICE, Outcome, Trial, costs_of, predicted_above
 from tests.zoo.hf import _RECIPES
@@ -205,7 +205,7 @@ def test_rows_need_not_be_a_multiple_of_the_slices() -> None:
     torch.manual_seed(0)
     trial = Trial(Scores(bias=False), LOSSES["mean"], ids(7, 53))
     plain = trial.run(trial.plain)
-    rule = Rule(trade="chunk", module="head", op="aten.mm.default", degree=9)
+    rule = ChunkRule(module="head", op="aten.mm.default", slices=9)
     program = CHUNK.rewrite(trial.plain, (rule,), trial.source)
     assert_same(plain, trial.run(program))
 
@@ -244,7 +244,7 @@ def test_the_weight_of_a_mean_is_what_the_kernel_says(weight: Tensor | None) -> 
 def test_parts_of_the_batch_are_sliced_and_weighed_as_without() -> None:
     torch.manual_seed(0)
     trial = Trial(Scores(), LOSSES["mean"], ids(16, 48))
-    split = Accumulate().rewrite(trial.plain, (Rule(trade="accumulate", degree=2),), trial.source)
+    split = Accumulate().rewrite(trial.plain, (AccumulateRule(micro_batches=2),), trial.source)
     expected = trial.eager()
     for program in applied(trial, split):
         assert_same(expected, trial.run(program), within=1e-5)
@@ -326,8 +326,8 @@ def test_small_values_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (Rule(trade="chunk", module="mix", op="aten.addmm.default", degree=4), "cannot be sliced"),
-        (Rule(trade="chunk", module="nowhere", op="aten.mm.default", degree=4), "matches 0"),
+        (ChunkRule(module="mix", op="aten.addmm.default", slices=4), "cannot be sliced"),
+        (ChunkRule(module="nowhere", op="aten.mm.default", slices=4), "matches 0"),
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(rule: Rule, said: str) -> None:
@@ -383,7 +383,7 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
     (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "chunk")
     (node,) = (n for n in step.live.program.graph.nodes if n.body is not None)
     assert node.body is not None
-    assert node.body.parts == rule.degree
+    assert node.body.parts == rule.slices
     measured = step.receipt().measured.memory_bytes
     assert measured is not None
     assert measured <= half
@@ -404,7 +404,7 @@ def test_the_slices_that_run_are_those_that_were_planned(
         step(batch)
     (node,) = (n for n in step.live.program.graph.nodes if n.body is not None)
     assert node.body is not None
-    assert node.body.parts == rule.degree
+    assert node.body.parts == rule.slices
     measured = step.receipt().measured.memory_bytes
     assert measured == pytest.approx(planned.predicted.memory_bytes.value, rel=0.01)
 

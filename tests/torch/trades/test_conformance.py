@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from steelyard.ir.parallel_layout import LAYOUT_TRADES
 from steelyard.ir.program import Program
+from steelyard.ir.rule import BETWEEN_RANKS
 from steelyard.plans.trade import Offer, Trade
 from steelyard.predict import step_seconds
 from steelyard.predict.cost_table import CostTable
@@ -114,7 +114,11 @@ def traced_again(name: str) -> Trial:
 every_model = pytest.mark.parametrize("name", [on_its_worker(name) for name in MODELS])
 # There is no optimizer here, and one rank: tests/system/offload/test_optimizer_state.py and
 # tests/system/dist/test_planned.py hold the other trades to the same, bytes and all.
-OF_THE_PASS = [trade for trade in TRADES if trade.name not in {"offload_state", *LAYOUT_TRADES}]
+OF_THE_PASS = [
+    trade
+    for trade in TRADES
+    if trade.name != "offload_state" and trade.rule.stage not in BETWEEN_RANKS
+]
 every_trade = pytest.mark.parametrize("trade", OF_THE_PASS, ids=lambda t: t.name)
 
 
@@ -195,7 +199,7 @@ def test_it_computes_the_same_and_holds_what_was_predicted(trade: Trade, name: s
                 if name in NOT_LIKE_EAGER:
                     continue
                 same = trial(name).eager(micro_batches=program.repeats)
-            is_whole = not any(rule.degree for rule in offer.rules)
+            is_whole = not any(getattr(rule, "slices", 0) for rule in offer.rules)
             if trade.is_bitwise or is_whole or program.repeats > 1:
                 assert outcome.difference(same) is None, offer.label
             else:

@@ -11,12 +11,12 @@ from steelyard.errors import Mismatch
 from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
 from steelyard.ir.graph import Phase
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule, to_rules
+from steelyard.ir.rule import to_rules
 from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.trades.chunk import Chunk
-from steelyard.trades.offload import Offload, with_transfers
+from steelyard.trades.offload import Offload, OffloadRule, with_transfers
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.harness import Trial, costs_of, far_memory, predicted_above, trial_of
 from tests.support.graphs import Whole, random_step, tower
@@ -130,8 +130,8 @@ def test_random_values_can_leave_though_they_are_never_made_again() -> None:
 def test_one_value_in_two_rules_is_an_error() -> None:
     graph = tower(3)
     rules = (
-        *to_rules(graph, [f"blocks.{i}:up" for i in range(3)], trade="offload"),
-        *to_rules(graph, ["blocks.1:up"], trade="offload"),
+        *to_rules(graph, [f"blocks.{i}:up" for i in range(3)], OffloadRule),
+        *to_rules(graph, ["blocks.1:up"], OffloadRule),
     )
     with pytest.raises(Mismatch, match="same value"):
         Offload().rewrite(Program.plain(graph), rules, Whole(graph))
@@ -140,14 +140,14 @@ def test_one_value_in_two_rules_is_an_error() -> None:
 def test_what_is_made_again_is_not_moved_as_well() -> None:
     graph = tower(3)
     program = with_copies(Program.plain(graph), ["blocks.1:act"])
-    rules = to_rules(graph, ["blocks.1:act"], trade="offload")
+    rules = to_rules(graph, ["blocks.1:act"], OffloadRule)
     with pytest.raises(Mismatch, match="computed again"):
         Offload().rewrite(program, rules, Whole(graph))
 
 
 def test_what_cannot_leave_is_named() -> None:
     graph = tower(3)
-    rules = (Rule(trade="offload", module="", op="aten.sum"),)
+    rules = (OffloadRule(module="", op="aten.sum"),)
     with pytest.raises(Mismatch, match=r"aten\.sum in the top level, which cannot be sent off"):
         Offload().rewrite(Program.plain(graph), rules, Whole(graph))
 

@@ -13,14 +13,13 @@ from steelyard.errors import BadInput, Mismatch
 from steelyard.ir.graph import Graph
 from steelyard.ir.message_slots import rounds_of
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule
 from steelyard.passes.data_parallel.overlap import issued_ahead, waits_within
 from steelyard.predict import predict
-from steelyard.trades.shared_memory_transfer import SharedMemoryTransfer
+from steelyard.trades.shared_memory_transfer import SharedMemoryTransfer, SharedMemoryTransferRule
 from tests.torch.trades.test_shard_pipeline import plain, stages, trial
 from tests.unit.passes.data_parallel.test_overlap import _COSTS, exchanging
 
-_RULE = Rule(trade="shared_memory_transfer", op="exchanges")
+_RULE = SharedMemoryTransferRule(messages="exchanges")
 
 
 def _pinned(program: Program) -> Program:

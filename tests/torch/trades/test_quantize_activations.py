@@ -14,15 +14,20 @@ from steelyard.hardware.cluster import Device
 from steelyard.ir.graph import Phase
 from steelyard.ir.program import Program
 from steelyard.ir.quantized_activation import BLOCK, DECODE, ENCODE, coded_bytes, settled
-from steelyard.ir.rule import Rule, to_rules
+from steelyard.ir.rule import to_rules
 from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.plans.trade import apply_rules
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.trades import TRADES
 from steelyard.trades.chunk import Chunk
-from steelyard.trades.offload import Offload, with_transfers
-from steelyard.trades.quantize_activations import QuantizeActivations, quantizable, with_codes
+from steelyard.trades.offload import Offload, OffloadRule, with_transfers
+from steelyard.trades.quantize_activations import (
+    QuantizeActivations,
+    QuantizeActivationsRule,
+    quantizable,
+    with_codes,
+)
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.harness import Outcome, Trial, costs_of, predicted_above, trial_of
 from tests.support.graphs import Whole, in_floats, random_step, tower
@@ -117,8 +122,8 @@ def test_whole_numbers_and_random_masks_stay_as_they_are() -> None:
 def test_one_value_in_two_rules_is_an_error() -> None:
     graph = in_floats(tower(3))
     rules = (
-        *to_rules(graph, [f"blocks.{i}:up" for i in range(3)], trade="quantize_activations"),
-        *to_rules(graph, ["blocks.1:up"], trade="quantize_activations"),
+        *to_rules(graph, [f"blocks.{i}:up" for i in range(3)], QuantizeActivationsRule),
+        *to_rules(graph, ["blocks.1:up"], QuantizeActivationsRule),
     )
     with pytest.raises(Mismatch, match="same value"):
         QuantizeActivations().rewrite(Program.plain(graph), rules, Whole(graph))
@@ -127,7 +132,7 @@ def test_one_value_in_two_rules_is_an_error() -> None:
 def test_what_is_made_again_is_not_coded_as_well() -> None:
     graph = in_floats(tower(3))
     program = with_copies(Program.plain(graph), ["blocks.1:act"])
-    rules = to_rules(graph, ["blocks.1:act"], trade="quantize_activations")
+    rules = to_rules(graph, ["blocks.1:act"], QuantizeActivationsRule)
     with pytest.raises(Mismatch, match="computed again"):
         QuantizeActivations().rewrite(program, rules, Whole(graph))
 
@@ -135,7 +140,7 @@ def test_what_is_made_again_is_not_coded_as_well() -> None:
 def test_what_is_coded_is_not_moved_as_well() -> None:
     graph = in_floats(tower(3))
     program = with_codes(Program.plain(graph), ["blocks.1:act"])
-    rules = to_rules(graph, ["blocks.1:act"], trade="offload")
+    rules = to_rules(graph, ["blocks.1:act"], OffloadRule)
     with pytest.raises(Mismatch, match="is kept in 8 bits"):
         Offload().rewrite(program, rules, Whole(graph))
 
@@ -145,14 +150,14 @@ def test_a_plan_for_inductor_has_none_and_says_why() -> None:
     offers, (refusal,) = QuantizeActivations().offers(Program.plain(graph), Whole(graph))
     assert not offers
     assert "only plans for generated Python are probed" in refusal.reason
-    rules = to_rules(graph, ["blocks.1:act"], trade="quantize_activations")
+    rules = to_rules(graph, ["blocks.1:act"], QuantizeActivationsRule)
     with pytest.raises(Mismatch, match="in a plan for Inductor"):
         QuantizeActivations().rewrite(Program.plain(graph), rules, Whole(graph))
 
 
 def test_what_cannot_be_coded_is_named() -> None:
     graph = in_floats(tower(3))
-    rules = (Rule(trade="quantize_activations", module="", op="aten.sum"),)
+    rules = (QuantizeActivationsRule(module="", op="aten.sum"),)
     with pytest.raises(Mismatch, match=r"aten\.sum in the top level, which cannot be kept"):
         QuantizeActivations().rewrite(Program.plain(graph), rules, Whole(graph))
 
@@ -290,7 +295,7 @@ def test_what_an_operator_chooses_by_stays_as_it_is(choosing: str) -> None:
     assert "relu" in able
     # Nor may it be computed again from 8 bits.
     program = with_copies(tried.plain, recomputable(graph) - {"relu"})
-    rules = to_rules(graph, ["relu"], trade="quantize_activations")
+    rules = to_rules(graph, ["relu"], QuantizeActivationsRule)
     with pytest.raises(Mismatch, match="would choose by what is computed again from 8 bits"):
         QuantizeActivations().rewrite(program, rules, tried.source)
     program = with_codes(tried.plain, able)
@@ -328,7 +333,7 @@ def test_beside_a_stream_and_through_rules() -> None:
     streamed = Chunk().rewrite(tried.plain, offers[-1].rules, tried.source)
     able = quantizable(streamed)
     assert able
-    rules = (*offers[-1].rules, *to_rules(streamed.graph, able, trade="quantize_activations"))
+    rules = (*offers[-1].rules, *to_rules(streamed.graph, able, QuantizeActivationsRule))
     program = apply_rules(tried.plain, rules, trades=TRADES, source=tried.source)
     assert program.coded
     assert frozenset(program.coded) <= able

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule, to_rules
+from steelyard.ir.rule import Rule, of_kind, to_rules
 from steelyard.predict.step import PEAK_SHARE
 from steelyard.search import StepSearch
-from steelyard.trades.recompute import Recompute, recomputable
+from steelyard.trades.recompute import Recompute, RecomputeRule, recomputable
 from tests import zoo
 from tests.harness import Outcome, Trial, costs_of, predicted_above
 
@@ -48,7 +48,7 @@ def unplanned(name: str) -> Outcome:
 
 def rules_for_all(program: Program, times: int) -> tuple[Rule, ...]:
     graph = program.graph
-    rules = to_rules(graph, recomputable(graph), trade="recompute")
+    rules = to_rules(graph, recomputable(graph), RecomputeRule)
     return tuple(replace(rule, times=times) for rule in rules)
 
 
@@ -75,7 +75,7 @@ def test_what_the_search_makes_oftener_is_run_as_said() -> None:
     costs, trades = tried.costs(), (Recompute(),)
     searching = StepSearch(tried.plain, trades=trades, source=tried.source, costs=costs)
     rules = searching.frontier()[0].rules
-    assert any(rule.times > 1 for rule in rules)
+    assert any(rule.times > 1 for rule in of_kind(rules, RecomputeRule))
     program = tried.apply_rules(rules)
     outcome = tried.run(program)
     assert outcome.difference(tried.eager()) is None

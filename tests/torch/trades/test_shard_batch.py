@@ -30,9 +30,10 @@ from steelyard.predict.rank_subsets import Subset
 from steelyard.run.compiled.segments import Segment, segments
 from steelyard.search import LayoutSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
-from steelyard.trades.offload_state import OffloadState
-from steelyard.trades.overlap import Overlap
-from steelyard.trades.shard_batch import ShardBatch
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.offload_state import OffloadState, OffloadStateRule
+from steelyard.trades.overlap import Overlap, OverlapRule
+from steelyard.trades.shard_batch import ShardBatch, ShardBatchRule
 from tests.harness import Trial, looking_less_far
 from tests.zoo.case import class_loss, images, next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -55,7 +56,7 @@ def costs(rate: float) -> CostTable:
 
 
 def shared(ranks: int, *more: Rule, bucket_bytes: int = 16 * KIB) -> Program:
-    batch = Rule(trade="shard_batch", degree=ranks, bucket_bytes=bucket_bytes)
+    batch = ShardBatchRule(ranks=ranks, bucket=bucket_bytes)
     return trial().apply_rules((batch, *more))
 
 
@@ -91,7 +92,7 @@ def test_a_rank_works_on_its_share_and_sends_each_gradient_once(ranks: int) -> N
 
 
 def test_micro_batches_are_of_the_ranks_own_share() -> None:
-    program = shared(2, Rule(trade="accumulate", degree=2))
+    program = shared(2, AccumulateRule(micro_batches=2))
     assert (program.repeats, program.parts, batch_rows(program)) == (2, 4, {2})
     # Gradients, and the loss, are exchanged once, behind the last of them.
     assert program.sent_bytes == shared(2).sent_bytes
@@ -102,7 +103,7 @@ def test_micro_batches_are_of_the_ranks_own_share() -> None:
 
 def test_rules_that_name_the_models_calls_find_them_in_micro_batches_too() -> None:
     """An addition of embeddings at the top of a model is none of losses."""
-    parts = Rule(trade="accumulate", degree=2)
+    parts = AccumulateRule(micro_batches=2)
     alone, program = trial().apply_rules((parts,)), shared(2, parts)
     assert CallSite("", "aten.add.Tensor", 0) in spots(alone.graph)
     assert {spot: spots(program.graph)[spot] for spot in spots(alone.graph)} == spots(alone.graph)
@@ -123,7 +124,7 @@ def test_rules_of_other_trades_are_for_a_rank_as_for_the_whole() -> None:
     [
         (3, (), "shares the batch among 3 ranks"),
         (16, (), "one of 1, 2, 4, 8 equal shares"),
-        (4, (Rule(trade="accumulate", degree=4),), "runs the batch in 4 parts"),
+        (4, (AccumulateRule(micro_batches=4),), "runs the batch in 4 parts"),
     ],
 )
 def test_a_batch_that_cannot_be_shared_so_is_refused(
@@ -148,10 +149,10 @@ def normed() -> Trial:
 def test_batch_statistics_are_those_of_all_samples() -> None:
     offers, (refusal,) = ShardBatch().offers(normed().plain, normed().source)
     # One sample a rank has no variance of its own.
-    assert [offer.rules[0].degree for offer in offers] == [2]
+    assert [offer.rules[0].ranks for offer in offers] == [2]
     assert refusal.label == "with BatchNorm's statistics of each rank's own samples"
     assert "is lossy" in refusal.reason
-    program = normed().apply_rules([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
+    program = normed().apply_rules([ShardBatchRule(ranks=2, bucket=KIB)])
     assert program.problems() == []
     graph = program.graph
     sent = [n.collective for n in graph.nodes if n.collective is not None and n.path == "1"]
@@ -171,9 +172,9 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (Rule(trade="shard_batch", degree=4, bucket_bytes=KIB), "one of 1, 2 equal shares"),
+        (ShardBatchRule(ranks=4, bucket=KIB), "one of 1, 2 equal shares"),
         (
-            Rule(trade="shard_batch", degree=2, shares=(3, 1), bucket_bytes=KIB),
+            ShardBatchRule(ranks=2, shares=(3, 1), bucket=KIB),
             "statistics over shares of 3 : 1",
         ),
     ],
@@ -191,14 +192,14 @@ def test_batch_statistics_in_half_precision_are_not_split_in_silence() -> None:
     assert not offers
     assert "BatchNorm in 1 takes statistics in half precision" in refusal.reason
     with pytest.raises(Mismatch, match="which would change what is trained: BatchNorm"):
-        half.apply_rules([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
+        half.apply_rules([ShardBatchRule(ranks=2, bucket=KIB)])
 
 
 def test_waiting_later_hides_more_and_computes_the_same() -> None:
     plain = shared(2, bucket_bytes=4 * KIB)
     offers, _ = Overlap().offers(plain, trial().source)
-    assert [o.rules[0].lag for o in offers] == sorted({o.rules[0].lag for o in offers})
-    assert offers[-1].rules[0].lag == len(plain.exchanges) > 8
+    assert [o.rules[0].window for o in offers] == sorted({o.rules[0].window for o in offers})
+    assert offers[-1].rules[0].window == len(plain.exchanges) > 8
     programs = [plain, *(Overlap().rewrite(plain, o.rules, trial().source) for o in offers)]
     for program in programs:
         assert program.problems() == []
@@ -217,7 +218,7 @@ def test_what_is_sent_is_computed_before_what_is_not() -> None:
     plain = shared(2, bucket_bytes=KIB)
     assert sum(map(len, _unsent(plain))) > 10
     assert not any(_unsent(sent_first(plain)))
-    ordered = Overlap().rewrite(plain, [Rule(trade="overlap", lag=2)], trial().source)
+    ordered = Overlap().rewrite(plain, [OverlapRule(window=2)], trial().source)
     assert liveness(ordered, None).peak_bytes <= liveness(waits_within(plain, 2), None).peak_bytes
 
 
@@ -240,8 +241,8 @@ def test_a_gradient_that_is_read_again_is_added_before_its_sum_is_sent(micro_bat
         return model(batch).square().mean()
 
     rules = [
-        Rule(trade="shard_batch", degree=2, bucket_bytes=KIB), Rule(trade="overlap", lag=1),
-        *([Rule(trade="accumulate", degree=micro_batches)] if micro_batches > 1 else []),
+        ShardBatchRule(ranks=2, bucket=KIB), OverlapRule(window=1),
+        *([AccumulateRule(micro_batches=micro_batches)] if micro_batches > 1 else []),
     ]  # fmt: skip
     program = Trial(Adapted(), loss, torch.randn(8, 16)).apply_rules(rules)
     assert program.repeats == micro_batches
@@ -268,7 +269,7 @@ def _unsent(program: Program) -> list[list[str]]:
 
 def test_what_is_compiled_lies_between_exchanges_which_stay_in_order() -> None:
     plain = shared(2, bucket_bytes=64 * KIB)
-    program = Overlap().rewrite(plain, [Rule(trade="overlap", lag=2)], trial().source)
+    program = Overlap().rewrite(plain, [OverlapRule(window=2)], trial().source)
     nodes = program.graph.by_name
     parts = segments(program)
     speaking = [
@@ -444,7 +445,7 @@ def test_what_stays_between_steps_is_not_moved_where_ranks_exchange_it() -> None
     offers, (refusal,) = OffloadState().offers(program, trial().source)
     assert not offers
     assert "where ranks exchange gradients" in refusal.reason
-    rule = Rule(trade="offload_state", module="head.weight", op="gradient")
+    rule = OffloadStateRule(parameter="head.weight", what="gradient")
     with pytest.raises(Mismatch, match="lies on 2 ranks and moves weights"):
         shared(2, rule)
 

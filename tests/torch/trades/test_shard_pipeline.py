@@ -29,7 +29,9 @@ from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search import LayoutSearch, PipelineSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
-from steelyard.trades.recompute import Recompute
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.recompute import Recompute, RecomputeRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from steelyard.trades.shard_pipeline import SCHEDULES, ShardPipeline, rules_for
 from steelyard.trades.shard_states import ShardStates
 from steelyard.trades.shard_tensor import ShardTensor
@@ -60,7 +62,7 @@ def plain() -> Program:
 
 
 def applied(*rules: Rule, micro_batches: int = 4) -> Program:
-    split = Rule(trade="accumulate", degree=micro_batches)
+    split = AccumulateRule(micro_batches=micro_batches)
     every = (split, *rules) if micro_batches > 1 else rules
     return apply_rules(plain(), every, trades=TRADES, source=trial().source)
 
@@ -74,7 +76,7 @@ def offered(ranks: int, program: Program | None = None) -> dict[str, tuple[Rule,
     among = replace(program or plain(), layout=ParallelLayout(pipeline=ranks))
     offers, refusals = ShardPipeline().offers(among, trial().source)
     assert bool(offers) != bool(refusals)
-    return {offer.rules[0].op: offer.rules for offer in offers}
+    return {offer.rules[0].schedule: offer.rules for offer in offers}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -83,7 +85,7 @@ def test_each_schedule_is_offered_on_stages_of_its_own(ranks: int) -> None:
     assert found.keys() == SCHEDULES.keys()
     for schedule, rules in found.items():
         assert len(rules) == ranks * SCHEDULES[schedule] - 1
-        assert {rule.module for rule in rules} <= set(possible_ends(plain().graph))
+        assert {rule.behind for rule in rules} <= set(possible_ends(plain().graph))
         program = applied(*rules, micro_batches=2 * ranks if schedule != "GPipe" else 1)
         assert program.problems() == []
         assert program.layout == ParallelLayout(pipeline=ranks)
@@ -130,7 +132,7 @@ def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str) ->
 
 
 def test_groups_share_the_batch_equally_or_not_at_all() -> None:
-    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1024, shares=(3, 1))
+    rule = ShardBatchRule(ranks=2, bucket=1024, shares=(3, 1))
     with pytest.raises(BadInput, match="share the batch equally or not at all"):
         applied(rule, *rules_for(["blocks.1"], schedule="1F1B", ranks=2), micro_batches=2)
 
@@ -138,7 +140,7 @@ def test_groups_share_the_batch_equally_or_not_at_all() -> None:
 def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
     """Each sends on half as much as one group would; and then every gradient, with the loss."""
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
-    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1024)
+    shared = ShardBatchRule(ranks=2, bucket=1024)
     one, two = (applied(*more, *rules, micro_batches=2) for more in ((), (shared,)))
     assert two.layout == ParallelLayout(batch=2, pipeline=2)
     assert not any(node.collective for node in two.graph.nodes)
@@ -161,7 +163,7 @@ def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
 
 
 def of_two_groups() -> tuple[Rule, ...]:
-    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1024)
+    shared = ShardBatchRule(ranks=2, bucket=1024)
     return shared, *rules_for(["blocks.1"], schedule="1F1B", ranks=2)
 
 
@@ -274,7 +276,7 @@ def test_too_few_micro_batches_are_refused() -> None:
 
 def test_every_line_of_the_step_is_carried_out_once() -> None:
     """By the stages together, also what is computed again."""
-    again = Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
+    again = RecomputeRule(module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
     for more in ((), (again,)):
         rules = rules_for(["blocks.0", "blocks.2"], schedule="Interleaved1F1B", ranks=2)
         rules += rules_for(["norm"], schedule="Interleaved1F1B", ranks=2)
@@ -308,7 +310,7 @@ def test_of_several_results_those_alone_stay_that_are_read_later() -> None:
 
 
 def test_computing_again_lowers_the_peak_of_stages() -> None:
-    again = Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
+    again = RecomputeRule(module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
     before, after = applied(*rules), applied(*rules, again)
     assert peak_bytes(after, costs()) < peak_bytes(before, costs())
@@ -321,7 +323,7 @@ def test_a_norm_that_is_computed_again_reads_what_its_buffers_were() -> None:
     source = Trial(nn.Sequential(*layers), _squares, {"x": torch.randn(8, 8)}).source
     alone = Program.plain(source.graph(micro_batches=1))
     offered = {rule for offer in Recompute().offers(alone, source)[0] for rule in offer.rules}
-    again = to_rules(alone.graph, matching(alone.graph, sorted(offered)), trade="recompute")
+    again = to_rules(alone.graph, matching(alone.graph, sorted(offered)), RecomputeRule)
     rules = (*rules_for(("2",), schedule="GPipe", ranks=2), *again)
     program = apply_rules(alone, rules, trades=TRADES, source=source)
     pipeline = program.pipeline

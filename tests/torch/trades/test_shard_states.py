@@ -15,14 +15,17 @@ from steelyard.ir.collective import Exchange
 from steelyard.ir.optimizer_update import WEIGHT
 from steelyard.ir.parallel_layout import DATA, ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind
 from steelyard.plans.trade import Trade
 from steelyard.predict import peak_bytes, predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.search import LayoutSearch, StepSearch
 from steelyard.search.ranks.gather_buckets import with_gather_buckets, with_prefetch
 from steelyard.trades import TRADES
-from steelyard.trades.recompute import Recompute
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.recompute import Recompute, RecomputeRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from steelyard.trades.shard_states import ShardStates
 from tests.harness import Trial
 from tests.zoo.case import next_token_loss, tokens
@@ -35,8 +38,8 @@ DEVICE = Device(kind="declared", flops_per_second=1e9, bytes_per_second=1e9, mem
 LINK = Link(kind="declared", latency_seconds=1e-3, bytes_per_second=1e8)
 COSTS = CostTable(device=DEVICE, links={DATA: LINK})
 BATCH = (
-    Rule(trade="overlap", lag=1),
-    Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20),
+    OverlapRule(window=1),
+    ShardBatchRule(ranks=2, bucket=1 << 20),
 )
 
 
@@ -49,7 +52,7 @@ def trial() -> Trial:
 @functools.cache
 def states(times: int) -> tuple[Rule, ...]:
     offers, _ = ShardStates().offers(trial().apply_rules(BATCH), trial().source)
-    return tuple(replace(rule, times=times) for offer in offers for rule in offer.rules)
+    return tuple(replace(rule, gathers=times) for offer in offers for rule in offer.rules)
 
 
 def gathered(rules: tuple[Rule, ...], *more: Rule) -> Program:
@@ -58,7 +61,7 @@ def gathered(rules: tuple[Rule, ...], *more: Rule) -> Program:
 
 def test_more_at_once_sends_as_much_in_fewer_exchanges() -> None:
     ways = with_gather_buckets(trial().plain.graph, states(2))
-    assert [rules[0].bucket_bytes for rules in ways] == [0, 64 << 10, 256 << 10, 1 << 20]
+    assert [rules[0].bucket for rules in ways] == [0, 64 << 10, 256 << 10, 1 << 20]
     programs = [gathered((*BATCH, *rules)) for rules in ways]
     counts = [len(program.exchanges) for program in programs]
     assert counts == sorted(counts, reverse=True)
@@ -82,7 +85,7 @@ def _sent(program: Program, kind: Exchange) -> int:
 
 @pytest.mark.parametrize("nbytes", [0, 128 << 10])
 def test_what_is_sent_ahead_hides_and_holds_no_more_at_the_peak(nbytes: int) -> None:
-    rules = (*BATCH, *(replace(rule, bucket_bytes=nbytes) for rule in states(2)))
+    rules = (*BATCH, *(replace(rule, bucket=nbytes) for rule in states(2)))
     plain = gathered(rules)
     within = gathered(with_prefetch(rules, has_equal_shares=True))
     freely = gathered(with_prefetch(rules, has_equal_shares=False))
@@ -96,10 +99,10 @@ def test_what_is_sent_ahead_hides_and_holds_no_more_at_the_peak(nbytes: int) -> 
 
 
 def test_it_can_be_struck_on_micro_batches_and_with_something_computed_again() -> None:
-    again = Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=3)
-    at_once = (replace(rule, bucket_bytes=128 << 10) for rule in states(2))
+    again = RecomputeRule(module="blocks.*.mlp.act", op="aten.gelu.default", count=3)
+    at_once = (replace(rule, bucket=128 << 10) for rule in states(2))
     rules = with_prefetch((*BATCH, *at_once), has_equal_shares=True)
-    parts = Rule(trade="accumulate", degree=2)
+    parts = AccumulateRule(micro_batches=2)
     for more in ((again,), (parts,), (again, parts)):
         program = gathered(rules, *more)
         assert program.problems() == []
@@ -129,14 +132,14 @@ def test_in_the_memory_of_gathering_one_by_one_a_faster_way_is_found() -> None:
     ways = [
         way
         for way in layouts.ways.of(ParallelLayout(batch=2))
-        if any(rule.trade == "shard_states" and rule.times == 2 for rule in way.rules)
+        if any(rule.trade == "shard_states" and rule.gathers == 2 for rule in way.rules)
     ]
     one_by_one = min((w for w in ways if not _at_once(w.rules)), key=lambda w: w.nbytes)
     fastest = min((w for w in ways if w.nbytes <= one_by_one.nbytes), key=lambda w: w.seconds)
     assert _at_once(fastest.rules)
-    assert max(rule.lead for rule in fastest.rules) > 0
+    assert max(r.ahead for r in of_kind(fastest.rules, OverlapRule)) > 0
     assert fastest.seconds < 0.8 * one_by_one.seconds
 
 
 def _at_once(rules: tuple[Rule, ...]) -> int:
-    return max(rule.bucket_bytes for rule in rules if rule.trade == "shard_states")
+    return max(rule.bucket for rule in rules if rule.trade == "shard_states")

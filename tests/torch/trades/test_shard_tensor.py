@@ -26,8 +26,10 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.run.sharded_model.tensors import why_unparted
 from steelyard.search import LayoutSearch, StepSearch
 from steelyard.trades import TRADES
-from steelyard.trades.shard_states import ShardStates
-from steelyard.trades.shard_tensor import ShardTensor
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
+from steelyard.trades.shard_states import ShardStates, ShardStatesRule
+from steelyard.trades.shard_tensor import ShardTensor, ShardTensorRule
 from tests.harness import Trial, looking_less_far
 from tests.torch.trades.test_shard_batch import costs, ranks_of, shared, trial
 
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 UP, DOWN = "blocks.*.mlp.up", "blocks.*.mlp.down.weight"
 MLP = tuple(
-    Rule(trade="shard_tensor", module=name, degree=2, dim=dim, count=2)
+    ShardTensorRule(parameter=name, ranks=2, dim=dim, count=2)
     for name, dim in ((f"{UP}.weight", 0), (f"{UP}.bias", 0), (DOWN, 1))
 )
 
@@ -45,22 +47,22 @@ def among(layout: ParallelLayout) -> Program:
 
 
 def states(degree: int, module: str = f"{UP}.weight", count: int = 2) -> Rule:
-    return Rule(trade="shard_states", module=module, degree=degree, count=count)
+    return ShardStatesRule(parameter=module, ranks=degree, count=count)
 
 
 def batch(degree: int) -> Rule:
-    return Rule(trade="shard_batch", degree=degree, bucket_bytes=1 << 20)
+    return ShardBatchRule(ranks=degree, bucket=1 << 20)
 
 
 def test_what_goes_together_is_offered_together_and_the_cheapest_first() -> None:
     offers, refusals = ShardTensor().offers(among(ParallelLayout(tensor=2)), trial().source)
     assert not refusals
-    found = {frozenset((rule.module, rule.dim, rule.groups) for rule in o.rules) for o in offers}
+    found = {frozenset((rule.parameter, rule.dim, rule.groups) for rule in o.rules) for o in offers}
     assert frozenset({(f"{UP}.weight", 0, 1), (f"{UP}.bias", 0, 1), (DOWN, 1, 1)}) in found
     heads = {("blocks.*.attention.qkv.weight", 0, 3), ("blocks.*.attention.out.weight", 1, 1)}
     assert any(heads <= offer for offer in found), found
     assert any(("token.weight", 0, 1) in offer for offer in found), "a vocabulary"
-    assert all(rule.count == 2 for o in offers for rule in o.rules if "*" in rule.module)
+    assert all(rule.count == 2 for o in offers for rule in o.rules if "*" in rule.parameter)
     # Each can be applied by itself, and leaves less of the weights on a rank.
     whole = trial().plain.graph.resident_bytes(Role.PARAMETER)
     for offer in offers:
@@ -92,7 +94,7 @@ def test_shares_of_weights_are_gathered_and_their_gradients_scattered() -> None:
 
 
 def test_what_is_sent_ahead_is_issued_sooner_and_awaited_at_the_same_place() -> None:
-    saved_for_backward = [Rule(trade="overlap", lag=1, lead=lead) for lead in (0, 4)]
+    saved_for_backward = [OverlapRule(window=1, ahead=lead) for lead in (0, 4)]
     late, soon = (shared(2, states(2), rule) for rule in saved_for_backward)
     assert late.sent_bytes == soon.sent_bytes
     distance = [_lines_between(program) for program in (late, soon)]
@@ -113,9 +115,9 @@ def _lines_between(program: Program) -> int:
     ("rules", "said"),
     [
         ((replace(MLP[0], count=3),), "matches 2 tensors"),
-        ((replace(MLP[0], module="blocks.*.mlp.upwards"),), "matches 0 tensors"),
+        ((replace(MLP[0], parameter="blocks.*.mlp.upwards"),), "matches 0 tensors"),
         ((MLP[0], replace(MLP[0], dim=1)), "cut by two shard_tensor rules"),
-        ((replace(MLP[0], degree=3),), "cannot lie as"),
+        ((replace(MLP[0], ranks=3),), "cannot lie as"),
         ((replace(MLP[0], dim=7),), "cannot lie as"),
         ((states(2),), "and the batch among 1"),
         ((states(4), batch(2)), "among 4 ranks, and the batch among 2"),
@@ -210,7 +212,7 @@ def test_weights_are_gathered_for_each_pass_where_memory_is_short() -> None:
 
 
 def _gathers(rules: tuple[Rule, ...]) -> int:
-    return max((rule.times for rule in rules if rule.trade == "shard_states"), default=0)
+    return max((rule.gathers for rule in rules if rule.trade == "shard_states"), default=0)
 
 
 def test_rows_that_shares_of_the_whole_have_need_not_divide_once_they_are_cut() -> None:
@@ -234,7 +236,7 @@ def test_rows_that_shares_of_the_whole_have_need_not_divide_once_they_are_cut() 
 
 
 def _named(rules: tuple[Rule, ...], trade: str) -> set[str]:
-    return {rule.module for rule in rules if rule.trade == trade}
+    return {rule.parameter for rule in rules if rule.trade == trade}
 
 
 def test_groups_on_hosts_of_their_own_sum_up_over_what_joins_the_hosts() -> None:

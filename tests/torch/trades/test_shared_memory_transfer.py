@@ -23,12 +23,12 @@ from steelyard.predict import peak_bytes, predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.search import PipelineSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
-from steelyard.trades.shared_memory_transfer import SharedMemoryTransfer
+from steelyard.trades.shared_memory_transfer import SharedMemoryTransfer, SharedMemoryTransferRule
 from tests.torch.trades.test_shard_pipeline import costs, little, plain, stages, trial
 
 pytestmark = pytest.mark.slow
 
-SLOTS = Rule(trade="shared_memory_transfer", op="stages")
+SLOTS = SharedMemoryTransferRule(messages="stages")
 
 
 def with_slots(costs: CostTable, *, rate: float = 1e12, latency: float = 1e-7) -> CostTable:

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 import steelyard
 from steelyard.hardware.diagnosis import DoctorRow, Verdict
-from steelyard.ir.trace_span import DEVICE, WAITING, Span
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import Receipt
 from steelyard.plans.scaling_laws import Run, ScalePoint, Scaling
+from steelyard.plans.trace_span import DEVICE, WAITING, Span
 from tests.support.sample import MEASURED, MIB, PLAN
 
 ASKED: list[tuple[str, dict[str, Any]]] = []

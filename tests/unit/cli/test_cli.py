@@ -34,6 +34,7 @@ from steelyard.plan_files.prediction_file import read_plan, write_explanation, w
 from steelyard.plans.budget import Budget, Maximize
 from steelyard.plans.plan import Plan
 from steelyard.plans.plan_on_file import Asked
+from steelyard.trades.shard_batch import ShardBatchRule
 from tests.support.sample import MEASURED, PLAN
 from tests.unit.cli import fake_api
 
@@ -206,7 +207,7 @@ def test_ranks_that_were_started_are_those_that_are_planned_for(
 def test_a_plan_for_several_hosts_is_not_started_by_one(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_plan(planned, _among_hosts(2, Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)))
+    write_plan(planned, _among_hosts(2, ShardBatchRule(ranks=2, bucket=1 << 20)))
     said = fails(capsys, "run", "train.py", code=2)
     assert "the plan is for 2 hosts, and this process was started alone" in said
     assert "torchrun --nnodes 2" in said
@@ -226,7 +227,7 @@ def test_ranks_that_others_started_for_their_own_purpose_train_each(
 def test_a_plan_on_fewer_hosts_than_it_was_made_for_is_started_on_these(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_plan(planned, _among_hosts(4, Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)))
+    write_plan(planned, _among_hosts(4, ShardBatchRule(ranks=2, bucket=1 << 20)))
     assert "the plan is for 2 hosts" in fails(capsys, "run", "train.py", code=2)
 
 
@@ -234,7 +235,7 @@ def test_a_plan_on_fewer_hosts_than_it_was_made_for_is_started_on_these(
 def test_ranks_that_several_hosts_have_are_started_as_they_were_planned(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str], degree: int, hosts: int
 ) -> None:
-    shared = Rule(trade="shard_batch", degree=degree, bucket_bytes=1 << 20)
+    shared = ShardBatchRule(ranks=degree, bucket=1 << 20)
     write_plan(planned, _among_hosts(3, shared, each=2))
     said = fails(capsys, "run", "train.py", code=2)
     assert f"the plan is for {hosts} hosts" in said
@@ -242,7 +243,7 @@ def test_ranks_that_several_hosts_have_are_started_as_they_were_planned(
 
 
 def test_a_plan_on_the_ranks_of_one_host_is_started_there_alone(planned: Path) -> None:
-    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    shared = ShardBatchRule(ranks=2, bucket=1 << 20)
     write_plan(planned, _among_hosts(3, shared, each=2))
     laid = LaunchSpec.of(planned)
     assert (laid.ranks, laid.hosts, laid.planned_ranks) == (2, 1, 6)
@@ -251,9 +252,7 @@ def test_a_plan_on_the_ranks_of_one_host_is_started_there_alone(planned: Path) -
 
 def test_more_ranks_than_a_plan_of_one_host_is_made_for_are_no_further_hosts(planned: Path) -> None:
     """Somebody edited it; that is said where it is loaded."""
-    write_plan(
-        planned, _among_hosts(1, Rule(trade="shard_batch", degree=4, bucket_bytes=1), each=2)
-    )
+    write_plan(planned, _among_hosts(1, ShardBatchRule(ranks=4, bucket=1), each=2))
     laid = LaunchSpec.of(planned)
     assert (laid.ranks, laid.hosts, laid.planned_ranks) == (4, 1, 2)
 
@@ -262,7 +261,7 @@ def test_more_ranks_than_a_plan_of_one_host_is_made_for_are_no_further_hosts(pla
 def test_where_all_that_met_are_started_those_that_a_plan_lies_on_take_their_places(
     planned: Path, monkeypatch: pytest.MonkeyPatch, rank: int, place: int | None
 ) -> None:
-    shared = Rule(trade="shard_batch", degree=4, bucket_bytes=1 << 20)
+    shared = ShardBatchRule(ranks=4, bucket=1 << 20)
     plan = _among_hosts(3, shared, each=2)
     used = replace(plan.decisions, used_ranks=(2, 3, 4, 5))
     write_plan(planned, replace(plan, decisions=used))
@@ -289,7 +288,7 @@ def test_a_host_that_is_not_used_says_so_and_ends(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    shared = ShardBatchRule(ranks=2, bucket=1 << 20)
     plan = _among_hosts(3, shared)
     write_plan(planned, replace(plan, decisions=replace(plan.decisions, used_ranks=(0, 2))))
     for name, value in {"RANK": 1, "WORLD_SIZE": 3, "GROUP_WORLD_SIZE": 3}.items():
@@ -1147,7 +1146,7 @@ def test_a_plan_for_one_rank_has_nothing_to_adapt(
 
 @pytest.fixture
 def on_two_ranks(planned: Path) -> Path:
-    shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    shared = ShardBatchRule(ranks=2, bucket=1 << 20)
     target = replace(PLAN.decisions.target, ranks=2)
     write_plan(
         planned.with_name("two.plan.toml"),

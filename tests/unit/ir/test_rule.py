@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from steelyard.errors import Mismatch
 from steelyard.ir.graph import BlockRun, Graph, Node, Phase, Role, Storage, Tensor
-from steelyard.ir.rule import CallSite, Rule, matching, spots, starred, to_rules
+from steelyard.ir.rule import CallSite, matching, spots, starred, to_rules
+from steelyard.trades.recompute import RecomputeRule
 
 
 def model(lists: dict[str, int], *, ops: tuple[str, ...] = ("aten.mm", "aten.gelu")) -> Graph:
@@ -68,7 +69,7 @@ def test_rules_name_exactly_the_values_they_were_made_from(data: st.DataObject) 
     graph = replace(graph, runs=runs)
     names = sorted(spots(graph).values())
     chosen = frozenset(data.draw(st.sets(st.sampled_from(names))))
-    rules = to_rules(graph, chosen, trade="recompute")
+    rules = to_rules(graph, chosen, RecomputeRule)
     assert matching(graph, rules) == chosen
     assert list(rules) == sorted(set(rules))
     assert sum(rule.count for rule in rules) == len(chosen)
@@ -77,17 +78,17 @@ def test_rules_name_exactly_the_values_they_were_made_from(data: st.DataObject) 
 def test_a_star_stands_for_a_whole_run_only() -> None:
     graph = replace(model({"blocks": 3}), runs=(run("blocks", 3),))
     whole = {f"blocks.{i}:aten.mm" for i in range(3)}
-    assert to_rules(graph, whole, trade="t") == (
-        Rule(trade="t", module="blocks.*", op="aten.mm", count=3),
+    assert to_rules(graph, whole, RecomputeRule) == (
+        RecomputeRule(module="blocks.*", op="aten.mm", count=3),
     )
-    part = to_rules(graph, whole - {"blocks.1:aten.mm"}, trade="t")
+    part = to_rules(graph, whole - {"blocks.1:aten.mm"}, RecomputeRule)
     assert [r.module for r in part] == ["blocks.0", "blocks.2"]
 
 
 def test_two_runs_of_one_list_are_not_named_by_one_star() -> None:
     graph = replace(model({"blocks": 4}), runs=(run("blocks", 2), run("blocks", 2, first=2)))
     first_run = {f"blocks.{i}:aten.mm" for i in range(2)}
-    rules = to_rules(graph, first_run, trade="t")
+    rules = to_rules(graph, first_run, RecomputeRule)
     assert [r.module for r in rules] == ["blocks.0", "blocks.1"]
     assert matching(graph, rules) == first_run
 
@@ -107,7 +108,7 @@ def test_a_rule_for_another_number_of_calls_is_for_another_model(
     blocks: int, count: int, said: str
 ) -> None:
     graph = replace(model({"blocks": blocks}), runs=(run("blocks", blocks),))
-    rule = Rule(trade="recompute", module="blocks.*", op="aten.mm", count=count)
+    rule = RecomputeRule(module="blocks.*", op="aten.mm", count=count)
     with pytest.raises(Mismatch, match=f"matches {said}"):
         matching(graph, (rule,))
 

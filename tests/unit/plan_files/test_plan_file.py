@@ -34,6 +34,7 @@ from steelyard.plan_files.prediction_file import (
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import BatchEntry, Decisions, Plan, Target
 from steelyard.plans.plan_on_file import explanation_path
+from steelyard.trades.recompute import RecomputeRule
 from tests.support.sample import DECISIONS, MEASURED, MIB, PLAN, timeline
 
 GOOD = encode_decisions(DECISIONS)
@@ -131,7 +132,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_that_mean_something_in_toml_come_back(name: str) -> None:
-    rule = Rule(trade="recompute", module=name, op=name)
+    rule = RecomputeRule(module=name, op=name)
     decisions = replace(DECISIONS, rules=(rule,))
     assert decode_decisions(encode_decisions(decisions)) == decisions
 
@@ -405,7 +406,7 @@ def test_an_edit_makes_the_predictions_those_of_another_plan(tmp_path: Path) -> 
     found = read_plan(path)
     assert found.is_edited
     assert found.plan is None
-    assert found.decisions.rules[0].degree == 4
+    assert found.decisions.rules[0].micro_batches == 4
 
 
 def test_without_predictions_the_decisions_stand_alone(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from steelyard.errors import BadInput, Mismatch, PlanFileError
 from steelyard.hardware.cluster import most_ranks_here
-from steelyard.ir.rule import Rule
 from steelyard.plan_files.plan_file import decode_decisions, encode_decisions
 from steelyard.plans.plan import Decisions
 from steelyard.plans.plan_check import check_startable
+from steelyard.trades.shard_batch import ShardBatchRule
 from tests.support.sample import DECISIONS
 
 MOST = most_ranks_here()
@@ -23,7 +23,7 @@ MOST = most_ranks_here()
 
 def on_ranks(ranks: int, *, target: int | None = None, hosts: int = 1) -> Decisions:
     """A plan that lies on so many, and was made for so many."""
-    rule = Rule(trade="shard_batch", degree=ranks, bucket_bytes=1 << 20)
+    rule = ShardBatchRule(ranks=ranks, bucket=1 << 20)
     asked = replace(DECISIONS.target, ranks=target or ranks, hosts=hosts)
     return replace(DECISIONS, target=asked, rules=(rule,) if ranks > 1 else ())
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from steelyard.errors import BadInput, PlanFileError
 from steelyard.hardware.cluster import Cluster
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.ir.rule import Rule
 from steelyard.plan_files.plan_file import decode_decisions, encode_decisions
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Decisions, Target
+from steelyard.trades.shard_batch import ShardBatchRule
 
 _SHARES = st.lists(st.integers(1, 50), min_size=2, max_size=6).map(tuple)
 _MADE_FOR = Target(
@@ -55,7 +55,7 @@ def _text(line: str, *, more: str = "") -> str:
 def test_a_plan_reads_back_as_it_was_written(
     shares: tuple[int, ...], speeds: tuple[float, ...]
 ) -> None:
-    rule = Rule(trade="shard_batch", degree=len(shares), bucket_bytes=1 << 20, shares=shares)
+    rule = ShardBatchRule(ranks=len(shares), bucket=1 << 20, shares=shares)
     target = Target(
         model="m", graph="g", decomposition="d", runner="python", cluster="c", torch="2.13.0",
         batch=(), ranks=len(shares), speeds=speeds,
@@ -67,12 +67,12 @@ def test_a_plan_reads_back_as_it_was_written(
 
 
 def test_equal_shares_and_speeds_go_unsaid_and_leave_a_plan_its_name() -> None:
-    rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
+    rule = ShardBatchRule(ranks=2, bucket=1 << 20)
     equal = Decisions(target=_MADE_FOR, budget=Budget(), rules=(rule,))
     text = encode_decisions(equal)
     assert "shares" not in text
     assert "speeds" not in text
-    unequal = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20, shares=(2, 1))
+    unequal = ShardBatchRule(ranks=2, bucket=1 << 20, shares=(2, 1))
     assert Decisions(target=_MADE_FOR, budget=Budget(), rules=(unequal,)).name != equal.name
 
 

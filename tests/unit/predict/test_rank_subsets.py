@@ -12,7 +12,6 @@ from steelyard.errors import PlanFileError
 from steelyard.hardware.device import Device
 from steelyard.hardware.link import Link
 from steelyard.ir.parallel_layout import DATA, TENSOR
-from steelyard.ir.rule import Rule
 from steelyard.plan_files.plan_file import decode_decisions, encode_decisions
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Decisions, Target
@@ -27,13 +26,14 @@ from steelyard.predict.rank_subsets import (
     slowest,
 )
 from steelyard.search.ranks.slow_link_note import note_on_links, slow_hosts
+from steelyard.trades.shard_batch import ShardBatchRule
 
 _TIMES = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6)
 _MADE_FOR = Target(
     model="m", graph="g", decomposition="d", runner="python", cluster="c", torch="2.13.0",
     batch=(), ranks=6, hosts=3,
 )  # fmt: skip
-_BATCH = Rule(trade="shard_batch", degree=4, bucket_bytes=1 << 20)
+_BATCH = ShardBatchRule(ranks=4, bucket=1 << 20)
 
 
 def _matrix(times: list[float]) -> list[list[float]]:

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.ir.metrics import Estimate
-from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import NextCent, Plan
 from steelyard.plans.receipt import Receipt, RunMeasurement
@@ -19,6 +18,8 @@ from steelyard.report.peak_groups import short_op, starred_path
 from steelyard.report.quantities import Quantity
 from steelyard.report.styled_text import Zoom, plain
 from steelyard.report.text import render
+from steelyard.trades.gradient_compression import QuantizedGradientsRule
+from steelyard.trades.shard_pipeline import ShardPipelineRule
 from tests.support.sample import MEASURED, MIB, PLAN, RECEIPT, held, hostile, prediction
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -278,7 +279,7 @@ def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_firs
     )
     assert "would cost 8 %" not in text
     assert "would cost 9 %" not in text
-    coded = Rule(trade="quantized_gradients", op="int8", module="blocks.0", count=1)
+    coded = QuantizedGradientsRule(format="int8", parameter="blocks.0", count=1)
     sent = replace(plan, decisions=replace(PLAN.decisions, rules=(*PLAN.decisions.rules, coded)))
     assert "would cost" not in shown(sent)
 
@@ -310,6 +311,6 @@ def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
 
 
 def test_the_ends_of_stages_are_said_as_such() -> None:
-    rule = Rule(trade="shard_pipeline", module="blocks.1", op="1F1B", degree=2)
+    rule = ShardPipelineRule(behind="blocks.1", schedule="1F1B", ranks=2)
     said = "shard_pipeline: 1F1B on 2 ranks, a stage ends behind blocks.1"
     assert describe_rule(rule) == said

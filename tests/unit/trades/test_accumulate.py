@@ -1,5 +1,7 @@
 """The accumulate trade: where the batch may be cut, and what the step becomes."""
 
+from dataclasses import dataclass, field
+
 import pytest
 
 from steelyard.errors import Mismatch
@@ -10,8 +12,8 @@ from steelyard.plans.trade import apply_rules
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.trades import TRADES
-from steelyard.trades.accumulate import Accumulate
-from steelyard.trades.recompute import recomputable
+from steelyard.trades.accumulate import Accumulate, AccumulateRule
+from steelyard.trades.recompute import RecomputeRule, recomputable
 from tests.support.graphs import Split, Whole, random_step
 
 COSTS = CostTable(
@@ -21,13 +23,13 @@ TRADE = Accumulate()
 
 
 def by(degree: int) -> tuple[Rule, ...]:
-    return (Rule(trade="accumulate", degree=degree),)
+    return (AccumulateRule(micro_batches=degree),)
 
 
 def test_every_way_to_cut_the_batch_is_offered() -> None:
     graph = random_step(0)
     offers, refusals = TRADE.offers(Program.plain(graph), Split(graph, (1, 2, 4)))
-    assert [r.degree for o in offers for r in o.rules] == [2, 4]
+    assert [r.micro_batches for o in offers for r in o.rules] == [2, 4]
     assert not refusals
 
 
@@ -85,7 +87,7 @@ def test_another_number_of_parts_is_an_error(degrees: tuple[int, ...]) -> None:
 def test_rules_of_recompute_survive_cutting_the_batch() -> None:
     graph = random_step(7)
     values = recomputable(graph)
-    rules = (*to_rules(graph, values, trade="recompute"), *by(2))
+    rules = (*to_rules(graph, values, RecomputeRule), *by(2))
     source = Split(graph, (1, 2))
     program = apply_rules(Program.plain(graph), rules, trades=TRADES, source=source)
     assert program.repeats == 2
@@ -93,8 +95,13 @@ def test_rules_of_recompute_survive_cutting_the_batch() -> None:
     assert {i.node for i in program.again} <= {n.name for n in graph.nodes}
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnknownRule(Rule):
+    trade: str = field(init=False, default="recompute_all")
+
+
 def test_a_rule_of_an_unknown_trade_is_an_error() -> None:
     graph = random_step(7)
-    rule = Rule(trade="recompute_all", module="x", op="aten.op")
+    rule = UnknownRule()
     with pytest.raises(Mismatch, match="unknown trade: recompute_all"):
         apply_rules(Program.plain(graph), (rule,), trades=TRADES, source=Whole(graph))

@@ -16,7 +16,7 @@ from steelyard.ir.rule import matching, to_rules
 from steelyard.passes.recompute_copies import starts
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
-from steelyard.trades.recompute import Recompute, recomputable, with_copies
+from steelyard.trades.recompute import Recompute, RecomputeRule, recomputable, with_copies
 from tests.support.graphs import Whole, random_step
 
 COSTS = CostTable(
@@ -133,7 +133,7 @@ def test_rewriting_twice_is_rewriting_once_with_both(seed: int) -> None:
     plain = Program.plain(graph)
 
     def applied(program: Program, chosen: frozenset[str]) -> Program:
-        rules = to_rules(graph, chosen, trade="recompute")
+        rules = to_rules(graph, chosen, RecomputeRule)
         return trade.rewrite(program, rules, Whole(graph))
 
     twice = applied(applied(plain, first), second)
@@ -142,7 +142,7 @@ def test_rewriting_twice_is_rewriting_once_with_both(seed: int) -> None:
     rules = tuple(
         replace(rule, times=times)
         for times in (2, 3)
-        for rule in to_rules(graph, (v for v in first if often[v] == times), trade="recompute")
+        for rule in to_rules(graph, (v for v in first if often[v] == times), RecomputeRule)
     )
     program = trade.rewrite(plain, rules, Whole(graph))
     assert program.instructions == with_copies(plain, first, times=often).instructions
@@ -216,7 +216,7 @@ def test_random_values_are_refused_with_the_reason() -> None:
 def test_a_rule_for_what_cannot_be_recomputed_is_an_error() -> None:
     graph = random_step(3)
     never = next(n.name for n in graph.forward() if n.name == "loss")
-    rules = to_rules(graph, {never}, trade="recompute")
+    rules = to_rules(graph, {never}, RecomputeRule)
     with pytest.raises(Mismatch, match="cannot be computed again"):
         Recompute().rewrite(Program.plain(graph), rules, Whole(graph))
 
@@ -225,7 +225,7 @@ def test_a_value_that_two_rules_name_is_made_as_often_as_neither_says() -> None:
     graph = random_step(3)
     value = min(recomputable(graph))
     plain, source = Program.plain(graph), Whole(graph)
-    (once,) = to_rules(graph, {value}, trade="recompute")
+    (once,) = to_rules(graph, {value}, RecomputeRule)
     twice = replace(once, times=2)
     Recompute().rewrite(plain, (once, once), source)
     with pytest.raises(Mismatch, match="two recompute rules name the same value") as error:

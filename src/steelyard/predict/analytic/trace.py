@@ -9,7 +9,7 @@ one of a rank's runs of blocks longer than its others. Not for the prediction: s
 from collections.abc import Iterator, Sequence
 
 from steelyard.ir.pipeline_schedule import ActionKind, Order
-from steelyard.ir.trace_span import DEVICE, WAITING, Span
+from steelyard.plans.trace_span import DEVICE, WAITING, Span
 from steelyard.predict.analytic.sections import Section
 from steelyard.predict.analytic.step import LayoutCost, StageBlocks, deep_step_of
 from steelyard.predict.pipeline.replay import Replayed, StageCost, replay

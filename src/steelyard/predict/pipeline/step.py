@@ -18,10 +18,10 @@ from steelyard.ir.parallel_layout import PIPELINE, ParallelLayout
 from steelyard.ir.pipeline_schedule import Action, ActionKind
 from steelyard.ir.pipeline_stages import PipelineStage
 from steelyard.ir.program import Pipeline, Program
-from steelyard.ir.trace_span import DEVICE, WAITING, Span
 from steelyard.passes.pipeline.in_place_sends import written_in_place
 from steelyard.plans.peak_memory import LiveTensor, PeakMemory, Timeline
 from steelyard.plans.plan import Prediction
+from steelyard.plans.trace_span import DEVICE, WAITING, Span
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import liveness
 from steelyard.predict.pipeline.gradient_reduction import GradientReductions, Trained

@@ -9,7 +9,19 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from steelyard.ir.cluster_layout import ClusterLayout
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind, trade_name
+from steelyard.ir.rule_kinds import (
+    BatchSharding,
+    CollectiveOverlap,
+    PipelineStageEnd,
+    Recomputation,
+    SlicedComputation,
+    StateOffload,
+    StateSharding,
+    TensorSharding,
+    ValueCodec,
+    ValueOffload,
+)
 from steelyard.plans.plan import Prediction, SelectedTrade
 from steelyard.plans.trade import Rejection, Remaining
 from steelyard.search.cluster.policy_mixture import ALIKE
@@ -17,16 +29,12 @@ from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.search.cluster.stage_assignment import SAVE_ALL
 from steelyard.units import format_bytes, format_seconds
 
-_BATCH, _TENSOR, _PIPELINE, _STATES = (
-    "shard_batch", "shard_tensor", "shard_pipeline", "shard_states",
-)  # fmt: skip
 _STATES_BY_STAGE = {
     1: "optimizer state",
     2: "optimizer state and gradients",
     3: "weights, gradients and optimizer state",
 }
-_NOT_SEARCHED = ("chunk", "quantize_activations")
-_OFFLOAD, _OFFLOAD_STATE = "offload", "offload_state"
+_NOT_SEARCHED = (SlicedComputation, ValueCodec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +65,10 @@ def _taken(
     """
     layout = best.layout
     saving_all = search.predict_saving_all(best)
-    for trade, label, without in _layout_trades(layout, best.micro_batch):
-        trade_rules = tuple(rule for rule in rules if rule.trade == trade)
+    for kind, label, without in _layout_trades(layout, best.micro_batch):
+        trade_rules = of_kind(rules, kind)
         before = search.predict_saving_all(replace(best, layout=without))
-        yield _trade_between(trade, label, trade_rules, before, saving_all)
+        yield _trade_between(kind, label, trade_rules, before, saving_all)
     recomputed_calls = Counter[int]()
     num_offloaded = 0
     for policy, count in chain.from_iterable(best.stages):
@@ -73,13 +81,14 @@ def _taken(
             for calls, n in recomputed_calls.items()
             if n
         )
-        trade_rules = tuple(rule for rule in rules if rule.trade == "recompute")
-        yield _trade_between("recompute", sets, trade_rules, saving_all, recompute_only)
+        recompute_rules = of_kind(rules, Recomputation)
+        yield _trade_between(Recomputation, sets, recompute_rules, saving_all, recompute_only)
     if num_offloaded:
-        trade_rules = tuple(rule for rule in rules if rule.trade == _OFFLOAD)
+        offload_rules = of_kind(rules, ValueOffload)
         subject = f"{num_offloaded} blocks keep" if num_offloaded > 1 else "one block keeps"
         label = f"what {subject}, to the hosts' memory"
-        yield _trade_between(_OFFLOAD, label, trade_rules, recompute_only, search.prediction(best))
+        before, after = recompute_only, search.prediction(best)
+        yield _trade_between(ValueOffload, label, offload_rules, before, after)
 
 
 def _without_offload(best: ClusterPlan) -> ClusterPlan:
@@ -87,7 +96,9 @@ def _without_offload(best: ClusterPlan) -> ClusterPlan:
     return replace(best, stages=tuple(stages))
 
 
-def _layout_trades(layout: ClusterLayout, samples: int) -> Iterator[tuple[str, str, ClusterLayout]]:
+def _layout_trades(
+    layout: ClusterLayout, samples: int
+) -> Iterator[tuple[type[Rule], str, ClusterLayout]]:
     """Yield each trade of the layout, its label, and the layout without it."""
     cut = f"{layout.micro_batches} micro-batches of {samples}"
     without_virtual = replace(layout, virtual=1)
@@ -96,14 +107,14 @@ def _layout_trades(layout: ClusterLayout, samples: int) -> Iterator[tuple[str, s
             layout, data=1, state_stage=0, overlaps=False,
             micro_batches=layout.micro_batches * layout.data,
         )  # fmt: skip
-        yield _BATCH, f"among {layout.data} ranks", without_batch
+        yield BatchSharding, f"among {layout.data} ranks", without_batch
     if layout.tensor > 1:
         label = f"tensors in parts on {layout.tensor} ranks each"
-        yield _TENSOR, label, replace(layout, tensor=1)
+        yield TensorSharding, label, replace(layout, tensor=1)
     if layout.pipeline > 1:
         runs = f", {layout.virtual} runs of blocks each" if layout.virtual > 1 else ""
         label = f"layers on {layout.pipeline} ranks{runs}, {cut}"
-        yield _PIPELINE, label, replace(without_virtual, pipeline=1)
+        yield PipelineStageEnd, label, replace(without_virtual, pipeline=1)
     if layout.state_stage:
         state_names = {
             1: "optimizer state",
@@ -111,17 +122,21 @@ def _layout_trades(layout: ClusterLayout, samples: int) -> Iterator[tuple[str, s
             3: "weights and their own",
         }
         label = f"{state_names[layout.state_stage]} in shares on {layout.data} ranks"
-        yield _STATES, label, replace(layout, state_stage=0)
+        yield StateSharding, label, replace(layout, state_stage=0)
     if layout.far_states:
         label = "what the optimizer keeps, in the hosts' memory"
-        yield _OFFLOAD_STATE, label, replace(layout, far_states=False)
+        yield StateOffload, label, replace(layout, far_states=False)
     if layout.overlaps:
         label = "gradients exchanged beside the last backward pass"
-        yield "overlap", label, replace(layout, overlaps=False)
+        yield CollectiveOverlap, label, replace(layout, overlaps=False)
 
 
 def _trade_between(
-    trade: str, label: str, rules: tuple[Rule, ...], before: Prediction, after: Prediction
+    kind: type[Rule],
+    label: str,
+    rules: tuple[Rule, ...],
+    before: Prediction,
+    after: Prediction,
 ) -> SelectedTrade:
     saved = before.metrics.computation_seconds.value - after.metrics.computation_seconds.value
     exposed = (
@@ -129,7 +144,7 @@ def _trade_between(
         - before.metrics.exposed_communication_seconds.value
     )
     return SelectedTrade(
-        trade=trade,
+        trade=trade_name(kind),
         label=label,
         rules=rules,
         buys_bytes=before.peak.nbytes - after.peak.nbytes,
@@ -139,34 +154,39 @@ def _trade_between(
 
 
 def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iterator[Rejection]:
-    for trade, label, fits in _alternatives(search, best.layout):
-        yield _why_not(search, best, limit_bytes, trade, label, fits)
+    for kind, label, fits in _alternatives(search, best.layout):
+        yield _why_not(search, best, limit_bytes, kind, label, fits)
     policies = {policy for stage in best.stages for policy, _ in stage}
     all_fits = "everything that the backward pass reads fits as it is"
     if not any(policy.again for policy in policies):
         reason = all_fits if policies == {SAVE_ALL} else "moving what blocks keep is faster"
-        yield Rejection(trade="recompute", label="blocks", reason=reason)
+        yield Rejection(trade=trade_name(Recomputation), label="blocks", reason=reason)
     if not any(policy.moved for policy in policies):
         yield _not_offloaded(
             search, best, "what blocks keep", all_fits if policies == {SAVE_ALL} else ""
         )
     if not best.layout.far_states:
         yield _states_not_offloaded(search, best, limit_bytes, is_needed=policies != {SAVE_ALL})
-    for trade in _NOT_SEARCHED:
+    for trade in map(trade_name, _NOT_SEARCHED):
         reason = "is not weighed for several devices that are not here"
         yield Rejection(trade=trade, label="the step", reason=reason, left=Remaining.NEVER)
     if search.why_indivisible:
         yield Rejection(
-            trade=_BATCH, label="the batch", reason=search.why_indivisible, left=Remaining.NEVER
+            trade=trade_name(BatchSharding),
+            label="the batch",
+            reason=search.why_indivisible,
+            left=Remaining.NEVER,
         )
 
 
 def _not_offloaded(search: ClusterSearch, best: ClusterPlan, label: str, reason: str) -> Rejection:
     if not search.has_host_memory(best.layout):
         reason = "the cluster says of no memory of hosts, or of no link there"
-        return Rejection(trade=_OFFLOAD, label=label, reason=reason, left=Remaining.NEVER)
+        return Rejection(
+            trade=trade_name(ValueOffload), label=label, reason=reason, left=Remaining.NEVER
+        )
     default_reason = "computing again is faster than moving, or the hosts have no room"
-    return Rejection(trade=_OFFLOAD, label=label, reason=reason or default_reason)
+    return Rejection(trade=trade_name(ValueOffload), label=label, reason=reason or default_reason)
 
 
 def _states_not_offloaded(
@@ -174,7 +194,7 @@ def _states_not_offloaded(
 ) -> Rejection:
     label = "what the optimizer keeps"
     if not search.has_host_memory(best.layout):
-        return replace(_not_offloaded(search, best, label, ""), trade=_OFFLOAD_STATE)
+        return replace(_not_offloaded(search, best, label, ""), trade=trade_name(StateOffload))
     reason = "it fits, and everything that the backward pass reads beside it"
     if is_needed:
         other = search.with_offloaded_states(best, limit_bytes)
@@ -182,12 +202,12 @@ def _states_not_offloaded(
         if other is not None:
             takes = format_seconds(other.step.step_seconds)
             reason = f"takes ~{takes} a step, the plan ~{format_seconds(best.step.step_seconds)}"
-    return Rejection(trade=_OFFLOAD_STATE, label=label, reason=reason)
+    return Rejection(trade=trade_name(StateOffload), label=label, reason=reason)
 
 
 def _alternatives(
     search: ClusterSearch, layout: ClusterLayout
-) -> Iterator[tuple[str, str, Callable[[ClusterLayout], bool]]]:
+) -> Iterator[tuple[type[Rule], str, Callable[[ClusterLayout], bool]]]:
     """Yield each alternative to explain: trade, label, and a condition that its layouts fulfil.
 
     They are each kind of parallelism alone, each kind that the plan does not use, and each other
@@ -198,20 +218,24 @@ def _alternatives(
         return
     own_degrees = layout.data, layout.tensor, layout.pipeline
     if own_degrees != (ranks, 1, 1) or layout.state_stage:
-        yield _BATCH, f"alone, among {ranks} ranks", lambda x: x.data == ranks and not x.state_stage
+        yield (
+            BatchSharding,
+            f"alone, among {ranks} ranks",
+            lambda x: x.data == ranks and not x.state_stage,
+        )
     if own_degrees != (1, ranks, 1) and ranks in search.tensor_degrees():
-        yield _TENSOR, f"alone, on {ranks} ranks", lambda x: x.tensor == ranks
+        yield TensorSharding, f"alone, on {ranks} ranks", lambda x: x.tensor == ranks
     if own_degrees != (1, 1, ranks) and ranks <= search.num_blocks:
-        yield _PIPELINE, f"alone, on {ranks} ranks", lambda x: x.pipeline == ranks
+        yield PipelineStageEnd, f"alone, on {ranks} ranks", lambda x: x.pipeline == ranks
     if layout.tensor == 1 and len(search.tensor_degrees()) > 1:
-        yield _TENSOR, "on some of the ranks", lambda x: x.tensor > 1
+        yield TensorSharding, "on some of the ranks", lambda x: x.tensor > 1
     if layout.pipeline == 1 and search.num_blocks > 1:
-        yield _PIPELINE, "on some of the ranks", lambda x: x.pipeline > 1
+        yield PipelineStageEnd, "on some of the ranks", lambda x: x.pipeline > 1
     if layout.data == 1 and not search.why_indivisible:
-        yield _BATCH, "among some of the ranks", lambda x: x.data > 1
+        yield BatchSharding, "among some of the ranks", lambda x: x.data > 1
     for stage, label in _STATES_BY_STAGE.items():
         if layout.state_stage != stage and layout.data > 1:
-            yield _STATES, f"{label} in shares", _with_states(stage)
+            yield StateSharding, f"{label} in shares", _with_states(stage)
 
 
 def _with_states(stage: int) -> Callable[[ClusterLayout], bool]:
@@ -222,7 +246,7 @@ def _why_not(
     search: ClusterSearch,
     best: ClusterPlan,
     limit_bytes: int,
-    trade: str,
+    kind: type[Rule],
     label: str,
     fits: Callable[[ClusterLayout], bool],
 ) -> Rejection:
@@ -247,4 +271,4 @@ def _why_not(
             )
             if leanest <= limit_bytes:
                 reason = f"holds more than the {format_bytes(limit_bytes)} that is allowed"
-    return Rejection(trade=trade, label=label, reason=reason)
+    return Rejection(trade=trade_name(kind), label=label, reason=reason)

@@ -3,7 +3,7 @@
 Not for the inverse conversion: see to_rules.py.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -11,13 +11,25 @@ from typing import NoReturn
 from steelyard.errors import Mismatch
 from steelyard.ir.cluster_layout import Blocks, ClusterLayout
 from steelyard.ir.graph import Graph
-from steelyard.ir.rule import CallSite, Rule
+from steelyard.ir.rule import CallRule, CallSite, Rule, of_kind
+from steelyard.ir.rule_kinds import (
+    BatchSharding,
+    CollectiveOverlap,
+    MicroBatches,
+    PipelineStageEnd,
+    Recomputation,
+    StateOffload,
+    StateSharding,
+    TensorSharding,
+    ValueOffload,
+)
 from steelyard.ir.sharding_choice import Region
+from steelyard.plans.trade import Trade
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.search.cluster.stage_assignment import ActivationPolicy
 from steelyard.search.cluster.to_rules import SHARDED_STATE, offloaded_calls, to_rules
 
-_POLICY_TRADES = ("recompute", "offload")
+_POLICY_KINDS = (Recomputation, ValueOffload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +40,7 @@ class RuleContext:
     blocks: Blocks
     num_samples: int
     regions: Callable[[int], Sequence[Region]]
+    trades: Sequence[Trade]
 
 
 def from_rules(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ClusterPlan:
@@ -36,7 +49,7 @@ def from_rules(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) 
     plan = search.price_layout(layout, stages)
     # Converting the plan back must give the same rules, otherwise some rule was ignored.
     regions = step.regions(layout.tensor) if layout.tensor > 1 else ()
-    rules_again = to_rules(plan, step.graph, regions, step.blocks)
+    rules_again = to_rules(plan, step.graph, regions, step.blocks, step.trades)
     converted, given = _layout_rules(rules_again), _layout_rules(rules)
     for rule in [*(given - converted), *(converted - given)]:
         _refuse(rule, "which a plan for devices that are not here would not say so")
@@ -48,41 +61,35 @@ def _layout_rules(rules: Iterable[Rule]) -> Counter[Rule]:
 
     Those name calls block by block, and the order of blocks within a stage is arbitrary.
     """
-    return Counter(rule for rule in rules if rule.trade not in _POLICY_TRADES)
+    return Counter(rule for rule in rules if not isinstance(rule, _POLICY_KINDS))
 
 
 def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ClusterLayout:
-    by_trade: dict[str, list[Rule]] = defaultdict(list)
-    for rule in rules:
-        by_trade[rule.trade].append(rule)
-
-    def degree(trade: str) -> int:
-        found = {rule.degree for rule in by_trade[trade]}
-        if len(found) > 1:
-            _refuse(by_trade[trade][1], f"beside others of {min(found)}")
-        return found.pop() if found else 1
-
-    data, micro_batches = degree("shard_batch"), degree("accumulate")
-    pipeline, stages = degree("shard_pipeline"), len(by_trade["shard_pipeline"])
+    batch, tensor = of_kind(rules, BatchSharding), of_kind(rules, TensorSharding)
+    split, stage_ends = of_kind(rules, MicroBatches), of_kind(rules, PipelineStageEnd)
+    data = _degree(batch, [rule.ranks for rule in batch])
+    micro_batches = _degree(split, [rule.micro_batches for rule in split])
+    pipeline = _degree(stage_ends, [rule.ranks for rule in stage_ends])
+    stages = len(stage_ends)
     virtual, rest = divmod(stages + 1, pipeline)
     if stages and rest:
-        _refuse(by_trade["shard_pipeline"][0], f"of {stages + 1} stages, which is no multiple")
+        _refuse(stage_ends[0], f"of {stages + 1} stages, which is no multiple")
     if step.num_samples % (data * micro_batches):
         _refuse(
-            (by_trade["accumulate"] or by_trade["shard_batch"])[0],
+            (split or batch)[0],
             f"of a batch of {step.num_samples} samples, which has no such parts",
         )
-    sharded = {rule.op for rule in by_trade["shard_states"]}
-    stage = next((n for n, state in SHARDED_STATE.items() if sharded == {state}), 0)
+    sharded = {rule.what for rule in of_kind(rules, StateSharding)}
+    state_rules = of_kind(rules, StateOffload)
     layout = ClusterLayout(
-        tensor=degree("shard_tensor"),
+        tensor=_degree(tensor, [rule.ranks for rule in tensor]),
         pipeline=pipeline,
         data=data,
         micro_batches=micro_batches,
         virtual=virtual if stages else 1,
-        state_stage=stage,
-        overlaps=bool(by_trade["overlap"]),
-        far_states=bool(by_trade["offload_state"]),
+        state_stage=next((n for n, state in SHARDED_STATE.items() if sharded == {state}), 0),
+        overlaps=bool(of_kind(rules, CollectiveOverlap)),
+        far_states=bool(state_rules),
     )
     if layout.num_ranks > search.num_devices:
         raise Mismatch(
@@ -90,10 +97,18 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
             expected="no more ranks than devices",
             remedy="lower a degree, or declare a larger cluster",
         )
-    offload_rules = by_trade["offload_state"] or by_trade["offload"]
+    offload_rules: Sequence[Rule] = state_rules or of_kind(rules, ValueOffload)
     if offload_rules and not search.has_host_memory(layout):
         _refuse(offload_rules[0], "and the cluster says of no memory of hosts, or of no link there")
     return layout
+
+
+def _degree(rules: Sequence[Rule], degrees: Sequence[int]) -> int:
+    """Return the degree that all these rules agree on, 1 without rules."""
+    found = set(degrees)
+    if len(found) > 1:
+        _refuse(rules[1], f"beside others of {min(found)}")
+    return found.pop() if found else 1
 
 
 def _stages(
@@ -111,12 +126,11 @@ def _stages(
 def _stage_ends(rules: Iterable[Rule], blocks: Blocks) -> list[int]:
     """Return the number of blocks before the end of each stage but the last."""
     ends = []
-    for rule in rules:
-        if rule.trade == "shard_pipeline":
-            number = rule.module.removeprefix(f"{blocks.path}.")
-            if not number.isdigit() or not 0 <= int(number) - blocks.first < blocks.count - 1:
-                _refuse(rule, f"which is behind no block of {blocks.path} that others follow")
-            ends.append(int(number) - blocks.first + 1)
+    for rule in of_kind(rules, PipelineStageEnd):
+        number = rule.behind.removeprefix(f"{blocks.path}.")
+        if not number.isdigit() or not 0 <= int(number) - blocks.first < blocks.count - 1:
+            _refuse(rule, f"which is behind no block of {blocks.path} that others follow")
+        ends.append(int(number) - blocks.first + 1)
     return sorted(ends)
 
 
@@ -125,9 +139,9 @@ def _policies(rules: Iterable[Rule], step: RuleContext) -> list[ActivationPolicy
     recomputed_of: list[list[CallSite]] = [[] for _ in range(step.blocks.count)]
     offloaded_of: list[list[CallSite]] = [[] for _ in range(step.blocks.count)]
     for rule in rules:
-        if rule.trade in _POLICY_TRADES:
+        if isinstance(rule, Recomputation | ValueOffload):
             for number, inside in _blocks_named(rule, step.blocks):
-                target = recomputed_of if rule.trade == "recompute" else offloaded_of
+                target = recomputed_of if isinstance(rule, Recomputation) else offloaded_of
                 target[number].append(CallSite(inside, rule.op, rule.nth))
     found, offloadable = [], _OffloadedCalls(step)
     for number, (recomputed, sites) in enumerate(zip(recomputed_of, offloaded_of, strict=True)):
@@ -154,7 +168,7 @@ class _OffloadedCalls(dict[ActivationPolicy, Counter[CallSite]]):
         return self[policy]
 
 
-def _blocks_named(rule: Rule, blocks: Blocks) -> Iterator[tuple[int, str]]:
+def _blocks_named(rule: CallRule, blocks: Blocks) -> Iterator[tuple[int, str]]:
     """Yield the index of each block that a rule applies to, and the module path inside it."""
     rest = rule.module.removeprefix(f"{blocks.path}.")
     number, _, inside = rest.partition(".")
@@ -171,8 +185,7 @@ def _blocks_named(rule: Rule, blocks: Blocks) -> Iterator[tuple[int, str]]:
 
 
 def _refuse(rule: Rule, why: str) -> NoReturn:
-    subject = " ".join(part for part in (rule.op, rule.module) if part)
-    rule_text = f"{rule.trade} of {subject or rule.degree}"
+    rule_text = f"{rule.trade}: {rule.describe()}"
     raise Mismatch(
         f"the plan says {rule_text}, {why}",
         expected="rules as steelyard plan --cluster writes them",

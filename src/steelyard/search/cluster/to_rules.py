@@ -7,12 +7,25 @@ the layout: see search.py.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from steelyard.ir.cluster_layout import Blocks, ClusterLayout
 from steelyard.ir.graph import Graph, OutputKind, path_matches
 from steelyard.ir.placement import Shard
-from steelyard.ir.rule import CallSite, Rule
+from steelyard.ir.rule import CallRule, CallSite, Rule, rule_for
+from steelyard.ir.rule_kinds import (
+    BatchSharding,
+    CollectiveOverlap,
+    MicroBatches,
+    PipelineStageEnd,
+    Recomputation,
+    StateOffload,
+    StateSharding,
+    TensorSharding,
+    ValueOffload,
+)
 from steelyard.ir.sharding_choice import Region
+from steelyard.plans.trade import Trade, rule_type
 from steelyard.predict.analytic.node_assignment import MIDDLE
 from steelyard.predict.analytic.saved_activations import kept_calls
 from steelyard.search.cluster.search import ClusterPlan
@@ -21,13 +34,19 @@ from steelyard.search.cluster.stage_assignment import ActivationPolicy, Recomput
 # The gradient bucket size, as in stock DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
 # The sharded state by ZeRO stage. Sharded weights imply sharded gradients and optimizer state.
-SHARDED_STATE = {1: "optimizer", 2: "gradient", 3: ""}
+SHARDED_STATE: dict[int, Literal["optimizer", "gradient", ""]] = {
+    1: "optimizer", 2: "gradient", 3: "",
+}  # fmt: skip
 
 
 def to_rules(
-    plan: ClusterPlan, graph: Graph, regions: Sequence[Region], blocks: Blocks
+    plan: ClusterPlan,
+    graph: Graph,
+    regions: Sequence[Region],
+    blocks: Blocks,
+    trades: Sequence[Trade],
 ) -> tuple[Rule, ...]:
-    """Return the rules of a cluster plan.
+    """Return the rules of a cluster plan, of the types of these trades.
 
     ``graph`` is the capture of three blocks on one device, ``regions`` are its tensor parallel
     regions.
@@ -35,32 +54,44 @@ def to_rules(
     layout = plan.layout
     rules: list[Rule] = []
     if layout.data > 1:
-        rules.append(Rule(trade="shard_batch", degree=layout.data, bucket_bytes=_BUCKET_BYTES))
+        batch = rule_type(trades, BatchSharding)
+        rules.append(batch(ranks=layout.data, bucket=_BUCKET_BYTES))
     if layout.overlaps:
-        rules.append(Rule(trade="overlap", lag=1))
+        rules.append(rule_type(trades, CollectiveOverlap)(window=1))
     if layout.tensor > 1:
-        rules += _tensor_rules(regions, blocks, layout.tensor)
+        tensor = rule_type(trades, TensorSharding)
+        rules += _tensor_rules(regions, blocks, layout.tensor, tensor)
     if layout.state_stage:
-        rules += _state_rules(graph, blocks, layout.data, SHARDED_STATE[layout.state_stage])
-    if layout.micro_batches > 1:
-        rules.append(Rule(trade="accumulate", degree=layout.micro_batches))
-    if layout.pipeline > 1:
+        states = rule_type(trades, StateSharding)
+        what = SHARDED_STATE[layout.state_stage]
         rules += [
-            Rule(
-                trade="shard_pipeline",
-                degree=layout.pipeline,
-                op=layout.schedule,
-                module=f"{blocks.path}.{blocks.first + end - 1}",
+            states(ranks=layout.data, parameter=pattern, what=what, count=count)
+            for pattern, count in _trained(graph, blocks)
+        ]
+    if layout.micro_batches > 1:
+        rules.append(rule_type(trades, MicroBatches)(micro_batches=layout.micro_batches))
+    if layout.pipeline > 1:
+        stage_end = rule_type(trades, PipelineStageEnd)
+        rules += [
+            stage_end(
+                ranks=layout.pipeline,
+                schedule=layout.schedule,
+                behind=f"{blocks.path}.{blocks.first + end - 1}",
             )
             for end in _stage_ends(plan)
         ]
     if layout.far_states:
-        rules += _offload_state_rules(graph, blocks)
-    rules += _policy_rules(plan, blocks, partial(_block_rules, graph, blocks))
+        offload = rule_type(trades, StateOffload)
+        rules += [
+            offload(parameter=pattern, count=count) for pattern, count in _trained(graph, blocks)
+        ]
+    rules += _policy_rules(plan, blocks, partial(_block_rules, graph, blocks, trades))
     return tuple(sorted(rules))
 
 
-def _tensor_rules(regions: Sequence[Region], blocks: Blocks, ranks: int) -> Iterator[Rule]:
+def _tensor_rules(
+    regions: Sequence[Region], blocks: Blocks, ranks: int, rule: type[TensorSharding]
+) -> Iterator[TensorSharding]:
     placements = {
         key.partition(":")[2]: placement
         for region in regions
@@ -68,22 +99,16 @@ def _tensor_rules(regions: Sequence[Region], blocks: Blocks, ranks: int) -> Iter
         if isinstance(placement, Shard)
     }
     for pattern, count, name in _patterns(placements, blocks):
-        yield Rule(
-            trade="shard_tensor", module=pattern, degree=ranks, count=count,
+        yield rule(
+            ranks=ranks, parameter=pattern, count=count,
             dim=placements[name].dim, groups=placements[name].groups,
         )  # fmt: skip
 
 
-def _state_rules(graph: Graph, blocks: Blocks, ranks: int, state: str) -> Iterator[Rule]:
+def _trained(graph: Graph, blocks: Blocks) -> Iterator[tuple[str, int]]:
+    """Yield the pattern of each trained parameter, and its number in the whole model."""
     names = [o.target.partition(":")[2] for o in graph.outputs if o.kind is OutputKind.GRADIENT]
-    for pattern, count, _ in _patterns(names, blocks):
-        yield Rule(trade="shard_states", module=pattern, degree=ranks, count=count, op=state)
-
-
-def _offload_state_rules(graph: Graph, blocks: Blocks) -> Iterator[Rule]:
-    names = [o.target.partition(":")[2] for o in graph.outputs if o.kind is OutputKind.GRADIENT]
-    for pattern, count, _ in _patterns(names, blocks):
-        yield Rule(trade="offload_state", module=pattern, op=SHARDED_STATE[1], count=count)
+    yield from ((pattern, count) for pattern, count, _ in _patterns(names, blocks))
 
 
 def _patterns(
@@ -121,8 +146,8 @@ def _stage_ends(plan: ClusterPlan) -> list[int]:
 
 
 def _policy_rules(
-    plan: ClusterPlan, blocks: Blocks, to_rules: Callable[[ActivationPolicy], Sequence[Rule]]
-) -> list[Rule]:
+    plan: ClusterPlan, blocks: Blocks, to_rules: Callable[[ActivationPolicy], Sequence[CallRule]]
+) -> list[CallRule]:
     """Return the recompute and offload rules of all blocks.
 
     ``to_rules`` returns the rules of a policy, with module paths inside a block.
@@ -142,13 +167,16 @@ def _policy_rules(
     ]
 
 
-def _block_rules(graph: Graph, blocks: Blocks, policy: ActivationPolicy) -> list[Rule]:
-    found = [("recompute", site) for site in policy.again]
-    if policy.moved:
-        found += [("offload", site) for site in offloaded_calls(graph, blocks, policy.again)]
-    return [
-        Rule(trade=trade, module=site.module, op=site.op, nth=site.nth) for trade, site in found
+def _block_rules(
+    graph: Graph, blocks: Blocks, trades: Sequence[Trade], policy: ActivationPolicy
+) -> list[CallRule]:
+    found: list[CallRule] = [
+        rule_for(rule_type(trades, Recomputation), site) for site in policy.again
     ]
+    if policy.moved:
+        offload = rule_type(trades, ValueOffload)
+        found += [rule_for(offload, s) for s in offloaded_calls(graph, blocks, policy.again)]
+    return found
 
 
 def offloaded_calls(graph: Graph, blocks: Blocks, recomputed: RecomputeSet) -> Iterator[CallSite]:

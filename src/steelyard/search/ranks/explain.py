@@ -9,7 +9,15 @@ from dataclasses import replace
 from steelyard.ir.collective import SLOTS
 from steelyard.ir.metrics import Metrics
 from steelyard.ir.parallel_layout import ALONE, ParallelLayout
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind, trade_name
+from steelyard.ir.rule_kinds import (
+    BatchSharding,
+    CollectiveOverlap,
+    SharedMemoryMessages,
+    SparseRows,
+    StateSharding,
+    TensorSharding,
+)
 from steelyard.passes.data_parallel.sync_batchnorm import is_synchronised
 from steelyard.plans.plan import SelectedTrade
 from steelyard.plans.trade import Offer, Rejection, Remaining
@@ -21,8 +29,6 @@ from steelyard.search.ranks.rank_speeds import RankSpeeds
 from steelyard.search.result import SearchResult
 from steelyard.units import format_bytes, format_seconds
 
-_BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
-_ROWS, _SLOTS = "sparse_gradients", "shared_memory_transfer"
 _THROUGH_SLOTS = "exchanges through slots"
 _MAX_LISTED_RANKS = 8
 
@@ -61,7 +67,7 @@ class LayoutExplanation:
         ]
         offers = len(layouts) - (ALONE in layouts) + len(unapplied_offers) + len(sparse_offers)
         offers += candidate.layout != ALONE and SLOTS in self._candidates.costs.links
-        offers += any(rule.trade == _STATES for rule in candidate.rules)
+        offers += bool(of_kind(candidate.rules, StateSharding))
         return replace(
             found,
             taken=(*self.selected_trades(candidate), *found.taken),
@@ -71,13 +77,13 @@ class LayoutExplanation:
 
     def selected_trades(self, candidate: LayoutCandidate) -> Iterator[SelectedTrade]:
         """Yield the layout's trades, each compared with the same layout without it."""
-        batch_rules = tuple(r for r in candidate.rules if r.trade == _BATCH)
-        tensor_rules = tuple(r for r in candidate.rules if r.trade == _TENSOR)
-        state_rules = tuple(r for r in candidate.rules if r.trade == _STATES)
-        lag = max((r.lag for r in candidate.rules if r.trade == _OVERLAP), default=1)
-        overlap_rules = tuple(r for r in candidate.rules if r.trade == _OVERLAP)
+        batch_rules = of_kind(candidate.rules, BatchSharding)
+        tensor_rules = of_kind(candidate.rules, TensorSharding)
+        state_rules = of_kind(candidate.rules, StateSharding)
+        overlap_rules = of_kind(candidate.rules, CollectiveOverlap)
+        lag = max((rule.window for rule in overlap_rules), default=1)
         if batch_rules:
-            bucket = f"{format_bytes(batch_rules[0].bucket_bytes)} at a time"
+            bucket = f"{format_bytes(batch_rules[0].bucket)} at a time"
             split = self._label(candidate.layout)
             if subset := self._candidates.costs.subsets.get(candidate.layout.num_ranks):
                 more = ", ..." if len(subset.ranks) > _MAX_LISTED_RANKS else ""
@@ -88,22 +94,24 @@ class LayoutExplanation:
             if is_synchronised(self._candidates.apply_rules(batch_rules).graph):
                 label += ", BatchNorm's statistics of all samples"
             costs = self._candidates.group_costs(candidate.layout.tensor)
-            yield self._trade_between(_BATCH, label, (), (*overlap_rules, *batch_rules), costs)
+            yield self._trade_between(
+                BatchSharding, label, (), (*overlap_rules, *batch_rules), costs
+            )
         before = (*overlap_rules, *batch_rules) if batch_rules else ()
         if tensor_rules:
             label = f"{tensor_count(tensor_rules)} in parts on {candidate.layout.tensor} ranks"
-            yield self._trade_between(_TENSOR, label, before, (*before, *tensor_rules))
+            yield self._trade_between(TensorSharding, label, before, (*before, *tensor_rules))
             before = (*before, *tensor_rules)
         if state_rules:
-            note = ", gathered twice" if state_rules[0].times > 1 else ""
-            if size := state_rules[0].bucket_bytes:
+            note = ", gathered twice" if state_rules[0].gathers > 1 else ""
+            if size := state_rules[0].bucket:
                 note += f", {format_bytes(size)} at a time"
             label = f"{tensor_count(state_rules)} in shares on {candidate.layout.batch} ranks{note}"
-            yield self._trade_between(_STATES, label, before, (*before, *state_rules))
-        if sparse_rules := tuple(r for r in candidate.rules if r.trade == _ROWS):
+            yield self._trade_between(StateSharding, label, before, (*before, *state_rules))
+        if sparse_rules := of_kind(candidate.rules, SparseRows):
             label = f"rows of {tensor_count(sparse_rules)}, {candidate.layout.batch} ranks'"
             yield self.gradient_trade(label, before, sparse_rules)
-        if slot_rules := tuple(r for r in candidate.rules if r.trade == _SLOTS):
+        if slot_rules := of_kind(candidate.rules, SharedMemoryMessages):
             yield self._slots_taken(candidate, slot_rules)
 
     def _slots_taken(self, candidate: LayoutCandidate, slots: tuple[Rule, ...]) -> SelectedTrade:
@@ -115,7 +123,7 @@ class LayoutExplanation:
             tuple(rule for rule in candidate.rules if rule not in slots)
         )
         return SelectedTrade(
-            trade=_SLOTS,
+            trade=trade_name(SharedMemoryMessages),
             label=_THROUGH_SLOTS,
             rules=slots,
             buys_bytes=without.nbytes - candidate.nbytes,
@@ -143,7 +151,7 @@ class LayoutExplanation:
 
     def _trade_between(
         self,
-        trade: str,
+        kind: type[Rule],
         label: str,
         before: tuple[Rule, ...],
         after: tuple[Rule, ...],
@@ -159,7 +167,7 @@ class LayoutExplanation:
         )
         saved = without.computation_seconds.value - with_it.computation_seconds.value
         return SelectedTrade(
-            trade=trade,
+            trade=trade_name(kind),
             label=label,
             rules=tuple(rule for rule in after if rule not in before),
             buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
@@ -170,7 +178,7 @@ class LayoutExplanation:
     def why_not(self, layout: ParallelLayout, found: SearchResult) -> Rejection:
         seconds = min(candidate.seconds for candidate in self._candidates.of(layout))
         return Rejection(
-            trade=_TENSOR if layout.tensor > 1 else _BATCH,
+            trade=trade_name(TensorSharding if layout.tensor > 1 else BatchSharding),
             label=self._label(layout),
             reason=why_slower(seconds, found) or "with it no faster plan fits the budget",
         )
@@ -195,7 +203,7 @@ class LayoutExplanation:
                 why_slower(seconds, found, than=candidate.seconds)
                 or "no faster plan was found with it"
             )
-        return Rejection(trade=_TENSOR, label=offer.label, reason=reason)
+        return Rejection(trade=trade_name(TensorSharding), label=offer.label, reason=reason)
 
     def _why_not_sparse(
         self, offers: Sequence[Offer], found: SearchResult, candidate: LayoutCandidate
@@ -206,14 +214,19 @@ class LayoutExplanation:
                 reason = (
                     why_slower(seconds, found, than=candidate.seconds) or "no faster plan has it"
                 )
-                yield Rejection(trade=_ROWS, label=offer.label, reason=reason)
+                yield Rejection(trade=trade_name(SparseRows), label=offer.label, reason=reason)
 
     def _why_no_slots(self, candidate: LayoutCandidate) -> Iterator[Rejection]:
-        if candidate.layout == ALONE or any(rule.trade == _SLOTS for rule in candidate.rules):
+        if candidate.layout == ALONE or bool(of_kind(candidate.rules, SharedMemoryMessages)):
             return
         if SLOTS not in self._candidates.costs.links:
             reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
-            yield Rejection(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason, left=Remaining.NEVER)
+            yield Rejection(
+                trade=trade_name(SharedMemoryMessages),
+                label=_THROUGH_SLOTS,
+                reason=reason,
+                left=Remaining.NEVER,
+            )
         elif rules := self._candidates.slot_rules(candidate.rules):
             tried = self._candidates.counted((*candidate.rules, *rules))
             with_slots = f"{format_seconds(tried.seconds)} a step and {format_bytes(tried.nbytes)}"
@@ -221,7 +234,9 @@ class LayoutExplanation:
                 f"{format_seconds(candidate.seconds)} and {format_bytes(candidate.nbytes)}"
             )
             reason = f"would take ~{with_slots}, without them ~{without_slots}"
-            yield Rejection(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason)
+            yield Rejection(
+                trade=trade_name(SharedMemoryMessages), label=_THROUGH_SLOTS, reason=reason
+            )
 
 
 def _exposed(metrics: Metrics) -> float:

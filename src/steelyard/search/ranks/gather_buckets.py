@@ -8,14 +8,17 @@ from dataclasses import replace
 
 from steelyard.ir.graph import Graph, path_matches
 from steelyard.ir.optimizer_update import WEIGHT
-from steelyard.ir.rule import WITHIN_PEAK, Rule
+from steelyard.ir.rule import Rule
+from steelyard.ir.rule_kinds import WITHIN_PEAK, CollectiveOverlap, StateSharding
 
 _BUCKET_BYTES = tuple(2**10 * kib for kib in (64, 256, 1024, 4096, 16384, 65536))
 # Operators by which a gather is issued early, if the memory below the peak has room for it.
 _MAX_LEAD = 16
 
 
-def with_gather_buckets(graph: Graph, states: Sequence[Rule]) -> list[tuple[Rule, ...]]:
+def with_gather_buckets(
+    graph: Graph, states: Sequence[StateSharding]
+) -> list[tuple[StateSharding, ...]]:
     """Return the rules of ``states`` for each bucket size worth trying.
 
     The first gathers every weight on its own, the last all weights in one bucket or as many as fit
@@ -25,13 +28,13 @@ def with_gather_buckets(graph: Graph, states: Sequence[Rule]) -> list[tuple[Rule
         node.outputs[0].nbytes
         for node in graph.inputs()
         if node.name.startswith(WEIGHT)
-        and any(path_matches(node.name.removeprefix(WEIGHT), rule.module) for rule in states)
+        and any(path_matches(node.name.removeprefix(WEIGHT), rule.parameter) for rule in states)
     )
     all_bytes, smallest_bucket = sum(sizes), sum(sizes[:2])
     partial_buckets = [nbytes for nbytes in _BUCKET_BYTES if smallest_bucket <= nbytes < all_bytes]
     full_buckets = [nbytes for nbytes in _BUCKET_BYTES if nbytes >= all_bytes][: len(sizes) > 1]
     return [
-        tuple(replace(rule, bucket_bytes=nbytes) for rule in states)
+        tuple(replace(rule, bucket=nbytes) for rule in states)
         for nbytes in (0, *partial_buckets, *full_buckets)
     ]
 
@@ -45,6 +48,8 @@ def with_prefetch(rules: Sequence[Rule], *, has_equal_shares: bool) -> tuple[Rul
     """
     bound = WITHIN_PEAK if has_equal_shares else ""
     return tuple(
-        replace(rule, lead=_MAX_LEAD, op=bound) if rule.trade == "overlap" else rule
+        replace(rule, ahead=_MAX_LEAD, within=bound)
+        if isinstance(rule, CollectiveOverlap)
+        else rule
         for rule in rules
     )

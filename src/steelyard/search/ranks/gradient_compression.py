@@ -10,19 +10,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from steelyard.errors import Mismatch
-from steelyard.ir.gradient_codec import CODE_TRADES, CODES, Codec, codec_of
+from steelyard.ir.gradient_codec import Codec
 from steelyard.ir.parallel_layout import ALONE, ParallelLayout
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind
+from steelyard.ir.rule_kinds import GradientCompression, StateSharding
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import SelectedTrade
-from steelyard.plans.trade import Rejection
+from steelyard.plans.trade import Rejection, codecs_of
 from steelyard.search.ranks.labels import tensor_count
 from steelyard.search.ranks.layout_search import LayoutSearch
 from steelyard.search.result import SearchResult
 
 # Share of the step by which a less lossy codec may be slower.
 _MAX_SLOWDOWN = 0.002
-_STATES = "shard_states"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class CompressedCandidate:
     nbytes: int
 
     @property
-    def compression_rules(self) -> tuple[Rule, ...]:
-        return tuple(rule for rule in self.rules if rule.trade in CODE_TRADES)
+    def compression_rules(self) -> tuple[GradientCompression, ...]:
+        return of_kind(self.rules, GradientCompression)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +66,16 @@ class Weighing:
         """
         found: dict[Codec, CompressedCandidate] = {}
         refused: dict[str, Rejection] = {}
-        trades = [trade for trade in self.layouts.ways.trades if trade.name in CODE_TRADES]
+        trades = dict.fromkeys(codecs_of(self.layouts.ways.trades).values())
         for without in self._data_parallel_rules(thoroughly=thoroughly):
             program = self.layouts.ways.apply_rules(without)
             for trade in trades:
                 offers, refusals = trade.offers(program, self.layouts.ways.source)
                 refused |= {refusal.label: refusal for refusal in refusals}
                 for offer in offers:
-                    if (codec := codec_of(offer.rules[0])) in self.codecs:
-                        candidate = self._candidate(codec, trade.name, without, offer.rules)
+                    rules = of_kind(offer.rules, GradientCompression)
+                    if (codec := rules[0].codec) in self.codecs:
+                        candidate = self._candidate(codec, trade.name, without, rules)
                         best = found.get(codec, candidate)
                         found[codec] = min((best, candidate), key=lambda c: (c.seconds, c.nbytes))
         if not found:
@@ -122,20 +123,20 @@ class Weighing:
                     candidate = replace(tried, seconds=min(candidate.seconds, tried.seconds))
                     if not replacement:
                         break
-                elif replacement and not codec_of(replacement[0]).rank:
+                elif replacement and not replacement[0].codec.rank:
                     # A less lossy codec sends more bytes. Low-rank factors need two exchanges, so a
                     # codec with more bytes may still be faster.
                     break
         return replace(candidate, seconds=self.layouts.ways.counted(candidate.rules).seconds)
 
     def _with_codecs(
-        self, candidate: CompressedCandidate, compression_rules: tuple[Rule, ...]
+        self, candidate: CompressedCandidate, compression_rules: tuple[GradientCompression, ...]
     ) -> CompressedCandidate | None:
         """Return the candidate with these codecs, or None if a gradient does not support its codec.
 
         Returns None as well if the candidate's own codec is no longer in use.
         """
-        if candidate.codec not in map(codec_of, compression_rules):
+        if candidate.codec not in (rule.codec for rule in compression_rules):
             return None
         try:
             return self._candidate(
@@ -144,13 +145,19 @@ class Weighing:
         except Mismatch:
             return None
 
-    def _less_lossy(self, rule: Rule) -> list[Rule]:
+    def _less_lossy(self, rule: GradientCompression) -> list[GradientCompression]:
         """Return the rule with each less lossy codec, the lossiest of these first."""
-        less_lossy = itertools.takewhile(lambda key: CODES[key] != codec_of(rule), CODES)
+        trades = codecs_of(self.layouts.ways.trades)
+        less_lossy = itertools.takewhile(lambda codec: codec != rule.codec, trades)
         return [
-            replace(rule, trade=trade, op=op, degree=degree)
-            for trade, op, degree in reversed([*less_lossy])
-            if CODES[trade, op, degree] in self.codecs
+            replace(
+                trades[codec].rule_in(codec),
+                parameter=rule.parameter,
+                count=rule.count,
+                warm_up=rule.warm_up,
+            )
+            for codec in reversed([*less_lossy])
+            if codec in self.codecs
         ]
 
     def _data_parallel_rules(self, *, thoroughly: bool) -> Iterator[tuple[Rule, ...]]:
@@ -161,7 +168,7 @@ class Weighing:
                 unsharded = [
                     candidate
                     for candidate in candidates
-                    if not any(r.trade == _STATES for r in candidate.rules)
+                    if not of_kind(candidate.rules, StateSharding)
                 ]
                 fastest = min(unsharded, key=lambda c: (c.seconds, c.nbytes))
                 yield from (
@@ -173,7 +180,7 @@ class Weighing:
         codec: Codec,
         trade: str,
         without: tuple[Rule, ...],
-        compression_rules: tuple[Rule, ...],
+        compression_rules: tuple[GradientCompression, ...],
     ) -> CompressedCandidate:
         rules = tuple(sorted((*without, *compression_rules)))
         counted = self.layouts.ways.counted(rules)
@@ -185,9 +192,9 @@ class Weighing:
     def _codec_trades(self, candidate: CompressedCandidate) -> Iterator[SelectedTrade]:
         """Yield the trade of each codec, applied one after the other."""
         before = candidate.without
-        for codec in CODES.values():
+        for codec in codecs_of(self.layouts.ways.trades):
             compression_rules = tuple(
-                rule for rule in candidate.compression_rules if codec_of(rule) == codec
+                rule for rule in candidate.compression_rules if rule.codec == codec
             )
             if compression_rules:
                 label = f"{codec.label} ({tensor_count(compression_rules)})"

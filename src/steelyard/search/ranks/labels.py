@@ -6,13 +6,14 @@ Not for the choice itself: see layout_search.py.
 from collections.abc import Iterable
 
 from steelyard.ir.parallel_layout import ParallelLayout, spelled
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import trade_name
+from steelyard.ir.rule_kinds import BatchSharding, ParameterRule, PipelineStageEnd
 from steelyard.plans.trade import Rejection
 from steelyard.search.result import SearchResult
 from steelyard.units import format_seconds
 
 
-def tensor_count(rules: Iterable[Rule]) -> str:
+def tensor_count(rules: Iterable[ParameterRule]) -> str:
     count = sum(rule.count for rule in rules)
     return f"{count} tensor{'s' if count > 1 else ''}"
 
@@ -43,11 +44,11 @@ def rank_count_too_slow(ranks: int, least_seconds: float, best_seconds: float) -
     """
     least, best = format_seconds(least_seconds), format_seconds(best_seconds)
     reason = f"computes for ~{least} a step at least, on another number of ranks ~{best} in all"
-    return Rejection(trade="shard_batch", label=f"among {ranks} ranks", reason=reason)
+    return Rejection(trade=trade_name(BatchSharding), label=f"among {ranks} ranks", reason=reason)
 
 
 def pipeline_rejection(layout: ParallelLayout, reason: str) -> Rejection:
-    return Rejection(trade="shard_pipeline", label=layers_label(layout), reason=reason)
+    return Rejection(trade=trade_name(PipelineStageEnd), label=layers_label(layout), reason=reason)
 
 
 def layers_label(layout: ParallelLayout) -> str:

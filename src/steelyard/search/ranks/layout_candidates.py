@@ -10,19 +10,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.ir.collective import SLOTS
-from steelyard.ir.gradient_codec import CODE_TRADES
 from steelyard.ir.graph import path_matches
 from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind
+from steelyard.ir.rule_kinds import (
+    BatchSharding,
+    CollectiveOverlap,
+    GradientRule,
+    SharedMemoryMessages,
+    SparseRows,
+    StateSharding,
+    TensorSharding,
+)
 from steelyard.ir.step_source import StepSource
-from steelyard.plans.trade import Offer, Rejection, Trade, apply_rules_on_ranks
+from steelyard.plans.trade import Offer, Rejection, Trade, apply_rules_on_ranks, rule_type, trade_of
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.ranks.gather_buckets import with_gather_buckets, with_prefetch
 
-_BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
-_ROWS, _SLOTS = "sparse_gradients", "shared_memory_transfer"
 # Gradient bucket sizes to try. The best overlap depends on the model's layers and on the link.
 BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
 
@@ -97,7 +103,7 @@ class LayoutCandidates:
             yield self.counted((*candidate.rules, *self.slot_rules(candidate.rules)))
 
     def slot_rules(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        offers, _ = self.trade(_SLOTS).offers(self.apply_rules(rules), self.source)
+        offers, _ = self.trade(SharedMemoryMessages).offers(self.apply_rules(rules), self.source)
         return tuple(rule for offer in offers for rule in offer.rules)
 
     def _with_sharded_states(
@@ -110,11 +116,11 @@ class LayoutCandidates:
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         for candidate in dict.fromkeys((fastest, leanest)):
             program = self.apply_rules(candidate.rules)
-            offers, _ = self.trade(_STATES).offers(program, self.source)
-            states = [rule for offer in offers for rule in offer.rules]
+            offers, _ = self.trade(StateSharding).offers(program, self.source)
+            states = [rule for offer in offers for rule in of_kind(offer.rules, StateSharding)]
             # Weights gathered for each pass can be freed between the two passes.
             for times in (1, 2) if states else ():
-                repeated = [replace(rule, times=times) for rule in states]
+                repeated = [replace(rule, gathers=times) for rule in states]
                 gathered = [
                     self.counted((*candidate.rules, *rules))
                     for rules in with_gather_buckets(program.graph, repeated)
@@ -143,13 +149,13 @@ class LayoutCandidates:
 
         Gradient compression in the rules is ignored. Other layouts have no offers.
         """
-        dense = tuple(rule for rule in candidate.rules if rule.trade not in (_ROWS, *CODE_TRADES))
+        dense = tuple(rule for rule in candidate.rules if not isinstance(rule, GradientRule))
         if (
             candidate.layout != ParallelLayout(batch=candidate.layout.batch)
             or candidate.layout == ALONE
         ):
             return (), ()
-        return self.trade(_ROWS).offers(self.apply_rules(dense), self.source)
+        return self.trade(SparseRows).offers(self.apply_rules(dense), self.source)
 
     def _rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
@@ -160,18 +166,19 @@ class LayoutCandidates:
         if layout.batch > 1:
             candidates = self.of(replace(layout, tensor=1))
             # ZeRO sharding of tensor parallel weights is decided later, on the sharded program.
-            later_trades = {_ROWS, _STATES}
             unsharded = [
                 candidate
                 for candidate in candidates
-                if later_trades.isdisjoint(rule.trade for rule in candidate.rules)
+                if not any(isinstance(rule, SparseRows | StateSharding) for rule in candidate.rules)
             ]
             batch_rules = self._fastest_of_groups(unsharded, layout.tensor).rules
         for sharding in self._sharding_rules(layout.tensor):
             if batch_rules:
                 yield *batch_rules, *sharding
                 continue
-            offers, _ = self.trade(_OVERLAP).offers(self.apply_rules(sharding), self.source)
+            offers, _ = self.trade(CollectiveOverlap).offers(
+                self.apply_rules(sharding), self.source
+            )
             for offer in offers[:: max(len(offers) - 1, 1)]:
                 yield *offer.rules, *sharding
 
@@ -211,16 +218,16 @@ class LayoutCandidates:
 
     def sharded_tensors(self, rules: Iterable[Rule]) -> frozenset[str]:
         """Return the names of the model tensors that these rules shard."""
-        patterns = [rule.module for rule in rules if rule.trade == _TENSOR]
+        patterns = [rule.parameter for rule in of_kind(rules, TensorSharding)]
         names = (node.name.partition(":")[2] for node in self._program.graph.inputs())
         return frozenset(n for n in names if any(path_matches(n, p) for p in patterns))
 
     def _batch_rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         for nbytes in BUCKETS:
-            batch = Rule(
-                trade=_BATCH, degree=layout.batch, bucket_bytes=nbytes, shares=layout.shares
+            batch = self.batch_rule(layout.batch, nbytes, layout.shares)
+            offers, _ = self.trade(CollectiveOverlap).offers(
+                self.apply_rules((batch,)), self.source
             )
-            offers, _ = self.trade(_OVERLAP).offers(self.apply_rules((batch,)), self.source)
             # Of candidates predicted to be equal, the first one wins: the one with the largest lag
             # waits for the least.
             for offer in reversed(offers):
@@ -235,12 +242,18 @@ class LayoutCandidates:
             nbytes=peak_bytes(program, self.costs),
         )
 
-    def trade(self, name: str) -> Trade:
-        return next(trade for trade in self.trades if trade.name == name)
+    def batch_rule(self, ranks: int, nbytes: int, shares: tuple[int, ...]) -> BatchSharding:
+        """Return the rule of data parallelism in these shares and buckets of ``nbytes``."""
+        return rule_type(self.trades, BatchSharding)(ranks=ranks, bucket=nbytes, shares=shares)
+
+    def trade(self, kind: type[Rule]) -> Trade:
+        trade = trade_of(self.trades, kind)
+        assert trade is not None, kind
+        return trade
 
     def apply_rules(self, rules: Sequence[Rule]) -> Program:
         return apply_rules_on_ranks(self._program, rules, trades=self.trades, source=self.source)
 
 
 def bucket_bytes_of(rules: Iterable[Rule]) -> int:
-    return max((rule.bucket_bytes for rule in rules if rule.trade == _BATCH), default=0)
+    return max((rule.bucket for rule in of_kind(rules, BatchSharding)), default=0)

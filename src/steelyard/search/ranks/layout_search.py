@@ -14,12 +14,19 @@ from dataclasses import replace
 from functools import partial
 
 from steelyard.errors import Infeasible, Mismatch
-from steelyard.ir.parallel_layout import ALONE, LAYOUT_TRADES, ParallelLayout
+from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import BETWEEN_RANKS, Rule, of_kind, trade_name
+from steelyard.ir.rule_kinds import (
+    BatchSharding,
+    CollectiveOverlap,
+    PipelineStageEnd,
+    StateSharding,
+    TensorSharding,
+)
 from steelyard.ir.step_source import StepSource
 from steelyard.plans.budget import Budget
-from steelyard.plans.trade import Offer, Rejection, Remaining, Trade
+from steelyard.plans.trade import Offer, Rejection, Remaining, Trade, trade_of
 from steelyard.predict import rank_seconds, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.rank_subsets import numbers_of_ranks
@@ -42,8 +49,6 @@ from steelyard.search.ranks.rank_speeds import RankSpeeds
 from steelyard.search.result import SearchResult
 from steelyard.search.single.search import ALLOWS_NONE, StepSearch
 
-_BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
-_PIPELINE, _ROWS, _SLOTS = "shard_pipeline", "sparse_gradients", "shared_memory_transfer"
 # If memory is short, a candidate is searched too if its peak is below this share of the fastest's.
 _LEANER_RATIO = 0.98
 # A candidate up to this many times slower in one runner may be the faster one in another.
@@ -100,12 +105,15 @@ class LayoutSearch:
         self._rank_counts = [1, *(n for n in divisors if n % of_a_host == 0)]
         other_counts = numbers_of_ranks(num_ranks, of_a_host=of_a_host)
         self._other_rank_counts = [n for n in reversed(other_counts) if n not in self._rank_counts]
-        batches, refusals = self.ways.trade(_BATCH).offers(program, source)
-        self._batch_degrees = [1, *(o.rules[0].degree for o in batches)]
+        batches, refusals = self.ways.trade(BatchSharding).offers(program, source)
+        self._batch_degrees = [
+            1,
+            *(r.ranks for o in batches for r in of_kind(o.rules, BatchSharding)),
+        ]
         degrees = [n for n in self._batch_degrees if n == 1 or n in divisors]
         self.refusals = _as_impossible(refusals)
         for ranks in divisors:
-            if self._check_homogeneous(ranks, _TENSOR, f"parts on {ranks} ranks"):
+            if self._check_homogeneous(ranks, TensorSharding, f"parts on {ranks} ranks"):
                 self._find_regions(ranks)
         self.pipelines = dict(self._find_pipelines(num_ranks, degrees))
         self.layouts = [
@@ -127,7 +135,7 @@ class LayoutSearch:
         other.explanation = LayoutExplanation(other.ways, self._rank_speeds)
         return other
 
-    def _check_homogeneous(self, ranks: int, trade: str, label: str) -> bool:
+    def _check_homogeneous(self, ranks: int, kind: type[Rule], label: str) -> bool:
         """True if ``ranks`` are equally fast, so that equal parts do not wait for a slow rank.
 
         Otherwise adds a rejection.
@@ -135,7 +143,9 @@ class LayoutSearch:
         if self._rank_speeds.is_homogeneous(ranks):
             return True
         reason = f"all would wait for the slowest: {self._rank_speeds.describe(ranks)}"
-        self.refusals += (Rejection(trade=trade, label=label, reason=reason, left=Remaining.NEVER),)
+        self.refusals += (
+            Rejection(trade=trade_name(kind), label=label, reason=reason, left=Remaining.NEVER),
+        )
         return False
 
     def _add_other_rank_counts(self) -> None:
@@ -177,7 +187,7 @@ class LayoutSearch:
         possible = self.ways.source.divisors()
 
         def batch_rule(shares: Shares) -> Rule:
-            return Rule(trade=_BATCH, degree=len(shares), bucket_bytes=BUCKETS[-1], shares=shares)
+            return self.ways.batch_rule(len(shares), BUCKETS[-1], shares)
 
         def timed(shares: Shares) -> tuple[float, Sequence[float]]:
             program = self.ways.apply_rules((batch_rule(shares),))
@@ -213,7 +223,7 @@ class LayoutSearch:
 
     def _find_regions(self, ranks: int) -> None:
         sharded = replace(self._program, layout=ParallelLayout(tensor=ranks))
-        offers, refusals = self.ways.trade(_TENSOR).offers(sharded, self.ways.source)
+        offers, refusals = self.ways.trade(TensorSharding).offers(sharded, self.ways.source)
         self.refusals = (*self.refusals, *_as_impossible(refusals))
         if offers:
             self._regions[ranks] = offers
@@ -222,7 +232,7 @@ class LayoutSearch:
         self, num_ranks: int, degrees: Sequence[int]
     ) -> Iterator[tuple[ParallelLayout, PipelineSearch]]:
         """Yield each feasible pipeline layout on up to ``num_ranks`` ranks with its search."""
-        if not any(trade.name == _PIPELINE for trade in self.ways.trades):
+        if trade_of(self.ways.trades, PipelineStageEnd) is None:
             return
         layouts = [
             ParallelLayout(pipeline=stages, batch=batch, tensor=tensor)
@@ -234,7 +244,7 @@ class LayoutSearch:
             ranks = layout.num_ranks
             if ranks not in self._rank_counts:
                 continue
-            if not self._check_homogeneous(ranks, _PIPELINE, layers_label(layout)):
+            if not self._check_homogeneous(ranks, PipelineStageEnd, layers_label(layout)):
                 continue
             found = PipelineSearch(
                 self._program,
@@ -257,7 +267,7 @@ class LayoutSearch:
         fastest = min(candidates, key=lambda c: (c.seconds, c.nbytes))
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         chosen = fastest.rules, leanest.rules
-        return tuple(tuple(rule for rule in rules if rule.trade == _TENSOR) for rules in chosen)
+        return tuple(of_kind(rules, TensorSharding) for rules in chosen)
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> SearchResult:
         """Return the fastest plan on any number of ranks, on fewer ranks if equally fast."""
@@ -301,7 +311,7 @@ class LayoutSearch:
         They differ in ranks, bucket size or communication trades. For a runner whose own prices are
         known for single plans only.
         """
-        layout_rules = {rule for rule in found.rules if rule.trade in LAYOUT_TRADES}
+        layout_rules = {rule for rule in found.rules if rule.stage in BETWEEN_RANKS}
         candidates = [candidate for layout in self.layouts for candidate in self.ways.of(layout)]
         known = {_similarity_key(layout_rules)}
         for candidate in sorted(candidates, key=lambda c: (c.seconds, c.nbytes)):
@@ -355,7 +365,7 @@ class LayoutSearch:
         return self._search_by(rules)
 
     def _search_by(self, rules: Sequence[Rule]) -> StepSearch:
-        layout = tuple(sorted(rule for rule in rules if rule.trade in LAYOUT_TRADES))
+        layout = tuple(sorted(rule for rule in rules if rule.stage in BETWEEN_RANKS))
         known = self._searches.get(layout)
         if known is None:
             known = self._searches[layout] = self._make_search(layout)
@@ -382,9 +392,7 @@ class LayoutSearch:
         candidates = sorted(self.ways.of(layout), key=lambda c: (c.seconds, c.nbytes))
         fastest, limit = candidates[0], budget.memory_bytes or math.inf
         without_states = next(
-            candidate
-            for candidate in candidates
-            if all(rule.trade != _STATES for rule in candidate.rules)
+            candidate for candidate in candidates if not of_kind(candidate.rules, StateSharding)
         )
         if (
             fastest.seconds > _MAX_STATES_RATIO * without_states.seconds
@@ -404,7 +412,11 @@ class LayoutSearch:
         )
 
     def _batch_rejection(self, label: str, reason: str) -> tuple[Rejection, ...]:
-        return (Rejection(trade=_BATCH, label=label, reason=reason, left=Remaining.NEVER),)
+        return (
+            Rejection(
+                trade=trade_name(BatchSharding), label=label, reason=reason, left=Remaining.NEVER
+            ),
+        )
 
 
 def _similarity_key(rules: Iterable[Rule]) -> object:
@@ -412,7 +424,7 @@ def _similarity_key(rules: Iterable[Rule]) -> object:
     return (
         ParallelLayout.of(rules),
         bucket_bytes_of(rules),
-        frozenset(rule.trade for rule in rules) - {_OVERLAP},
+        frozenset(r.trade for r in rules if not isinstance(r, CollectiveOverlap)),
     )
 
 

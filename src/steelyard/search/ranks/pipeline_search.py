@@ -13,12 +13,21 @@ from steelyard.ir.graph import Node, Phase, Role
 from steelyard.ir.message_slots import PINNED
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind, trade_name
+from steelyard.ir.rule_kinds import (
+    BatchSharding,
+    MicroBatches,
+    PipelineStageEnd,
+    Recomputation,
+    SharedMemoryMessages,
+    StateSharding,
+    TensorSharding,
+)
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import FrontierPoint, Prediction, SelectedTrade
-from steelyard.plans.trade import Rejection, Remaining, Trade, apply_rules
+from steelyard.plans.trade import Rejection, Remaining, Trade, apply_rules, rule_type, trade_of
 from steelyard.predict import message_of, pipelined, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.infeasible import beyond_budget, too_slow
@@ -27,9 +36,6 @@ from steelyard.search.result import SearchResult
 from steelyard.search.single.search import StepSearch
 from steelyard.units import format_bytes, format_seconds
 
-_PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
-_BATCH, _TENSOR, _STATES = "shard_batch", "shard_tensor", "shard_states"
-_PINNED = "shared_memory_transfer"
 # Micro-batches per stage: more of them shrink the pipeline bubble, but each is less efficient.
 _PER_STAGE = (2, 4)
 # Recompute plans to try for each number of micro-batches.
@@ -56,12 +62,12 @@ class _ScheduleCandidate:
     flops: int
 
     @property
-    def tensor_rules(self) -> tuple[Rule, ...]:
-        return tuple(rule for rule in self.rules if rule.trade == _TENSOR)
+    def tensor_rules(self) -> tuple[TensorSharding, ...]:
+        return of_kind(self.rules, TensorSharding)
 
     @property
     def is_pinned(self) -> bool:
-        return any(rule.trade == _PINNED for rule in self.rules)
+        return bool(of_kind(self.rules, SharedMemoryMessages))
 
 
 class PipelineSearch:
@@ -87,7 +93,7 @@ class PipelineSearch:
         self._make_search, self._make_cuts = searching, cuts
         self.refusals: tuple[Rejection, ...] = ()
         target = replace(program, layout=layout)
-        self.offers, refusals = self._trade(_PIPELINE).offers(target, source)
+        self.offers, refusals = self._trade(PipelineStageEnd).offers(target, source)
         self._add_refusals(refusals)
         self._evaluated: dict[tuple[Rule, ...], _ScheduleCandidate] = {}
         self._slots: tuple[Rule, ...] | None = None
@@ -227,17 +233,19 @@ class PipelineSearch:
         graph = self._source.graph(micro_batches=parts * groups)
         split: list[Rule] = []
         if parts > 1:
-            split.append(Rule(trade=_ACCUMULATE, degree=parts))
+            split.append(rule_type(self._trades, MicroBatches)(micro_batches=parts))
         if groups > 1:
-            split.append(Rule(trade=_BATCH, degree=groups, bucket_bytes=_BUCKET_BYTES))
+            batch = rule_type(self._trades, BatchSharding)
+            split.append(batch(ranks=groups, bucket=_BUCKET_BYTES))
         for offer in self.offers:
-            count, schedule = len(offer.rules) + 1, offer.rules[0].op
+            (first, *_) = stage_ends = of_kind(offer.rules, PipelineStageEnd)
+            count, schedule = len(stage_ends) + 1, first.schedule
             for weight, handing in (
                 (self._node_seconds, self._handoff_seconds),
                 (self._node_bytes, _no_handoff),
             ):
                 ends = balanced_ends(graph, count, weight=weight, handing=handing)
-                stage_rules = [replace(offer.rules[0], module=end) for end in ends]
+                stage_rules = [replace(first, behind=end) for end in ends]
                 for tensor_rules in self._shardings if stage_rules else ():
                     candidate = self._evaluate(
                         (*split, *tensor_rules, *stage_rules), schedule, parts
@@ -275,7 +283,9 @@ class PipelineSearch:
         """Yield the fastest and the leanest of these with ZeRO-style sharded states."""
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         for candidate in dict.fromkeys((candidates[0], leanest)) if self._layout.batch > 1 else ():
-            offers, _ = self._trade(_STATES).offers(self._apply(candidate.rules), self._source)
+            offers, _ = self._trade(StateSharding).offers(
+                self._apply(candidate.rules), self._source
+            )
             state_rules = tuple(rule for offer in offers for rule in offer.rules)
             found = (
                 self._evaluate(
@@ -291,7 +301,9 @@ class PipelineSearch:
         """Yield the candidate with its messages in shared-memory slots, if there are any."""
         if PINNED in self._costs.links:
             if self._slots is None:  # the same for all candidates
-                offers, _ = self._trade(_PINNED).offers(self._apply(candidate.rules), self._source)
+                offers, _ = self._trade(SharedMemoryMessages).offers(
+                    self._apply(candidate.rules), self._source
+                )
                 self._slots = tuple(rule for offer in offers for rule in offer.rules)
             found = self._evaluate(
                 (*candidate.rules, *self._slots), candidate.schedule, candidate.parts
@@ -326,7 +338,11 @@ class PipelineSearch:
             except (BadInput, Mismatch) as refusal:
                 label = f"{schedule}, {parts} micro-batches"
                 self._add_refusals(
-                    [Rejection(trade=_PIPELINE, label=label, reason=refusal.happened)]
+                    [
+                        Rejection(
+                            trade=trade_name(PipelineStageEnd), label=label, reason=refusal.happened
+                        )
+                    ]
                 )
                 return None
             assert program.pipeline is not None
@@ -350,9 +366,9 @@ class PipelineSearch:
 
         The first, tensor parallelism, is compared with the step on one device.
         """
-        recomputed = tuple(rule for rule in best.rules if rule.trade == _RECOMPUTE)
-        state_rules = tuple(rule for rule in best.rules if rule.trade == _STATES)
-        slot_rules = tuple(rule for rule in best.rules if rule.trade == _PINNED)
+        recomputed = of_kind(best.rules, Recomputation)
+        state_rules = of_kind(best.rules, StateSharding)
+        slot_rules = of_kind(best.rules, SharedMemoryMessages)
         applied = tuple(
             rule for rule in best.rules if rule not in (*recomputed, *state_rules, *slot_rules)
         )
@@ -362,19 +378,19 @@ class PipelineSearch:
         if best.tensor_rules:
             saved = _computation_seconds(alone) - _computation_seconds(before)
             yield SelectedTrade(
-                trade=_TENSOR,
+                trade=trade_name(TensorSharding),
                 label=f"{tensor_count(best.tensor_rules)} in parts on {self._layout.tensor} ranks",
                 rules=best.tensor_rules,
                 buys_bytes=alone.peak.nbytes - before.peak.nbytes,
                 buys_seconds=max(0.0, saved),
                 pays_seconds=_exposed_seconds(before) + max(0.0, -saved),
             )
-        stages = sum(rule.trade == _PIPELINE for rule in applied) + 1
+        stages = len(of_kind(applied, PipelineStageEnd)) + 1
         batches = f", {best.parts} micro-batches" if best.parts > 1 else ""
         yield SelectedTrade(
-            trade=_PIPELINE,
+            trade=trade_name(PipelineStageEnd),
             label=f"{stages} stages {ranks_label(self._layout)}, {best.schedule}{batches}",
-            rules=tuple(rule for rule in applied if rule.trade != _TENSOR),
+            rules=tuple(rule for rule in applied if not isinstance(rule, TensorSharding)),
             buys_bytes=before.peak.nbytes - after.peak.nbytes,
             buys_seconds=max(0.0, _computation_seconds(before) - _computation_seconds(after)),
             pays_seconds=max(0.0, _exposed_seconds(after) - _exposed_seconds(before)),
@@ -384,7 +400,7 @@ class PipelineSearch:
             previous, after = after, predict(self._apply(applied), self._costs)
             faster = previous.metrics.step_seconds.value - after.metrics.step_seconds.value
             yield SelectedTrade(
-                trade=_PINNED,
+                trade=trade_name(SharedMemoryMessages),
                 label="messages of stages through slots",
                 rules=slot_rules,
                 buys_bytes=previous.peak.nbytes - after.peak.nbytes,
@@ -395,7 +411,7 @@ class PipelineSearch:
             previous, after = after, predict(self._apply((*applied, *state_rules)), self._costs)
             slowdown = after.metrics.step_seconds.value - previous.metrics.step_seconds.value
             yield SelectedTrade(
-                trade=_STATES,
+                trade=trade_name(StateSharding),
                 label=f"{tensor_count(state_rules)} in shares on {self._layout.batch} ranks",
                 rules=state_rules,
                 buys_bytes=previous.peak.nbytes - after.peak.nbytes,
@@ -406,7 +422,7 @@ class PipelineSearch:
             complete = predict(self._apply(best.rules), self._costs)
             count = sum(rule.count for rule in recomputed)
             yield SelectedTrade(
-                trade=_RECOMPUTE,
+                trade=trade_name(Recomputation),
                 label=f"{count} operators of all stages",
                 rules=recomputed,
                 buys_bytes=after.peak.nbytes - complete.peak.nbytes,
@@ -427,7 +443,7 @@ class PipelineSearch:
                 plan_costs = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
                 note = ", which cannot be told apart" if candidate.seconds < best.seconds else ""
                 yield Rejection(
-                    trade=_PIPELINE,
+                    trade=trade_name(PipelineStageEnd),
                     label=f"{schedule} {ranks_label(self._layout)}",
                     reason=f"takes ~{its_costs} a step, the plan's schedule ~{plan_costs}{note}",
                 )
@@ -438,17 +454,24 @@ class PipelineSearch:
         label = "messages of stages through slots"
         if PINNED not in self._costs.links:
             reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
-            yield Rejection(trade=_PINNED, label=label, reason=reason, left=Remaining.NEVER)
+            yield Rejection(
+                trade=trade_name(SharedMemoryMessages),
+                label=label,
+                reason=reason,
+                left=Remaining.NEVER,
+            )
         for candidate in self._through_slots(best):
             its_costs = (
                 f"{format_seconds(candidate.seconds)} a step and {format_bytes(candidate.nbytes)}"
             )
             plan_costs = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
             reason = f"would take ~{its_costs}, the plan takes ~{plan_costs}"
-            yield Rejection(trade=_PINNED, label=label, reason=reason)
+            yield Rejection(trade=trade_name(SharedMemoryMessages), label=label, reason=reason)
 
-    def _trade(self, name: str) -> Trade:
-        return next(trade for trade in self._trades if trade.name == name)
+    def _trade(self, kind: type[Rule]) -> Trade:
+        trade = trade_of(self._trades, kind)
+        assert trade is not None, kind
+        return trade
 
     def _apply(self, rules: Sequence[Rule]) -> Program:
         return apply_rules(self._program, rules, trades=self._trades, source=self._source)

@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.hardware.link import Link
-from steelyard.ir.gradient_codec import CODE_TRADES, Codec
-from steelyard.ir.parallel_layout import ALONE, DATA, LAYOUT_TRADES, TENSOR, ParallelLayout
-from steelyard.ir.rule import Rule
+from steelyard.ir.gradient_codec import Codec
+from steelyard.ir.parallel_layout import ALONE, DATA, TENSOR, ParallelLayout
+from steelyard.ir.rule import BETWEEN_RANKS, Rule, of_kind
+from steelyard.ir.rule_kinds import BatchSharding, GradientCompression, StateSharding
 from steelyard.search.ranks.gradient_compression import Weighing
 from steelyard.search.ranks.layout_candidates import LayoutCandidate
 from steelyard.search.ranks.layout_search import LayoutSearch
 
-_STATES, _BATCH = "shard_states", "shard_batch"
 # Minimum gain for a switch, and minimum gain of a lossy alternative over every lossless one.
 LEAST_GAIN = 0.10
 # Ranks that rejoin receive the weights and the optimizer state. The gain must repay this transfer
@@ -35,7 +35,7 @@ class Alternative:
 
     @property
     def is_lossy(self) -> bool:
-        return any(rule.trade in CODE_TRADES for rule in self.way.rules)
+        return bool(of_kind(self.way.rules, GradientCompression))
 
 
 def why_no_alternative(rules: Sequence[Rule]) -> str:
@@ -44,7 +44,7 @@ def why_no_alternative(rules: Sequence[Rule]) -> str:
     if layout == ALONE:
         return "one rank has nobody to send gradients to"
     is_shared = layout == ParallelLayout(batch=layout.batch, shares=layout.shares)
-    if not is_shared or any(rule.trade == _STATES for rule in rules):
+    if not is_shared or of_kind(rules, StateSharding):
         return "ranks hold parts of the model"
     return ""
 
@@ -69,7 +69,7 @@ def alternatives(
     plain = (
         candidate.rules
         for candidate in layouts.ways.of(ParallelLayout.of(rules))
-        if not any(rule.trade == _STATES for rule in candidate.rules)
+        if not of_kind(candidate.rules, StateSharding)
     )
     for own_rules in (*plain, *compressed):
         yield layouts.ways.counted(at_once((*own_rules, *other_rules)))
@@ -81,7 +81,8 @@ def at_once(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     Uncompressed steps would be the slowest of the run.
     """
     from_first_step = (
-        replace(rule, lead=0) if rule.trade in CODE_TRADES else rule for rule in rules
+        replace(rule, warm_up=0) if isinstance(rule, GradientCompression) else rule
+        for rule in rules
     )
     return tuple(sorted(from_first_step))
 
@@ -90,7 +91,7 @@ def on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> Iterat
     """Yield the candidates on ``ranks`` ranks, with equal shares and uncompressed gradients."""
     other_rules = _other_rules(rules)
     for candidate in layouts.ways.of(ParallelLayout(batch=ranks)):
-        if not any(rule.trade == _STATES for rule in candidate.rules):
+        if not of_kind(candidate.rules, StateSharding):
             yield layouts.ways.counted(tuple(sorted((*candidate.rules, *other_rules))))
 
 
@@ -98,9 +99,9 @@ def same_on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> L
     """Return the same layout on ``ranks`` ranks, with equal shares and uncompressed gradients."""
     own_rules = _other_rules(rules)
     if ranks > 1:
-        exact = (rule for rule in rules if rule.trade not in CODE_TRADES)
+        exact = (rule for rule in rules if not isinstance(rule, GradientCompression))
         own_rules = tuple(
-            replace(rule, degree=ranks, shares=()) if rule.trade == _BATCH else rule
+            replace(rule, ranks=ranks, shares=()) if isinstance(rule, BatchSharding) else rule
             for rule in exact
         )
     return layouts.ways.counted(tuple(sorted(own_rules)))
@@ -169,4 +170,4 @@ def worth_trying(
 
 
 def _other_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    return tuple(rule for rule in rules if rule.trade not in LAYOUT_TRADES)
+    return tuple(rule for rule in rules if rule.stage not in BETWEEN_RANKS)

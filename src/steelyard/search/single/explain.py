@@ -4,14 +4,31 @@ Parts are modules; each is priced by removing it from the plan, or adding it, an
 whole plan again. Not for deciding.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from steelyard.ir.graph import Graph
-from steelyard.ir.rule import Rule, matching, spot_of, starred, to_rules
+from steelyard.ir.rule import (
+    CallRule,
+    Rule,
+    Stage,
+    matching,
+    of_kind,
+    spot_of,
+    starred,
+    to_rules,
+)
+from steelyard.ir.rule_kinds import (
+    MicroBatches,
+    Recomputation,
+    SlicedComputation,
+    StateOffload,
+    ValueCodec,
+    ValueOffload,
+)
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import SelectedTrade
-from steelyard.plans.trade import Offer, Rejection, Remaining
+from steelyard.plans.trade import Offer, Rejection, Remaining, Trade, rule_type, trade_of
 from steelyard.search.pareto_front import Point
 from steelyard.search.single.estimate import PeakEstimate
 from steelyard.search.single.explore import (
@@ -31,7 +48,10 @@ _MAX_PARTS = 10
 
 
 def explain_selected(
-    explored: Mapping[Variant, Explored], variant: Variant, point: Point
+    explored: Mapping[Variant, Explored],
+    variant: Variant,
+    point: Point,
+    trades: Sequence[Trade],
 ) -> tuple[SelectedTrade, ...]:
     """Return the applied trades by module; within a trade, the largest memory saving first."""
     selected: list[SelectedTrade] = []
@@ -40,16 +60,20 @@ def explain_selected(
         # The other trades are priced with all state on the device.
         estimate = explored[unoffloaded].estimator.estimate(explored[variant].choices_of(point))
         point = replace(point, peak_bytes=estimate.peak_bytes, seconds=estimate.seconds)
-    if variant.parts > 1:
+    if variant.split:
         selected.append(_selected_accumulate(explored, unoffloaded, point))
+    if variant.changes:
+        selected += _selected_changes(explored, unoffloaded, point)
     if variant.chunks:
         selected.append(_selected_chunks(explored, unoffloaded, point))
     if variant.states:
         selected += _selected_states(
             explored[unoffloaded], variant, before=point, point=offloaded_point
         )
-    for trade in ("recompute", "quantize_activations", "offload"):
-        modules = _selected_modules(trade, explored[variant], point)
+    for kind in (Recomputation, ValueCodec, ValueOffload):
+        if trade_of(trades, kind) is None:
+            continue
+        modules = _selected_modules(rule_type(trades, kind), explored[variant], point)
         selected += sorted(modules, key=lambda t: (-t.buys_bytes, t.label))
     return tuple(selected)
 
@@ -61,12 +85,38 @@ def _selected_accumulate(
     batch."""
     without = _estimate_on(explored, variant, point, variant.unsplit)
     return SelectedTrade(
-        trade="accumulate",
+        trade=variant.split[0].trade,
         label=f"{variant.parts} micro-batches",
         rules=variant.unchunked.unoffloaded.rules,
         buys_bytes=without.peak_bytes - point.peak_bytes,
         pays_seconds=point.seconds - without.seconds,
     )
+
+
+def _selected_changes(
+    explored: Mapping[Variant, Explored], variant: Variant, point: Point
+) -> list[SelectedTrade]:
+    """Return the other changes of the graph, together compared to the same step without them.
+
+    The saving and cost of all of them stand with the first trade.
+    """
+    changed = variant if variant.unchanged in explored else variant.unsplit.unchunked
+    with_changes = _estimate_on(explored, variant, point, changed)
+    without = _estimate_on(explored, variant, point, changed.unchanged)
+    selected: list[SelectedTrade] = []
+    for trade in dict.fromkeys(rule.trade for rule in variant.changes):
+        rules = tuple(rule for rule in variant.changes if rule.trade == trade)
+        is_first = not selected
+        selected.append(
+            SelectedTrade(
+                trade=trade,
+                label=rules[0].describe() if len(rules) == 1 else f"{len(rules)} places",
+                rules=rules,
+                buys_bytes=(without.peak_bytes - with_changes.peak_bytes) * is_first,
+                pays_seconds=(with_changes.seconds - without.seconds) * is_first,
+            )
+        )
+    return selected
 
 
 def _selected_chunks(
@@ -79,11 +129,11 @@ def _selected_chunks(
     chunked = variant if variant.unchunked in explored else variant.unsplit
     with_chunks = _estimate_on(explored, variant, point, chunked)
     without = _estimate_on(explored, variant, point, chunked.unchunked)
-    rules = tuple(rule for rule in variant.rules if rule.trade == "chunk")
+    rules = of_kind(variant.rules, SlicedComputation)
     named = ", ".join(dict.fromkeys(rule.module or "the loss" for rule in rules))
-    slices = " and ".join(dict.fromkeys(str(rule.degree) for rule in rules))
+    slices = " and ".join(dict.fromkeys(str(rule.slices) for rule in rules))
     return SelectedTrade(
-        trade="chunk",
+        trade=rules[0].trade,
         label=f"{named} in {slices} slices",
         rules=rules,
         buys_bytes=without.peak_bytes - with_chunks.peak_bytes,
@@ -101,13 +151,15 @@ def _selected_states(
     nbytes = offloaded_bytes(unoffloaded.estimator.program, variant.states)
     total = sum(nbytes.values())
     selected = []
-    for op in dict.fromkeys(rule.op for rule in variant.states):
-        rules = tuple(rule for rule in variant.states if rule.op == op)
+    for what in dict.fromkeys(rule.what for rule in variant.states):
+        rules = tuple(rule for rule in variant.states if rule.what == what)
         size, count = sum(nbytes[rule] for rule in rules), sum(rule.count for rule in rules)
         selected.append(
             SelectedTrade(
-                trade="offload_state",
-                label=f"{op} of {count} parameter{'s' if count > 1 else ''}, {format_bytes(size)}",
+                trade=rules[0].trade,
+                label=(
+                    f"{what} of {count} parameter{'s' if count > 1 else ''}, {format_bytes(size)}"
+                ),
                 rules=rules,
                 buys_bytes=round((before.peak_bytes - point.peak_bytes) * size / total),
                 pays_seconds=(point.seconds - before.seconds) * size / total,
@@ -124,19 +176,22 @@ def _estimate_on(
     return target.estimate(choices_in_trace(source.estimator, source.choices_of(point), target))
 
 
-def _selected_modules(trade: str, explored: Explored, point: Point) -> list[SelectedTrade]:
+def _selected_modules(
+    rule: type[CallRule], explored: Explored, point: Point
+) -> list[SelectedTrade]:
     """Return one entry per module for its recomputed, offloaded or 8-bit values."""
     estimator = explored.estimator
     graph = estimator.program.graph
     choices = explored.choices_of(point)
     with_all = estimator.estimate(choices)
-    value_on, is_of_trade = _values_of_trade(trade, estimator)
+    value_on, is_of_trade = _values_of_trade(rule, estimator)
+    is_recompute = issubclass(rule, Recomputation)
     offered = _by_module(graph, value_on)
     # If a value has several choices, only one takes effect; none does if the backward pass does
     # not read the value.
-    counted_choices = choices if trade == "recompute" else frozenset(with_all.evicted)
+    counted_choices = choices if is_recompute else frozenset(with_all.evicted)
     times = estimator.times_of(counted_choices)
-    slices = estimator.slice_counts(choices) if trade == "offload" else {}
+    slices = estimator.slice_counts(choices) if issubclass(rule, ValueOffload) else {}
     chosen = _by_module(
         graph,
         {c: value_on[estimator.storage(c)] for c in sorted(counted_choices) if is_of_trade(c)},
@@ -159,7 +214,7 @@ def _selected_modules(trade: str, explored: Explored, point: Point) -> list[Sele
             len(members) for m, members in offered.items() if _truncate(m, depth) == module
         )
         # Remove all evictions of these values, or else another choice would evict them.
-        evicted_storages = set() if trade == "recompute" else {estimator.storage(c) for c in group}
+        evicted_storages = set() if is_recompute else {estimator.storage(c) for c in group}
         without = estimator.estimate(
             frozenset(
                 c
@@ -171,9 +226,9 @@ def _selected_modules(trade: str, explored: Explored, point: Point) -> list[Sele
         count += _repeats_label(times[s] for s in group if s in times)
         selected.append(
             SelectedTrade(
-                trade=trade,
+                trade=rule.trade,
                 label=f"{module or 'top level'} ({count}){_slices_label(estimator, group, slices)}",
-                rules=_rules_for(trade, estimator, group, times),
+                rules=_rules_for(rule, estimator, group, times),
                 buys_bytes=without.peak_bytes - with_all.peak_bytes,
                 pays_seconds=with_all.seconds - without.seconds,
             )
@@ -203,23 +258,23 @@ def _repeats_label(times: Iterable[int]) -> str:
 
 
 def _rules_for(
-    trade: str, estimator: FastEstimator, choices: Iterable[int], times: Mapping[int, int]
+    rule: type[CallRule], estimator: FastEstimator, choices: Iterable[int], times: Mapping[int, int]
 ) -> tuple[Rule, ...]:
     graph = estimator.program.graph
-    value_on, _ = _values_of_trade(trade, estimator)
+    value_on, _ = _values_of_trade(rule, estimator)
     values = {value_on[estimator.storage(c)]: times.get(c, 1) for c in choices}
-    if trade == "recompute":
-        return recompute_rules(graph, values)
-    return to_rules(graph, values, trade=trade)
+    if issubclass(rule, Recomputation):
+        return recompute_rules(graph, values, rule)
+    return to_rules(graph, values, rule)
 
 
 def _values_of_trade(
-    trade: str, estimator: FastEstimator
+    rule: type[Rule], estimator: FastEstimator
 ) -> tuple[Mapping[int, str], Callable[[int], bool]]:
     """Return the values that the trade can apply to, by storage, and a test for its choices."""
-    if trade == "offload":
+    if issubclass(rule, ValueOffload):
         return estimator.offloadable, estimator.is_offload
-    if trade == "quantize_activations":
+    if issubclass(rule, ValueCodec):
         return estimator.quantizable, estimator.is_quantize
     return estimator.value_on, estimator.is_recompute
 
@@ -254,13 +309,16 @@ def explain_rejected(
     rejections = []
     for offer in offers:
         left = Remaining.WHOLE
-        if offer.trade == "accumulate":
-            reason = _why_not_split(offer, explored, variant, point)
-        elif offer.trade == "chunk":
-            reason = _why_not_chunk(offer, explored, variant, point)
-        elif offer.trade == "offload_state":
-            reason = _why_not_states(offer, explored, variant, budget)
-        elif offer.trade in ("offload", "quantize_activations"):
+        first = offer.rules[0]
+        if isinstance(first, MicroBatches):
+            reason = _why_not_split(first, explored, variant, point)
+        elif isinstance(first, SlicedComputation):
+            reason = _why_not_chunk(first, explored, variant, point)
+        elif isinstance(first, StateOffload):
+            reason = _why_not_states(first, explored, variant, budget)
+        elif first.stage is Stage.VARIANT:
+            reason = _why_not_changed(first, explored, variant, point)
+        elif isinstance(first, ValueOffload | ValueCodec):
             evictable = _evictable(offer, explored, variant)
             evicted = _evicted(offer, explored[variant], point)
             reason = _why_not_evict(offer, evictable, explored[variant], point, budget)
@@ -277,9 +335,9 @@ def explain_rejected(
 
 
 def _why_not_split(
-    offer: Offer, explored: Mapping[Variant, Explored], variant: Variant, point: Point
+    rule: MicroBatches, explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> str | None:
-    degree, parts = offer.rules[0].degree, variant.parts
+    degree, parts = rule.micro_batches, variant.parts
     if degree == parts:
         return None
     known = next((e for v, e in explored.items() if v.parts == degree and not v.states), None)
@@ -289,25 +347,32 @@ def _why_not_split(
 
 
 def _why_not_chunk(
-    offer: Offer, explored: Mapping[Variant, Explored], variant: Variant, point: Point
+    rule: SlicedComputation, explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> str | None:
-    (rule,) = offer.rules
     if rule in variant.chunks:
         return None
     known = next((e for v, e in explored.items() if rule in v.chunks and not v.states), None)
     return "not needed" if known is None else _why_slower(known, point)
 
 
-def _why_not_states(
-    offer: Offer, explored: Mapping[Variant, Explored], variant: Variant, budget: Budget
+def _why_not_changed(
+    rule: Rule, explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> str | None:
-    (rule,) = offer.rules
+    if rule in variant.changes:
+        return None
+    known = next((e for v, e in explored.items() if rule in v.changes and not v.states), None)
+    return "not needed" if known is None else _why_slower(known, point)
+
+
+def _why_not_states(
+    rule: StateOffload, explored: Mapping[Variant, Explored], variant: Variant, budget: Budget
+) -> str | None:
     if any(
-        (rule.module, rule.op) == (state_rule.module, state_rule.op)
+        (rule.parameter, rule.what) == (state_rule.parameter, state_rule.what)
         for state_rule in variant.states
     ):
         return None
-    nbytes = offloaded_bytes(explored[Variant()].estimator.program, offer.rules)[rule]
+    nbytes = offloaded_bytes(explored[Variant()].estimator.program, [rule])[rule]
     reason = "is not bounded" if budget.memory_bytes is None else "the budget does not ask for"
     return (
         f"would move ~{format_bytes(nbytes)} there and back in each step, and free as much memory, "
@@ -327,7 +392,7 @@ def _recomputable(
 ) -> frozenset[int]:
     base_graph, estimator = explored[Variant()].estimator.program.graph, explored[variant].estimator
     return estimator.storages_of(
-        values_in_trace(matching(base_graph, offer.rules), base_graph, estimator)
+        values_in_trace(matching(base_graph, of_kind(offer.rules, CallRule)), base_graph, estimator)
     )
 
 
@@ -336,20 +401,25 @@ def _evictable(
 ) -> frozenset[int]:
     """Return the storages that the offer would offload or keep in 8 bits in this variant."""
     base, estimator = explored[Variant()].estimator, explored[variant].estimator
-    value_on, _ = _values_of_trade(offer.trade, base)
+    value_on, _ = _values_of_trade(type(offer.rules[0]), base)
     storages = {value: s for s, value in value_on.items()}
-    values = matching(base.program.graph, offer.rules)
+    values = matching(base.program.graph, of_kind(offer.rules, CallRule))
     choices = frozenset(_evict_choice(offer, base, storages[v]) for v in values)
     return frozenset(estimator.storage(c) for c in choices_in_trace(base, choices, estimator))
 
 
 def _evict_choice(offer: Offer, estimator: FastEstimator, storage: int) -> int:
-    if offer.trade == "quantize_activations":
+    if isinstance(offer.rules[0], ValueCodec):
         return estimator.quantize_choice(storage)
-    is_sliced = offer.rules[0].degree and storage in estimator.sliced
+    is_sliced = _is_sliced(offer) and storage in estimator.sliced
     return estimator.offload_choice(
         storage, TransferMode.SLICED if is_sliced else TransferMode.HIDDEN
     )
+
+
+def _is_sliced(offer: Offer) -> bool:
+    first = offer.rules[0]
+    return isinstance(first, ValueOffload) and first.slices > 0
 
 
 def _evicted(offer: Offer, explored: Explored, point: Point) -> frozenset[int]:
@@ -358,12 +428,12 @@ def _evicted(offer: Offer, explored: Explored, point: Point) -> frozenset[int]:
     For an offer of sliced fetches, only those that are fetched in slices.
     """
     estimator = explored.estimator
-    _, is_of_trade = _values_of_trade(offer.trade, estimator)
+    _, is_of_trade = _values_of_trade(type(offer.rules[0]), estimator)
     choices = explored.choices_of(point)
     evicted = frozenset(
         estimator.storage(c) for c in estimator.estimate(choices).evicted if is_of_trade(c)
     )
-    if not offer.rules[0].degree:
+    if not _is_sliced(offer):
         return evicted
     return evicted & estimator.storages_of(estimator.slice_counts(choices))
 

@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 from steelyard.ir.graph import BlockRun, Graph
 from steelyard.ir.program import Program
-from steelyard.ir.rule import CallSite, Rule, spot_of, spots, starred, to_rules
+from steelyard.ir.rule import CallSite, spot_of, spots, starred, to_rules
+from steelyard.ir.rule_kinds import Recomputation
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.single.baseline_plans import simple_plans
@@ -237,16 +238,15 @@ def choices_in_trace(
     return frozenset(found)
 
 
-def recompute_rules(graph: Graph, times: Mapping[str, int]) -> tuple[Rule, ...]:
+def recompute_rules(
+    graph: Graph, times: Mapping[str, int], rule: type[Recomputation]
+) -> tuple[Recomputation, ...]:
     """Return rules that recompute each of these values at most the given number of times."""
     return tuple(
-        rule
+        found
         for number in sorted(set(times.values()))
-        for rule in to_rules(
-            graph,
-            (v for v, count in times.items() if count == number),
-            trade="recompute",
-            times=number,
+        for found in to_rules(
+            graph, (v for v, count in times.items() if count == number), rule, times=number
         )
     )
 

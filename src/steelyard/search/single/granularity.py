@@ -9,7 +9,7 @@ from dataclasses import replace
 from steelyard.ir.graph import path_matches
 from steelyard.ir.optimizer_update import WEIGHT, parameter_of, states
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule_kinds import SlicedComputation, StateOffload
 
 # Each number of micro-batches needs another capture, which takes seconds. A step that fits in few
 # parts is fastest in the fewest, so all coarse splits are explored, and only some finer ones.
@@ -31,29 +31,31 @@ def micro_batch_counts(degrees: Sequence[int]) -> tuple[int, ...]:
     return (*coarsest, *finer)
 
 
-def chunk_levels(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
+def chunk_levels(
+    rules: Sequence[SlicedComputation],
+) -> tuple[tuple[SlicedComputation, ...], ...]:
     """Return three levels: no chunks, all chunks in the fewest slices, all in the most."""
-    by_spot: dict[Rule, list[Rule]] = {}
+    by_spot: dict[SlicedComputation, list[SlicedComputation]] = {}
     for rule in rules:
-        by_spot.setdefault(replace(rule, degree=0), []).append(rule)
+        by_spot.setdefault(replace(rule, slices=0), []).append(rule)
     fewest = tuple(sorted(min(same) for same in by_spot.values()))
     most = tuple(sorted(max(same) for same in by_spot.values()))
     return tuple(dict.fromkeys(((), fewest, most)))
 
 
-def slice_counts(rules: Sequence[Rule]) -> dict[Rule, tuple[int, ...]]:
+def slice_counts(rules: Sequence[StateOffload]) -> dict[StateOffload, tuple[int, ...]]:
     """Map each rule, without its number of slices, to the numbers that are offered."""
-    found: dict[Rule, list[int]] = {}
+    found: dict[StateOffload, list[int]] = {}
     for rule in rules:
-        found.setdefault(replace(rule, degree=0), []).append(rule.degree)
+        found.setdefault(replace(rule, slices=0), []).append(rule.slices)
     return {rule: tuple(sorted(degrees)) for rule, degrees in found.items()}
 
 
 def offload_levels(
     program: Program,
-    rules: Sequence[Rule],
-    finer: Sequence[Mapping[Rule, int]] = (),
-) -> tuple[tuple[Rule, ...], ...]:
+    rules: Sequence[StateOffload],
+    finer: Sequence[Mapping[StateOffload, int]] = (),
+) -> tuple[tuple[StateOffload, ...], ...]:
     """Return the levels of offloaded optimizer state, gradients and parameters, from none to all.
 
     Optimizer state comes first, in parts, the largest first: it is needed once a step. Then come
@@ -65,11 +67,11 @@ def offload_levels(
     numbers of slices. A parameter is sliced only where all its data is offloaded.
     """
     nbytes = offloaded_bytes(program, rules)
-    by_op: dict[str, list[Rule]] = {}
+    by_op: dict[str, list[StateOffload]] = {}
     for rule in sorted(rules, key=lambda rule: (-nbytes[rule], rule)):
-        by_op.setdefault(rule.op, []).append(rule)
-    levels: list[Sequence[Rule]] = [()]
-    full: list[Sequence[Rule]] = []
+        by_op.setdefault(rule.what, []).append(rule)
+    levels: list[Sequence[StateOffload]] = [()]
+    full: list[Sequence[StateOffload]] = []
     for op, shares in _SHARES.items():
         before = levels[-1]
         rules_of_op = by_op.get(op, ())
@@ -81,9 +83,9 @@ def offload_levels(
     levels += [[replace(rule, lead=0) for rule in level] for level in full]
     coarse = tuple(levels)
     for slices in finer:
-        by_name = {(rule.module, rule.op): degree for rule, degree in slices.items()}
+        by_name = {(rule.parameter, rule.what): degree for rule, degree in slices.items()}
         levels += [
-            [replace(r, degree=by_name.get((r.module, r.op), r.degree)) for r in level]
+            [replace(r, slices=by_name.get((r.parameter, r.what), r.slices)) for r in level]
             for level in coarse
         ]
     ops_by_module = _ops_by_module(rules)
@@ -92,24 +94,26 @@ def offload_levels(
     )
 
 
-def _ops_by_module(rules: Iterable[Rule]) -> dict[str, set[str]]:
+def _ops_by_module(rules: Iterable[StateOffload]) -> dict[str, set[str]]:
     """Map each parameter pattern to the kinds of data that rules offload for it."""
     found: dict[str, set[str]] = {}
     for rule in rules:
-        found.setdefault(rule.module, set()).add(rule.op)
+        found.setdefault(rule.parameter, set()).add(rule.what)
     return found
 
 
-def _drop_partial_slices(level: Sequence[Rule], all_ops: Mapping[str, set[str]]) -> Iterator[Rule]:
+def _drop_partial_slices(
+    level: Sequence[StateOffload], all_ops: Mapping[str, set[str]]
+) -> Iterator[StateOffload]:
     """Yield the rules, unsliced for parameters whose data is not all offloaded."""
     ops = _ops_by_module(level)
     for rule in level:
-        yield rule if ops[rule.module] == all_ops[rule.module] else replace(rule, degree=0)
+        yield rule if ops[rule.parameter] == all_ops[rule.parameter] else replace(rule, slices=0)
 
 
 def _largest_share(
-    largest_first: Sequence[Rule], share: float, nbytes: Mapping[Rule, int]
-) -> list[Rule]:
+    largest_first: Sequence[StateOffload], share: float, nbytes: Mapping[StateOffload, int]
+) -> list[StateOffload]:
     enough, nbytes_chosen, chosen = share * sum(nbytes[rule] for rule in largest_first), 0, []
     for rule in largest_first:
         if nbytes_chosen < enough:
@@ -118,7 +122,7 @@ def _largest_share(
     return chosen
 
 
-def offloaded_bytes(program: Program, rules: Sequence[Rule]) -> dict[Rule, int]:
+def offloaded_bytes(program: Program, rules: Sequence[StateOffload]) -> dict[StateOffload, int]:
     """Map each rule to the bytes it offloads."""
     graph, update = program.graph, program.update
     bytes_by_op: dict[str, dict[str, int]] = {_OPTIMIZER: {}, _GRADIENT: {}, _WEIGHT: {}}
@@ -133,6 +137,6 @@ def offloaded_bytes(program: Program, rules: Sequence[Rule]) -> dict[Rule, int]:
             sizes = (update.graph.by_name[name].outputs[0].nbytes for name in names)
             bytes_by_op[_OPTIMIZER][parameter] = sum(sizes)
     return {
-        rule: sum(n for p, n in bytes_by_op[rule.op].items() if path_matches(p, rule.module))
+        rule: sum(n for p, n in bytes_by_op[rule.what].items() if path_matches(p, rule.parameter))
         for rule in rules
     }

@@ -11,10 +11,30 @@ from functools import cached_property
 from steelyard.errors import Infeasible, Mismatch
 from steelyard.ir.graph import Graph
 from steelyard.ir.metrics import EXACT, UNKNOWN
-from steelyard.ir.parallel_layout import LAYOUT_TRADES, ParallelLayout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.quantized_activation import settled
-from steelyard.ir.rule import OFFLOAD_TRADES, CallSite, Rule, matching, rule_of, spot_of, to_rules
+from steelyard.ir.rule import (
+    BETWEEN_RANKS,
+    CallRule,
+    CallSite,
+    Rule,
+    RuleT,
+    Stage,
+    matching,
+    of_kind,
+    rule_of,
+    spot_of,
+    to_rules,
+)
+from steelyard.ir.rule_kinds import (
+    MicroBatches,
+    Recomputation,
+    SlicedComputation,
+    StateOffload,
+    ValueCodec,
+    ValueOffload,
+)
 from steelyard.ir.step_source import ShardedSource, StepSource
 from steelyard.plans.budget import Budget
 from steelyard.plans.offers import offers_of
@@ -27,6 +47,8 @@ from steelyard.plans.trade import (
     Trade,
     apply_rules,
     apply_rules_on_ranks,
+    rule_type,
+    trade_of,
 )
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
@@ -59,9 +81,8 @@ from steelyard.units import format_bytes
 _POINTS = 16
 # Plans that are tried with offloaded parameters or gradients; each is rewritten in full.
 _STATE_POINTS = 8
-_RECOMPUTE, _CHUNK, _QUANTIZE = "recompute", "chunk", "quantize_activations"
-_ACCUMULATE = "accumulate"
-_OFFLOAD, _STATE = "offload", "offload_state"
+# The kinds of variants with levels of their own; all others are tried in full or not at all.
+_LEVELLED = (MicroBatches, SlicedComputation, StateOffload)
 _PLAIN = Variant()
 _ROUNDING = 1e-9
 ALLOWS_NONE = "is lossy and the accuracy budget is 0"
@@ -105,7 +126,7 @@ class StepSearch:
         self._base = replace(program, rank=rank) if others else program
         self._base_source = source
         self.layout = tuple(layout)
-        self._trades = {trade.name: trade for trade in trades}
+        self._trades = tuple(trades)
         self.program = self._apply(())
         self._source = ShardedSource(
             source=source, layout=self.program.layout, rank=self.program.rank
@@ -117,34 +138,36 @@ class StepSearch:
         self.offers: list[Offer] = []
         self.refusals: list[Rejection] = []
         for trade in trades:
-            if trade.name in LAYOUT_TRADES or (
-                trade.name in OFFLOAD_TRADES and not costs.far_bytes
+            if trade.rule.stage in BETWEEN_RANKS or (
+                trade.rule.needs_offload_memory and not costs.far_bytes
             ):
                 continue  # not requested, or already fixed by ``layout``
             offers, refusals = trade.offers(self.program, self._source)
             if trade.is_exact:
                 self.offers += offers
-            elif lossy:
+            elif lossy and issubclass(trade.rule, CallRule):
                 allowed = self._allowed_values(self.program.graph, offers)
-                self.offers += offers_of(trade.name, self.program.graph, allowed)
+                self.offers += offers_of(trade.rule, self.program.graph, allowed)
             self.refusals += [replace(refusal, left=Remaining.NEVER) for refusal in refusals]
         rules = [rule for offer in self.offers for rule in offer.rules]
         self._micro_batch_counts = micro_batch_counts(
-            [r.degree for r in rules if r.trade == _ACCUMULATE and r.degree > 1]
+            [r.micro_batches for r in of_kind(rules, MicroBatches) if r.micro_batches > 1]
         )
-        self._chunk_levels = chunk_levels([r for r in rules if r.trade == _CHUNK])
-        self._state_rules = [r for r in rules if r.trade == _STATE]
+        self._chunk_levels = chunk_levels(of_kind(rules, SlicedComputation))
+        self._state_rules = of_kind(rules, StateOffload)
+        changes = {r for r in rules if r.stage is Stage.VARIANT and not isinstance(r, _LEVELLED)}
+        self._change_levels = tuple(dict.fromkeys(((), tuple(sorted(changes)))))
         self._is_brief = False
         self._explored: dict[Variant, Explored] = {}
         self._applied: dict[Variant, list[tuple[frozenset[int], Program]]] = {}
 
     @cached_property
-    def _state_levels(self) -> tuple[tuple[Rule, ...], ...]:
+    def _state_levels(self) -> tuple[tuple[StateOffload, ...], ...]:
         """The levels of offloaded parameters, gradients and optimizer state to explore."""
         counts = slice_counts(self._state_rules)
         sliced = {rule: degrees for rule, degrees in counts.items() if degrees[-1]}
         chosen = self._fastest_slice_counts(sliced)
-        rules = [replace(rule, degree=chosen.get(rule, 0)) for rule in counts]
+        rules = [replace(rule, slices=chosen.get(rule, 0)) for rule in counts]
         max_counts = max((len(degrees) for degrees in sliced.values()), default=0)
         finer = [
             {rule: _finer_count(degrees, chosen[rule], step) for rule, degrees in sliced.items()}
@@ -152,7 +175,9 @@ class StepSearch:
         ]
         return offload_levels(self.program, rules, finer)
 
-    def _fastest_slice_counts(self, counts: Mapping[Rule, Sequence[int]]) -> dict[Rule, int]:
+    def _fastest_slice_counts(
+        self, counts: Mapping[StateOffload, Sequence[int]]
+    ) -> dict[StateOffload, int]:
         """Return the number of slices of each parameter that hides most of its transfers.
 
         The parameters are tried in turn, each with the current choice of the others.
@@ -162,7 +187,7 @@ class StepSearch:
             seconds_of = {}
             for degree in counts[rule]:
                 chosen[rule] = degree
-                program = self._apply([replace(r, degree=n) for r, n in chosen.items()])
+                program = self._apply([replace(r, slices=n) for r, n in chosen.items()])
                 seconds_of[degree] = step_seconds(program, self._costs).value
             chosen[rule] = min(seconds_of, key=seconds_of.__getitem__)
         return {rule: chosen.get(rule, degrees[-1]) for rule, degrees in counts.items()}
@@ -206,7 +231,7 @@ class StepSearch:
             rules=rules,
             prediction=prediction,
             micro_batches=variant.parts,
-            taken=explain_selected(self._explored, variant, point),
+            taken=explain_selected(self._explored, variant, point, self._trades),
             refused=(
                 *self.refusals,
                 *explain_rejected(self.offers, self._explored, variant, point, budget),
@@ -251,21 +276,21 @@ class StepSearch:
         A single estimate of the peak is enough, because these trades are not applied.
         """
         rejections = []
-        for trade in self._trades.values():
-            if trade.is_exact or trade.name in LAYOUT_TRADES:
+        for trade in self._trades:
+            if trade.is_exact or not issubclass(trade.rule, CallRule):
                 continue
             program = self._apply(variant.unoffloaded.rules)
             offers, _ = trade.offers(program, self._source)
             if not offers:
                 continue
-            values = matching(program.graph, _rules_of(offers))
-            rules = to_rules(program.graph, values, trade=trade.name)
+            values = matching(program.graph, _rules_of(offers, CallRule))
+            rules = to_rules(program.graph, values, trade.rule)
             applied = trade.rewrite(program, rules, self._source)
             before, after = (peak_bytes(p, self._costs) for p in (program, applied))
             saving = "no memory at the peak"
             if after < before:
                 saving = f"~{format_bytes(before - after)} of memory"
-            widest = max(offers, key=lambda o: sum(r.count for r in o.rules))
+            widest = max(offers, key=lambda o: sum(r.count for r in of_kind(o.rules, CallRule)))
             text = f"would alone buy {saving}, but {reason}"
             rejections.append(Rejection(trade=trade.name, label=widest.label, reason=text))
         return tuple(rejections)
@@ -287,10 +312,11 @@ class StepSearch:
 
         These plans apply no other trade.
         """
-        program = self._apply(Variant(parts=parts).rules)
-        sketched = sketch(program, self._costs, self._offered(_RECOMPUTE, program))
+        program = self._apply(self._split(parts))
+        sketched = sketch(program, self._costs, self._offered(Recomputation, program))
+        recompute = rule_type(self._trades, Recomputation)
         for point in spread(sketched.chain, count):
-            if rules := recompute_rules(program.graph, sketched.recomputed(point)):
+            if rules := recompute_rules(program.graph, sketched.recomputed(point), recompute):
                 yield rules
 
     def explore_all(self) -> None:
@@ -391,7 +417,8 @@ class StepSearch:
         With small micro-batches, some levels of chunks are the same.
         """
         variants = (
-            replace(self._with_chunks(parts, chunks), states=states)
+            replace(self._with_chunks(parts, chunks), states=states, changes=changes)
+            for changes in self._change_levels
             for states in self._state_levels
             for chunks in self._chunk_levels
         )
@@ -410,12 +437,12 @@ class StepSearch:
         program = self._apply(variant.rules)
         return step_seconds(program, self._costs).value >= best.seconds
 
-    def _with_chunks(self, parts: int, chunks: tuple[Rule, ...]) -> Variant:
+    def _with_chunks(self, parts: int, chunks: tuple[SlicedComputation, ...]) -> Variant:
         """Return the variant with chunks if its micro-batches can be chunked, else without.
 
         A micro-batch may have too few rows.
         """
-        variant = Variant(parts=parts, chunks=chunks)
+        variant = Variant(split=self._split(parts), chunks=chunks)
         if chunks and variant not in self._explored:
             try:
                 self._apply(variant.rules)
@@ -458,21 +485,19 @@ class StepSearch:
         if variant.states:
             return reevaluate(program, self._costs, known=self.explored(variant.unoffloaded))
         known = self.explored() if variant != _PLAIN and not self._is_brief else None
-        recomputable = self._offered(_RECOMPUTE, program)
-        quantizable = self._offered(_QUANTIZE, program) if self._lossy else frozenset()
+        recomputable = self._offered(Recomputation, program)
+        quantizable = self._offered(ValueCodec, program) if self._lossy else frozenset()
         if quantizable:
             recomputable -= settled(program.graph)
-            rules = to_rules(program.graph, quantizable, trade=_QUANTIZE)
+            rules = to_rules(program.graph, quantizable, rule_type(self._trades, ValueCodec))
             # Makes the source price the codec operators.
-            self._source.rewritten(
-                self._trades[_QUANTIZE].rewrite(program, rules, self._source).graph
-            )
+            self._source.rewritten(self._rewrite(ValueCodec, program, rules).graph)
         has_offload_memory = bool(self._costs.far_bytes)
         return explore(
             program,
             self._costs,
             recomputable,
-            self._offered(_OFFLOAD, program) if has_offload_memory else (),
+            self._offered(ValueOffload, program) if has_offload_memory else (),
             quantizable,
             self._sliceable(program) if has_offload_memory else {},
             known=known,
@@ -489,7 +514,7 @@ class StepSearch:
         unoffloaded = self.explored(variant.unoffloaded)
         archive = ParetoFront()
         for choices, resident in self._applied_plans(variant.unoffloaded):
-            program = self._trades[_STATE].rewrite(resident, variant.states, self._source)
+            program = self._rewrite(StateOffload, resident, variant.states)
             if program.far_bytes <= self._costs.far_bytes:
                 nbytes = peak_bytes(program, self._costs)
                 seconds = step_seconds(program, self._costs).value
@@ -501,7 +526,7 @@ class StepSearch:
         if variant not in self._applied:
             explored = self.explored(variant)
             points = spread(explored.chain, _STATE_POINTS)
-            if any(rule.op == "gradient" and rule.degree for rule in self._state_rules):
+            if any(rule.what == "gradient" and rule.slices for rule in self._state_rules):
                 # A product that reads slices cannot make its result in slices: try whole reads.
                 points += [explored.unsliced(p) for p in points if explored.slice_counts(p)]
             found = []
@@ -512,33 +537,47 @@ class StepSearch:
             self._applied[variant] = found
         return self._applied[variant]
 
-    def _offered(self, trade: str, program: Program) -> frozenset[str]:
-        """Return the values that this trade offers something for."""
-        if trade not in self._trades:
+    def _split(self, parts: int) -> tuple[MicroBatches, ...]:
+        """Return the rules of a step in this many micro-batches."""
+        split = rule_type(self._trades, MicroBatches) if parts > 1 else None
+        return (split(micro_batches=parts),) if split is not None else ()
+
+    def _rewrite(self, kind: type[Rule], program: Program, rules: Sequence[Rule]) -> Program:
+        """Return the program after these rules of the trade of this kind."""
+        trade = trade_of(self._trades, kind)
+        assert trade is not None or not rules
+        return program if trade is None else trade.rewrite(program, rules, self._source)
+
+    def _offered(self, kind: type[CallRule], program: Program) -> frozenset[str]:
+        """Return the values for which the trade of this kind has offers."""
+        trade = trade_of(self._trades, kind)
+        if trade is None:
             return frozenset()
-        offers, _ = self._trades[trade].offers(program, self._source)
-        if not self._trades[trade].is_exact:
+        offers, _ = trade.offers(program, self._source)
+        if not trade.is_exact:
             return self._allowed_values(program.graph, offers)
-        return matching(program.graph, _rules_of(offers))
+        return matching(program.graph, _rules_of(offers, CallRule))
 
     def _sliceable(self, program: Program) -> dict[str, int]:
         """Return the values that may be fetched in slices, with the number of slices of each."""
-        if _OFFLOAD not in self._trades:
+        trade = trade_of(self._trades, ValueOffload)
+        if trade is None:
             return {}
-        offers, _ = self._trades[_OFFLOAD].offers(program, self._source)
-        graph, rules = program.graph, [rule for rule in _rules_of(offers) if rule.degree]
-        counts = {value: rule.degree for value, rule in rule_of(graph, rules).items()}
+        offers, _ = trade.offers(program, self._source)
+        graph = program.graph
+        rules = [rule for rule in _rules_of(offers, ValueOffload) if rule.slices]
+        counts = {value: rule.slices for value, rule in rule_of(graph, rules).items()}
         worthwhile = (
             worth_slicing(FastEstimator(program, self._costs, ()), counts) if counts else {}
         )
         rules = [r for r in rules if rule_of(graph, [r]).keys() & worthwhile.keys()]
         # Makes the source price the sliced reads.
-        self._trades[_OFFLOAD].rewrite(program, rules, self._source)
+        trade.rewrite(program, rules, self._source)
         return worthwhile
 
     def _allowed_values(self, graph: Graph, offers: Sequence[Offer]) -> frozenset[str]:
         """Return the values that a lossy trade offers and that may be changed."""
-        values = matching(graph, _rules_of(offers))
+        values = matching(graph, _rules_of(offers, CallRule))
         return frozenset(v for v in values if spot_of(graph, graph.by_name[v]) in self._lossy)
 
     def _rules(self, variant: Variant, point: Point) -> tuple[Rule, ...]:
@@ -548,20 +587,26 @@ class StepSearch:
     def _plan_rules(self, explored: Explored, point: Point) -> tuple[Rule, ...]:
         """Return the rules for recompute, 8-bit quantization and offload within the variant."""
         graph = explored.estimator.program.graph
-        rules = recompute_rules(graph, explored.recomputed(point))
-        quantized = to_rules(graph, explored.quantized(point), trade=_QUANTIZE)
-        offloaded = _offload_rules(graph, explored.offloaded(point), explored.slice_counts(point))
-        return (*rules, *quantized, *offloaded)
+        recomputed, quantized = explored.recomputed(point), explored.quantized(point)
+        offloaded, rules = explored.offloaded(point), list[Rule]()
+        if recomputed:
+            rules += recompute_rules(graph, recomputed, rule_type(self._trades, Recomputation))
+        if quantized:
+            rules += to_rules(graph, quantized, rule_type(self._trades, ValueCodec))
+        if offloaded:
+            offload, counts = rule_type(self._trades, ValueOffload), explored.slice_counts(point)
+            rules += _offload_rules(graph, offloaded, counts, offload)
+        return tuple(rules)
 
     def _apply(self, rules: Sequence[Rule]) -> Program:
         all_rules = tuple(dict.fromkeys((*self.layout, *rules)))
-        trades = tuple(self._trades.values())
-        return apply_rules(self._base, all_rules, trades=trades, source=self._base_source)
+        return apply_rules(self._base, all_rules, trades=self._trades, source=self._base_source)
 
     def _apply_on_ranks(self, rules: Sequence[Rule]) -> Program:
         all_rules = tuple(dict.fromkeys((*self.layout, *rules)))
-        trades = tuple(self._trades.values())
-        return apply_rules_on_ranks(self._base, all_rules, trades=trades, source=self._base_source)
+        return apply_rules_on_ranks(
+            self._base, all_rules, trades=self._trades, source=self._base_source
+        )
 
 
 def _is_faster(one: Point, other: Point) -> bool:
@@ -578,20 +623,23 @@ def _finer_count(degrees: Sequence[int], degree: int, step: int) -> int:
 
 
 def _offload_rules(
-    graph: Graph, offloaded: Mapping[str, tuple[int, int]], slices: Mapping[str, int]
-) -> tuple[Rule, ...]:
+    graph: Graph,
+    offloaded: Mapping[str, tuple[int, int]],
+    slices: Mapping[str, int],
+    offload: type[ValueOffload],
+) -> tuple[ValueOffload, ...]:
     by_timing: dict[tuple[int, int, int], list[str]] = {}
     for value, lag_and_lead in offloaded.items():
         by_timing.setdefault((*lag_and_lead, slices.get(value, 0)), []).append(value)
     return tuple(
         rule
         for (lag, lead, count), values in sorted(by_timing.items())
-        for rule in to_rules(graph, values, trade=_OFFLOAD, lag=lag, lead=lead, degree=count)
+        for rule in to_rules(graph, values, offload, lag=lag, lead=lead, slices=count)
     )
 
 
-def _rules_of(offers: Sequence[Offer]) -> list[Rule]:
-    return sorted({rule for offer in offers for rule in offer.rules})
+def _rules_of(offers: Sequence[Offer], kind: type[RuleT]) -> list[RuleT]:
+    return sorted({rule for offer in offers for rule in of_kind(offer.rules, kind)})
 
 
 def _gap(

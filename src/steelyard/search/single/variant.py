@@ -6,19 +6,27 @@ Not for choosing among variants: see search.py.
 from dataclasses import dataclass, replace
 
 from steelyard.ir.rule import Rule
+from steelyard.ir.rule_kinds import MicroBatches, SlicedComputation, StateOffload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Variant:
-    """A step in ``parts`` micro-batches, with optional chunks and offloaded state.
+    """A step in micro-batches, with optional chunks, offloaded state and other graph changes.
 
-    ``chunks`` are rules for the whole batch; ``states`` are rules for parameters, gradients and
-    optimizer state.
+    ``split`` is empty for the whole batch. ``chunks`` are rules for the whole batch; ``states``
+    are rules for parameters, gradients and optimizer state. ``changes`` are the rules of trades
+    that the search knows nothing else of.
     """
 
-    parts: int = 1
-    chunks: tuple[Rule, ...] = ()
-    states: tuple[Rule, ...] = ()
+    split: tuple[MicroBatches, ...] = ()
+    chunks: tuple[SlicedComputation, ...] = ()
+    states: tuple[StateOffload, ...] = ()
+    changes: tuple[Rule, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """The number of micro-batches."""
+        return self.split[0].micro_batches if self.split else 1
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -26,9 +34,8 @@ class Variant:
 
         A micro-batch has fewer rows than the batch, so its chunks take fewer slices.
         """
-        split = (Rule(trade="accumulate", degree=self.parts),) if self.parts > 1 else ()
-        fewer = (replace(r, degree=max(2, round(r.degree / self.parts))) for r in self.chunks)
-        return (*split, *fewer, *self.states)
+        fewer = (replace(r, slices=max(2, round(r.slices / self.parts))) for r in self.chunks)
+        return (*self.split, *self.changes, *fewer, *self.states)
 
     @property
     def unoffloaded(self) -> "Variant":
@@ -37,12 +44,16 @@ class Variant:
     @property
     def offloads_in_passes(self) -> bool:
         """True if a pass transfers parameters or gradients; False if only the update does."""
-        return any(rule.op != "optimizer" for rule in self.states)
+        return any(rule.what != "optimizer" for rule in self.states)
 
     @property
     def unsplit(self) -> "Variant":
-        return replace(self, parts=1)
+        return replace(self, split=())
 
     @property
     def unchunked(self) -> "Variant":
         return replace(self, chunks=())
+
+    @property
+    def unchanged(self) -> "Variant":
+        return replace(self, changes=())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +13,6 @@ from steelyard.errors import Mismatch
 from steelyard.ir.collective import Exchange
 from steelyard.ir.gradient_codec import (
     BLOCK,
-    CODE_TRADES,
     ENCODE,
     INT8,
     LARGEST,
@@ -38,7 +36,10 @@ from steelyard.plans.trade import apply_rules
 from steelyard.run.codegen import emit
 from steelyard.run.error_feedback import ErrorFeedback
 from steelyard.run.step import LiveStep
-from steelyard.trades import TRADES
+from steelyard.trades import BY_NAME, TRADES
+from steelyard.trades.gradient_compression import QuantizedGradientsRule, TernaryGradientsRule
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -60,9 +61,9 @@ def _rules(
 ) -> list[Rule]:
     coded = ("blocks.*.mlp.up.weight", "blocks.*.mlp.down.weight")
     return [
-        Rule(trade="shard_batch", degree=ranks, bucket_bytes=bucket),
-        Rule(trade="overlap", lag=lag),
-        *(Rule(trade=trade, module=name, count=2) for name in coded),
+        ShardBatchRule(ranks=ranks, bucket=bucket),
+        OverlapRule(window=lag),
+        *(BY_NAME[trade].rule(parameter=name, count=2) for name in coded),
     ]
 
 
@@ -210,8 +211,8 @@ def test_16_bits_are_all_reduced_as_they_are_and_waited_for_as_late(
     source: CapturedStep, ranks: int
 ) -> None:
     rules = [
-        replace(rule, trade="quantized_gradients", op="bfloat16")
-        if rule.trade in CODE_TRADES
+        QuantizedGradientsRule(parameter=rule.parameter, count=rule.count, format="bfloat16")
+        if isinstance(rule, TernaryGradientsRule)
         else rule
         for rule in _rules(ranks, bucket=1 << 14)
     ]
@@ -262,12 +263,12 @@ def issued_meanwhile(program: Program) -> list[int]:
 
 def test_what_cannot_go_in_codes_is_refused(source: CapturedStep) -> None:
     for module in ("blocks.*.mlp.up.bias", "nothing.*.weight"):
-        rules = [*_rules(2)[:2], Rule(trade="ternary_gradients", module=module, count=2)]
+        rules = [*_rules(2)[:2], TernaryGradientsRule(parameter=module, count=2)]
         with pytest.raises(Mismatch) as caught:
             _applied(source, rules)
         assert len(str(caught.value).splitlines()) == 3
     again = "blocks.*.mlp.up.weight"
-    twice = [*_rules(2), Rule(trade="quantized_gradients", op="int8", module=again, count=2)]
+    twice = [*_rules(2), QuantizedGradientsRule(format="int8", parameter=again, count=2)]
     with pytest.raises(Mismatch, match="twice in codes"):
         _applied(source, twice)
     alone = [rule for rule in _rules(2) if rule.trade == "ternary_gradients"]

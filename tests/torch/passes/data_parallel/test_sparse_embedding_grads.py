@@ -15,12 +15,15 @@ from steelyard.ir.collective import Exchange
 from steelyard.ir.graph import OutputKind
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import ROWS, Rule
+from steelyard.ir.rule import Rule
 from steelyard.plans.trade import apply_rules
 from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 from steelyard.trades import TRADES
-from steelyard.trades.sparse_gradients import SparseGradients
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.shard_batch import ShardBatchRule
+from steelyard.trades.sparse_gradients import SparseGradients, SparseGradientsRule
 
 _BATCH, _LENGTH, _WORDS = 12, 6, 700
 
@@ -64,17 +67,17 @@ def source() -> CapturedStep:
 
 
 def _applied(source: CapturedStep, rules: list[Rule], *, parts: int = 1) -> Program:
-    split = [Rule(trade="accumulate", degree=parts)] if parts > 1 else []
+    split = [AccumulateRule(micro_batches=parts)] if parts > 1 else []
     plain = Program.plain(source.graph(micro_batches=1))
     return apply_rules(plain, [*split, *rules], trades=TRADES, source=source)
 
 
 def _shared(ranks: int, *, bucket: int = 1 << 20, lag: int = 2) -> list[Rule]:
-    batch = Rule(trade="shard_batch", degree=ranks, bucket_bytes=bucket)
-    return [batch, Rule(trade="overlap", lag=lag)]
+    batch = ShardBatchRule(ranks=ranks, bucket=bucket)
+    return [batch, OverlapRule(window=lag)]
 
 
-_RULE = Rule(trade="sparse_gradients", module="word.weight", op=ROWS)
+_RULE = SparseGradientsRule(parameter="word.weight", format="rows")
 
 
 @pytest.mark.parametrize("bucket", [1 << 10, 1 << 20])
@@ -123,7 +126,7 @@ def _why_not(model: nn.Module, ranks: int = 2) -> dict[str, str]:
     program = _applied(own := _source(model), _shared(ranks))
     assert program.layout == ParallelLayout(batch=ranks)
     offers, refusals = SparseGradients().offers(program, own)
-    found = {offer.rules[0].module: "" for offer in offers}
+    found = {offer.rules[0].parameter: "" for offer in offers}
     return found | {r.label.removeprefix("rows of "): r.reason for r in refusals}
 
 
@@ -149,10 +152,10 @@ def test_a_table_that_is_looked_up_in_twice_is_told_once() -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (Rule(trade="sparse_gradients", module="head.weight", op=ROWS), "looked up"),
-        (Rule(trade="sparse_gradients", module="nothing.weight", op=ROWS), "matches 0 parameters"),
+        (SparseGradientsRule(parameter="head.weight", format="rows"), "looked up"),
+        (SparseGradientsRule(parameter="nothing.weight", format="rows"), "matches 0 parameters"),
         (
-            Rule(trade="sparse_gradients", module="word.weight", op=ROWS, count=2),
+            SparseGradientsRule(parameter="word.weight", format="rows", count=2),
             "matches 1 parameters",
         ),
     ],

@@ -26,15 +26,17 @@ from steelyard.predict import peak_bytes
 from steelyard.predict.analytic.step import StageBlocks, deep_step_of
 from steelyard.predict.analytic.trace import deep_spans
 from steelyard.predict.cost_table import CostTable
-from steelyard.search.cluster.from_rules import RuleContext as Told
-from steelyard.search.cluster.from_rules import from_rules
+from steelyard.search.cluster.from_rules import RuleContext, from_rules
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.recompute_sets import recompute_sets
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.search.cluster.stage_assignment import ActivationPolicy, RecomputeSet
 from steelyard.search.cluster.to_rules import to_rules
 from steelyard.trades import TRADES
+from steelyard.trades.chunk import ChunkRule
+from steelyard.trades.offload_state import OffloadStateRule
 from steelyard.trades.recompute import recomputable
+from steelyard.trades.shard_tensor import ShardTensorRule
 from tests.unit.search.cluster.test_policy_mixture import _divisions as divisions
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -314,7 +316,7 @@ def test_rules_say_all_of_a_layout(ranks: int) -> None:
         assert laid is not None
         layout = laid.layout
         regions = step.regions(layout.tensor) if layout.tensor > 1 else ()
-        rules = to_rules(laid, step.whole.graph, regions, step.blocks)
+        rules = to_rules(laid, step.whole.graph, regions, step.blocks, TRADES)
 
         def of(trade: str, rules: object = rules) -> list[object]:
             return [r for r in rules if r.trade == trade]  # type: ignore[attr-defined]
@@ -372,8 +374,9 @@ def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> Non
     assert least_exact < most_exact / 2
 
 
-def _told(step: TruncatedStep) -> Told:
-    return Told(
+def _told(step: TruncatedStep) -> RuleContext:
+    return RuleContext(
+        trades=TRADES,
         graph=step.whole.graph,
         blocks=step.blocks,
         num_samples=step.num_samples,
@@ -384,7 +387,7 @@ def _told(step: TruncatedStep) -> Told:
 def _rules(step: TruncatedStep, laid: ClusterPlan) -> tuple[Rule, ...]:
     tensor = laid.layout.tensor
     regions = step.regions(tensor) if tensor > 1 else ()
-    return to_rules(laid, step.whole.graph, regions, step.blocks)
+    return to_rules(laid, step.whole.graph, regions, step.blocks, TRADES)
 
 
 @pytest.mark.parametrize("host", ["", "12 GB/s and 1 GiB"])
@@ -425,15 +428,15 @@ def _other(rules: tuple[Rule, ...], trade: str, **changed: object) -> tuple[Rule
     [
         (lambda r: _one_more(r, "recompute"), "outside of the blocks of blocks"),
         (lambda r: _other(r, "recompute", module="blocks.9.up"), "none of the 6 blocks"),
-        (lambda r: _other(r, "shard_pipeline", module="blocks.5"), "that others follow"),
-        (lambda r: _other(r, "shard_pipeline", op="GPipe"), "would not say so"),
-        (lambda r: _other(r, "accumulate", degree=3), "which has no such parts"),
-        (lambda r: (*r, Rule(trade="chunk", degree=4)), "would not say so"),
+        (lambda r: _other(r, "shard_pipeline", behind="blocks.5"), "that others follow"),
+        (lambda r: _other(r, "shard_pipeline", schedule="GPipe"), "would not say so"),
+        (lambda r: _other(r, "accumulate", micro_batches=3), "which has no such parts"),
+        (lambda r: (*r, ChunkRule(module="a", op="aten.mm", slices=4)), "would not say so"),
         (
-            lambda r: (*r, Rule(trade="offload_state", module="head.weight", op="optimizer")),
+            lambda r: (*r, OffloadStateRule(parameter="head.weight", what="optimizer")),
             "no memory of hosts",
         ),
-        (lambda r: (*r, Rule(trade="shard_tensor", module="a", degree=16)), "on 32 ranks"),
+        (lambda r: (*r, ShardTensorRule(parameter="a", ranks=16, dim=0)), "on 32 ranks"),
     ],
 )
 def test_rules_that_mean_nothing_here_are_refused(
@@ -493,8 +496,8 @@ def test_the_ends_of_stages_are_where_their_blocks_end() -> None:
         if way.layout.pipeline == 3:
             laid = search.plan_layout(way, 1 << 40)
             assert laid is not None
-            rules = to_rules(laid, step.whole.graph, (), step.blocks)
-            ends = [r.module for r in rules if r.trade == "shard_pipeline"]
+            rules = to_rules(laid, step.whole.graph, (), step.blocks, TRADES)
+            ends = [r.behind for r in rules if r.trade == "shard_pipeline"]
             counts = [sum(n for _, n in stage) for stage in laid.stages]
             assert sum(counts) == _BLOCKS
             runs = way.layout.virtual

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from steelyard.errors import Mismatch
-from steelyard.ir.gradient_codec import BFLOAT16, CODES, INT8, LARGEST, TERNARY, Codec, codec_of
+from steelyard.ir.gradient_codec import BFLOAT16, INT8, LARGEST, TERNARY, Codec
 from steelyard.ir.rule import Rule
+from steelyard.plans.trade import codecs_of
 from steelyard.search.ranks.gradient_compression import CompressedCandidate, Weighing
+from steelyard.trades import TRADES
+from steelyard.trades.gradient_compression import TernaryGradientsRule, TopKGradientsRule
 
 # Seconds of the step for each gradient, by the bits that it goes in.
 _SECONDS = {
@@ -24,7 +27,7 @@ _REST = 10.0
 
 
 def _counted(rules: tuple[Rule, ...]) -> Any:
-    bits = {rule.module: codec_of(rule).bits for rule in rules}
+    bits = {rule.parameter: rule.codec.bits for rule in rules}
     seconds = sum(taken[bits.get(name, 32)] for name, taken in _SECONDS.items())
     return SimpleNamespace(seconds=_REST + seconds, nbytes=0)
 
@@ -37,9 +40,9 @@ def _gentler(names: list[str], *codecs: Codec) -> dict[str, int]:
     """In how many bits each of these goes that were all to go in 2."""
     weighing = Weighing(
         layouts=_layouts(_counted),
-        codecs=codecs or CODES.values(),
+        codecs=codecs or codecs_of(TRADES),
     )
-    rules = tuple(sorted(Rule(trade="ternary_gradients", module=name) for name in names))
+    rules = tuple(sorted(TernaryGradientsRule(parameter=name) for name in names))
     way = CompressedCandidate(
         codec=TERNARY, trade="ternary_gradients", rules=rules, without=(),
         seconds=_counted(rules).seconds, nbytes=0,
@@ -47,7 +50,7 @@ def _gentler(names: list[str], *codecs: Codec) -> dict[str, int]:
     found = weighing.gentler(way)
     assert found.seconds == pytest.approx(_counted(found.rules).seconds)
     assert found.seconds <= way.seconds * 1.002
-    return {rule.module: codec_of(rule).bits for rule in found.rules}
+    return {rule.parameter: rule.codec.bits for rule in found.rules}
 
 
 def test_what_is_hidden_goes_as_it_is_and_what_is_half_so_in_16_bits() -> None:
@@ -73,13 +76,13 @@ def test_factors_that_take_longer_say_nothing_of_codes_that_are_more_to_send() -
 
     weighing = Weighing(
         layouts=_layouts(counted),
-        codecs=CODES.values(),
+        codecs=codecs_of(TRADES),
     )
-    rules = tuple(Rule(trade="top_k_gradients", module=name) for name in ("one", "other"))
+    rules = tuple(TopKGradientsRule(parameter=name) for name in ("one", "other"))
     way = CompressedCandidate(
         codec=LARGEST, trade="top_k_gradients", rules=rules, without=(), seconds=_REST, nbytes=0
     )
-    codecs = {codec_of(rule) for rule in weighing.gentler(way).rules}
+    codecs = {rule.codec for rule in weighing.gentler(way).rules}
     assert codecs == {LARGEST, BFLOAT16}
 
 
@@ -88,19 +91,19 @@ def test_a_gradient_that_cannot_go_in_a_milder_code_keeps_its_own() -> None:
 
     def counted(rules: tuple[Rule, ...]) -> Any:
         asked = [rule for rule in rules if rule.trade == "low_rank_gradients"]
-        if any(rule.module == "thin" for rule in asked):
+        if any(rule.parameter == "thin" for rule in asked):
             raise Mismatch("of thin", expected="a matrix", remedy="plan again")
         is_largest = sum(rule.trade == "top_k_gradients" for rule in rules)
         return SimpleNamespace(seconds=_REST - is_largest - len(asked), nbytes=0)
 
     weighing = Weighing(
         layouts=_layouts(counted),
-        codecs=CODES.values(),
+        codecs=codecs_of(TRADES),
     )
-    rules = tuple(Rule(trade="top_k_gradients", module=name) for name in ("thin", "wide"))
+    rules = tuple(TopKGradientsRule(parameter=name) for name in ("thin", "wide"))
     way = CompressedCandidate(
         codec=LARGEST, trade="top_k_gradients", rules=rules, without=(), seconds=_REST - 2,
         nbytes=0,
     )  # fmt: skip
-    found = {rule.module: rule.trade for rule in weighing.gentler(way).rules}
+    found = {rule.parameter: rule.trade for rule in weighing.gentler(way).rules}
     assert found == {"thin": "top_k_gradients", "wide": "low_rank_gradients"}

@@ -19,9 +19,13 @@ from steelyard.search.ranks.retune import (
     same_on_fewer,
     worth_trying,
 )
+from steelyard.trades.gradient_compression import TernaryGradientsRule
+from steelyard.trades.overlap import OverlapRule
+from steelyard.trades.recompute import RecomputeRule
+from steelyard.trades.shard_batch import ShardBatchRule
 
-EXACT = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
-CODED = Rule(trade="ternary_gradients", module="a", count=1)
+EXACT = ShardBatchRule(ranks=2, bucket=1 << 20)
+CODED = TernaryGradientsRule(parameter="a", count=1)
 
 
 def choice(
@@ -69,8 +73,8 @@ def test_on_fewer_hosts_gradients_go_as_they_did_but_in_no_code() -> None:
             )
 
     layouts = SimpleNamespace(ways=Counting())
-    again, late = Rule(trade="recompute", module="a", count=1), Rule(trade="overlap", lead=2)
-    unequal = replace(EXACT, degree=3, shares=(2, 1, 1))
+    again, late = RecomputeRule(module="a", op="aten.mm"), OverlapRule(window=1, ahead=2)
+    unequal = replace(EXACT, ranks=3, shares=(2, 1, 1))
     rules = (late, again, unequal, CODED)
     two = same_on_fewer(layouts, rules, 2)  # type: ignore[arg-type]
     assert set(two.rules) == {late, again, EXACT}

@@ -8,6 +8,7 @@ from steelyard.ir.graph import Graph, Node, Phase, Role, Storage, Tensor
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.search.single.granularity import micro_batch_counts, offload_levels, slice_counts
+from steelyard.trades.offload_state import OffloadStateRule
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 48, 64, 960, 2048, 12288])
@@ -40,7 +41,7 @@ def step(**nbytes: int) -> Program:
 
 
 def rules(what: str, names: str = "abcd") -> list[Rule]:
-    return [Rule(trade="offload_state", op=what, module=name, lead=1) for name in names]
+    return [OffloadStateRule(what=what, parameter=name, lead=1) for name in names]
 
 
 SIZES = {"a": 10, "b": 70, "c": 15, "d": 5}
@@ -48,7 +49,7 @@ SIZES = {"a": 10, "b": 70, "c": 15, "d": 5}
 
 def test_the_largest_states_are_moved_first_and_at_last_all_with_one_near() -> None:
     levels = offload_levels(step(**SIZES), rules("optimizer"))
-    assert [[rule.module for rule in level] for level in levels] == [
+    assert [[rule.parameter for rule in level] for level in levels] == [
         [], ["b"], ["b", "c"], ["a", "b", "c", "d"], ["a", "b", "c", "d"],
     ]  # fmt: skip
     assert [{rule.lead for rule in level} for level in levels] == [set(), {1}, {1}, {1}, {0}]
@@ -60,8 +61,8 @@ def test_gradients_and_then_weights_follow_what_the_optimizer_keeps() -> None:
     levels = offload_levels(step(**SIZES), offered)
 
     def told(level: tuple[Rule, ...]) -> dict[str, str]:
-        whats = dict.fromkeys(rule.op for rule in level)
-        return {w: "".join(r.module for r in level if r.op == w) for w in whats}
+        whats = dict.fromkeys(rule.what for rule in level)
+        return {w: "".join(r.parameter for r in level if r.what == w) for w in whats}
 
     both = {"gradient": "ab", "optimizer": "abcd"}
     assert [told(level) for level in levels] == [
@@ -74,22 +75,22 @@ def test_gradients_and_then_weights_follow_what_the_optimizer_keeps() -> None:
 
 def test_without_an_optimizer_weights_are_moved_alone() -> None:
     levels = offload_levels(step(**SIZES), rules("weight"))
-    assert [[rule.module for rule in level] for level in levels] == [
+    assert [[rule.parameter for rule in level] for level in levels] == [
         [], ["b"], ["a", "b", "c", "d"], ["a", "b", "c", "d"],
     ]  # fmt: skip
 
 
 def test_of_slices_the_chosen_and_finer_ones_are_looked_at() -> None:
-    offered = [replace(rule, degree=n) for rule in rules("weight", "ab") for n in (2, 8)]
+    offered = [replace(rule, slices=n) for rule in rules("weight", "ab") for n in (2, 8)]
     offered += rules("weight", "c")
     numbers = slice_counts(offered)
-    assert [(rule.module, degrees) for rule, degrees in numbers.items()] == [
+    assert [(rule.parameter, degrees) for rule, degrees in numbers.items()] == [
         ("a", (2, 8)), ("b", (2, 8)), ("c", (0,)),
     ]  # fmt: skip
-    chosen = [replace(rule, degree=degrees[0]) for rule, degrees in numbers.items()]
+    chosen = [replace(rule, slices=degrees[0]) for rule, degrees in numbers.items()]
     finer = {rule: degrees[-1] for rule, degrees in numbers.items() if degrees[-1]}
     levels = offload_levels(step(**SIZES), chosen, [finer])
-    told = [[(rule.module, rule.degree, rule.lead) for rule in level] for level in levels]
+    told = [[(rule.parameter, rule.slices, rule.lead) for rule in level] for level in levels]
     assert [("a", 2, 1), ("b", 2, 1), ("c", 0, 1)] in told
     assert [("a", 8, 1), ("b", 8, 1), ("c", 0, 1)] in told
     assert told[-1] == [("a", 8, 0), ("b", 8, 0), ("c", 0, 0)]

@@ -432,7 +432,7 @@ def test_the_batch_is_cut_only_where_that_helps() -> None:
     assert set(source.asked) == {2}, "nothing finer is captured once cutting is slower"
     answer = searching.find(Budget(memory_bytes=whole.least.peak_bytes - 1))
     assert answer.micro_batches > 1
-    assert answer.rules[0].degree == answer.micro_batches
+    assert answer.rules[0].micro_batches == answer.micro_batches
     assert answer.prediction.metrics.memory_bytes.value < whole.least.peak_bytes
     assert answer.taken[0].trade == "accumulate"
     assert max(source.asked) == answer.micro_batches or answer.prediction.metrics.step_seconds.value
