@@ -209,7 +209,9 @@ def test_it_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) 
     assert fitting.predicted.communication_bytes.value > 0
     assert "offload_state" in str(fitting)
     assert fitting.why_not("offload_state").startswith("offload_state was applied")
-    assert "the budget does not ask for" in adam.what_if(memory="1 GiB").why_not("offload_state")
+    assert "which the budget does not require" in adam.what_if(memory="1 GiB").why_not(
+        "offload_state"
+    )
     model, x = made()
     fitting.save(tmp_path / "a.plan.toml")
     again = sy.load(tmp_path / "a.plan.toml", model, loss, x, optimizer=ADAM)

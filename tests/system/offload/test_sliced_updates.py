@@ -411,7 +411,7 @@ def test_an_update_that_is_another_in_slices_is_refused(
     ("chosen", "said"),
     [
         (rules("turned", whats=("weight",)), "its gradient does not move"),
-        (rules("turned", whats=("weight", "gradient")), "what the optimizer keeps"),
+        (rules("turned", whats=("weight", "gradient")), "optimizer state"),
         (rules("turned", whats=("optimizer",)), "its weight does not move in slices"),
         (
             (

@@ -347,7 +347,7 @@ def test_ranks_are_used_where_their_link_is_worth_it_and_the_rest_is_told() -> N
     # Three ranks would only compute for longer than four take in all, and were not captured.
     others = {r.label: r.reason for r in fast.refused if r.trade == "shard_batch"}
     assert [*others] == ["among 3 ranks", "among 2 ranks"]
-    assert "at least, on another number of ranks" in others["among 3 ranks"]
+    assert "a step; another number of ranks" in others["among 3 ranks"]
 
 
 @looking_less_far()

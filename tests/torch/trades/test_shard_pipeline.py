@@ -189,7 +189,7 @@ def test_groups_may_hold_states_in_shares() -> None:
     assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
     # Of each weight half, and half of Adam's two moments; but for the passes the weight besides.
     assert before.peak.nbytes - after.peak.nbytes >= min(whole) // 2
-    assert any(h.what == "weights gathered for the passes" for h in after.peak.alive)
+    assert any(h.what == "gathered weights" for h in after.peak.alive)
 
 
 @pytest.mark.parametrize("otherwise", [{"times": 2}, {"bucket_bytes": 1 << 20}])
@@ -410,7 +410,9 @@ def test_stages_that_promise_little_are_not_taken() -> None:
     ways = layouts(1e8, ranks=4, size=3)
     found = ways.find(Budget())
     assert ParallelLayout.of(found.rules).pipeline == 1
-    little = [r for r in found.refused if r.reason.startswith("saves less than a tenth of a step")]
+    little = [
+        r for r in found.refused if r.reason.startswith("saves less than a tenth of the step time")
+    ]
     assert {r.trade for r in little} == {"shard_pipeline"}
     fastest = min(way.seconds for stages in ways.pipelines.values() for way in stages.candidates)
     step = found.prediction.metrics.step_seconds.value
@@ -460,6 +462,6 @@ def test_of_ways_that_cannot_be_told_apart_the_leanest_but_where_time_is_bounded
     # Nothing that fits is refused, and nothing slower taken than what was found elsewhere.
     for one in (bounded, quicker):
         assert one.prediction.metrics.step_seconds.value == fastest.step_seconds
-    told = [r.reason for r in found.refused if "cannot be told apart" in r.reason]
+    told = [r.reason for r in found.refused if "cannot be distinguished" in r.reason]
     first = next(way for way in staged.candidates)
     assert bool(told) == (first.schedule != found.taken[0].label.split(", ")[1])

@@ -263,7 +263,9 @@ def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None
 
 def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_first() -> None:
     codes = [
-        Rejection(trade=trade, label="gradients in codes", reason=f"would cost {more} %", left=left)
+        Rejection(
+            trade=trade, label="compressed gradients", reason=f"would cost {more} %", left=left
+        )
         for trade, more, left in (
             ("top_k_gradients", 9, Remaining.NEVER),
             ("ternary_gradients", 4, Remaining.WHOLE),
@@ -273,7 +275,7 @@ def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_firs
     others = [replace(PLAN.refused[0], reason=f"reason {n}") for n in range(9)]
     plan = replace(PLAN, refused=(*others, *codes))
     text = shown(plan)
-    assert text.index("ternary_gradients  gradients in codes: would cost 4 %") < text.index(
+    assert text.index("ternary_gradients  compressed gradients: would cost 4 %") < text.index(
         "reason 0"
     )
     assert "would cost 8 %" not in text

@@ -363,7 +363,7 @@ class PipelineSearch:
             saved = _computation_seconds(alone) - _computation_seconds(before)
             yield SelectedTrade(
                 trade=_TENSOR,
-                label=f"{tensor_count(best.tensor_rules)} in parts on {self._layout.tensor} ranks",
+                label=f"{tensor_count(best.tensor_rules)} sharded over {self._layout.tensor} ranks",
                 rules=best.tensor_rules,
                 buys_bytes=alone.peak.nbytes - before.peak.nbytes,
                 buys_seconds=max(0.0, saved),
@@ -385,7 +385,7 @@ class PipelineSearch:
             faster = previous.metrics.step_seconds.value - after.metrics.step_seconds.value
             yield SelectedTrade(
                 trade=_PINNED,
-                label="messages of stages through slots",
+                label="pipeline messages through shared memory",
                 rules=slot_rules,
                 buys_bytes=previous.peak.nbytes - after.peak.nbytes,
                 buys_seconds=max(0.0, faster),
@@ -396,7 +396,7 @@ class PipelineSearch:
             slowdown = after.metrics.step_seconds.value - previous.metrics.step_seconds.value
             yield SelectedTrade(
                 trade=_STATES,
-                label=f"{tensor_count(state_rules)} in shares on {self._layout.batch} ranks",
+                label=f"{tensor_count(state_rules)} sharded over {self._layout.batch} ranks",
                 rules=state_rules,
                 buys_bytes=previous.peak.nbytes - after.peak.nbytes,
                 buys_seconds=max(0.0, -slowdown),
@@ -425,26 +425,29 @@ class PipelineSearch:
                     f"{format_seconds(candidate.seconds)} and {format_bytes(candidate.nbytes)}"
                 )
                 plan_costs = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
-                note = ", which cannot be told apart" if candidate.seconds < best.seconds else ""
+                note = ", which cannot be distinguished" if candidate.seconds < best.seconds else ""
                 yield Rejection(
                     trade=_PIPELINE,
                     label=f"{schedule} {ranks_label(self._layout)}",
-                    reason=f"takes ~{its_costs} a step, the plan's schedule ~{plan_costs}{note}",
+                    reason=f"takes ~{its_costs} a step; the plan's schedule takes "
+                    f"~{plan_costs}{note}",
                 )
 
     def _why_no_slots(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
         if best.is_pinned:
             return
-        label = "messages of stages through slots"
+        label = "pipeline messages through shared memory"
         if PINNED not in self._costs.links:
-            reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
+            reason = (
+                "these ranks are not known to share memory or to reach each other's memory by RDMA"
+            )
             yield Rejection(trade=_PINNED, label=label, reason=reason, left=Remaining.NEVER)
         for candidate in self._through_slots(best):
             its_costs = (
                 f"{format_seconds(candidate.seconds)} a step and {format_bytes(candidate.nbytes)}"
             )
             plan_costs = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
-            reason = f"would take ~{its_costs}, the plan takes ~{plan_costs}"
+            reason = f"would take ~{its_costs}; the plan takes ~{plan_costs}"
             yield Rejection(trade=_PINNED, label=label, reason=reason)
 
     def _trade(self, name: str) -> Trade:
