@@ -46,7 +46,7 @@ class ShardBatchTable(RuleTable):
     @classmethod
     def problems(cls, rules: Sequence[Rule]) -> list[str]:
         return [
-            f"shard_batch is among {rule.degree} ranks and has {len(rule.shares)} shares"
+            f"shard_batch has {rule.degree} ranks but {len(rule.shares)} shares"
             for rule in rules
             if rule.shares and len(rule.shares) != rule.degree
         ]
@@ -66,15 +66,18 @@ class ShardBatch:
         self, program: Program, source: StepSource
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         shares = [k for k in source.sharers() if k > 1]
-        reason = source.why_not_shared() if shares else "the batch has too few examples"
+        reason = source.why_not_shared() if shares else "the batch has too few samples"
         reason = reason or why_not_reduced(program.graph)
         if reason is not None:
             label = "the batch among ranks"
             return (), (Rejection(trade=self.name, label=label, reason=reason),)
         refusals: tuple[Rejection, ...] = ()
         if normalising(program.graph):
-            label = "with BatchNorm's statistics of each rank's own samples"
-            lossy = "is lossy, each rank would normalise otherwise; those of all samples are taken"
+            label = "with BatchNorm statistics over each rank's own samples"
+            lossy = (
+                "is lossy, because each rank would normalize differently; statistics over all "
+                "samples are used"
+            )
             refusals = (Rejection(trade=self.name, label=label, reason=lossy),)
         offers = (
             Offer(

@@ -47,7 +47,7 @@ def test_the_measured_peak_is_within_the_budget(name: str) -> None:
     unplanned = session.plan.unplanned.peak
     with pytest.raises(Infeasible) as refused:
         session.what_if(memory=floor_bytes(session))
-    assert "cannot be cut into micro-batches: buffer 1.running_mean" in str(refused.value)
+    assert "cannot be split into micro-batches: buffer 1.running_mean" in str(refused.value)
     least = refused.value.least_bytes
     assert least is not None
     budget = max(least, (least + unplanned.nbytes) // 2)

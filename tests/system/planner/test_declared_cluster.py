@@ -216,9 +216,9 @@ def test_it_says_what_is_reached_and_takes_longer_by_that(planned: PlannedForClu
     computing = [plan.predicted.computation_seconds.value for plan in found]
     assert computing[0] > computing[1]
     said = [" ".join(str(plan).split()) for plan in found]
-    assert "d at 50 % of its declared rates, as the cluster file says" in said[0]
-    assert "d at its declared peak, which no program reaches" in said[1]
-    assert "as the cluster file says" in scaling_study(half, fewest=8, most=8).notes[0]
+    assert "d at 50 % of its declared rates, as declared in the cluster file" in said[0]
+    assert "d at its declared peak, which programs do not reach" in said[1]
+    assert "as declared in the cluster file" in scaling_study(half, fewest=8, most=8).notes[0]
 
 
 def test_the_error_outside_of_what_was_fitted_is_said_and_widens_the_interval() -> None:
@@ -337,7 +337,7 @@ def test_a_refusal_of_memory_says_that_the_batch_cannot_be_cut_and_why() -> None
 
     model = GPT(layers=7, width=32, heads=2, vocabulary=64, length=32)
     where = DeclaredClusterPlanner(request=_request(model=model, loss=pairing))
-    with pytest.raises(Infeasible, match="cannot be cut into micro-batches: mm pairs samples"):
+    with pytest.raises(Infeasible, match="cannot be split into micro-batches: mm pairs samples"):
         plan_for_cluster(where, sy.Budget(memory="100 KiB"))
 
 
@@ -398,7 +398,7 @@ def test_more_and_more_devices_beside_two_laws(where: DeclaredClusterPlanner) ->
     request = _request(cluster=_cluster(memory="8 MiB"))
     found = scaling_study(request, fewest=1, most=8, tokens=32 * 16 * 3600)
     assert [p.devices for p in found.points] == [1, 2, 4, 8]
-    assert "which no program reaches" in found.notes[0]
+    assert "which programs do not reach" in found.notes[0]
     first = found.points[0]
     assert found.speed_up(first) == found.scaled_speed_up(first) == 1
     for point in found.points:
@@ -410,8 +410,8 @@ def test_more_and_more_devices_beside_two_laws(where: DeclaredClusterPlanner) ->
         assert point.same_batch.hours == pytest.approx(point.same_batch.step_seconds)
         assert point.same_batch.usd == pytest.approx(2 * point.devices * point.same_batch.hours)
     said = plain(rendered(found, width=100))
-    assert "Amdahl: as if" in said
-    assert "the batch grown with the devices" in said
+    assert "Amdahl: the serial share is" in said
+    assert "the batch scaled with the devices" in said
     document = to_json(found)
     assert [p["devices"] for p in document["points"]] == [1, 2, 4, 8]
     assert document["points"][3]["same_batch"]["speed_up"] == found.speed_up(found.points[3])
@@ -420,8 +420,8 @@ def test_more_and_more_devices_beside_two_laws(where: DeclaredClusterPlanner) ->
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"fewest": 4, "most": 2}, "devices 4..2 of a cluster of 8"),
-        ({"fewest": 1, "most": 16}, "devices 1..16 of a cluster of 8"),
+        ({"fewest": 4, "most": 2}, "devices 4..2 are not in a cluster of 8"),
+        ({"fewest": 1, "most": 16}, "devices 1..16 are not in a cluster of 8"),
     ],
 )
 def test_devices_that_are_not_there_are_refused(asked: dict[str, int], said: str) -> None:

@@ -107,7 +107,7 @@ def test_it_fits_where_nothing_exact_does(planned: sy.Planned) -> None:
     assert planned.why_not("quantize_activations").startswith("quantize_activations was applied: ")
     said = str(planned)
     assert word.partition(" (")[0] in said
-    assert "no promise of a final accuracy" in " ".join(said.split())
+    assert "not a bound on the final accuracy" in " ".join(said.split())
     document = to_json(tree_of(planned.plan))
     assert document["amounts"]["accuracy_loss"]["plan"] == word.partition(" (")[0]
 
@@ -284,7 +284,7 @@ def test_the_plan_file_holds_them_and_is_probed_anew(planned: sy.Planned, tmp_pa
     blind = sy.load(path, model, loss, x)
     assert blind.predicted.accuracy_loss == "unknown"
     assert any("is not known" in note for note in blind.plan.notes)
-    assert "how much accuracy it loses is not known" in " ".join(str(blind).split())
+    assert "its accuracy loss is unknown" in " ".join(str(blind).split())
 
 
 def test_a_file_whose_budget_allows_no_loss_is_a_stated_breach(

@@ -170,7 +170,7 @@ def test_less_than_the_least_is_refused_with_the_least_and_what_sets_it(
 ) -> None:
     with_frontier = unplanned.with_frontier()
     least = with_frontier.plan.least_bytes
-    assert "is the least found\n" in f"{with_frontier}\n"
+    assert "is the least memory found\n" in f"{with_frontier}\n"
     with pytest.raises(Infeasible, match="this step needs at least") as refused:
         unplanned.what_if(memory=least - 1)
     assert refused.value.exit_code == 3

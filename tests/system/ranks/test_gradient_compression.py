@@ -161,7 +161,7 @@ def test_ranks_of_unequal_speed_send_codes_too(
 def test_a_bound_on_memory_holds_in_milder_codes_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where codes hold back too much, training goes on in those that lose less."""
+    """Where codes hold back too much, training continues in those that lose less."""
     plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD)
     session, rules = plan.session, plan.plan.decisions.rules
     peaks = [

@@ -264,9 +264,9 @@ def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
 def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
     RankInfo(size=2, hosts=2).check_size(2, planned_hosts=2)
     RankInfo(size=2).check_size(2)
-    with pytest.raises(Mismatch, match="for 2 hosts, and the ranks are on 1"):
+    with pytest.raises(Mismatch, match="for 2 hosts, but the ranks are on 1"):
         RankInfo(size=2).check_size(2, planned_hosts=2)
-    with pytest.raises(Mismatch, match="for ranks of one host, and the ranks are on 2"):
+    with pytest.raises(Mismatch, match="for ranks of one host, but the ranks are on 2"):
         RankInfo(size=2, hosts=2).check_size(2)
 
 

@@ -149,7 +149,7 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
     offers, (refusal,) = ShardBatch().offers(normed().plain, normed().source)
     # One sample a rank has no variance of its own.
     assert [offer.rules[0].degree for offer in offers] == [2]
-    assert refusal.label == "with BatchNorm's statistics of each rank's own samples"
+    assert refusal.label == "with BatchNorm statistics over each rank's own samples"
     assert "is lossy" in refusal.reason
     program = normed().apply_rules([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
     assert program.problems() == []
@@ -189,7 +189,7 @@ def test_batch_statistics_in_half_precision_are_not_split_in_silence() -> None:
     half = Trial(model, class_loss, batch)
     offers, (refusal,) = ShardBatch().offers(half.plain, half.source)
     assert not offers
-    assert "BatchNorm in 1 takes statistics in half precision" in refusal.reason
+    assert "BatchNorm in 1 computes statistics in half precision" in refusal.reason
     with pytest.raises(Mismatch, match="which would change what is trained: BatchNorm"):
         half.apply_rules([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
 
@@ -443,7 +443,7 @@ def test_what_stays_between_steps_is_not_moved_where_ranks_exchange_it() -> None
     program = shared(2)
     offers, (refusal,) = OffloadState().offers(program, trial().source)
     assert not offers
-    assert "where ranks exchange gradients" in refusal.reason
+    assert "if ranks exchange gradients" in refusal.reason
     rule = Rule(trade="offload_state", module="head.weight", op="gradient")
     with pytest.raises(Mismatch, match="lies on 2 ranks and moves weights"):
         shared(2, rule)

@@ -98,7 +98,7 @@ def test_what_stays_whole_is_told_why() -> None:
     whole = replace(plain(), update=replace(coupled, undivided=reason))
     for program, said in (
         (whole, reason),
-        (replace(plain(), layout=ParallelLayout(batch=2, shares=(3, 1))), "equally or not at all"),
+        (replace(plain(), layout=ParallelLayout(batch=2, shares=(3, 1))), "need equal shares"),
     ):
         among = replace(program, layout=replace(program.layout, pipeline=2))
         offers, (refusal,) = ShardPipeline().offers(among, trial().source)
@@ -115,11 +115,11 @@ def test_what_stays_whole_is_told_why() -> None:
     [
         (rules_for(["blocks.9"], schedule="1F1B", ranks=2), "'blocks.9', which computes nothing"),
         (rules_for(["norm", "blocks.1"], schedule="1F1B", ranks=2), "3 stages on 2 ranks"),
-        (rules_for(["blocks.1"], schedule="2F2B", ranks=2), "do not suit the schedule 2F2B"),
+        (rules_for(["blocks.1"], schedule="2F2B", ranks=2), "not supported by the schedule 2F2B"),
         (
             (*rules_for(["blocks.0"], schedule="1F1B", ranks=2),
              *rules_for(["blocks.1"], schedule="GPipe", ranks=2)),
-            "do not agree on ranks or schedule",
+            "have different ranks or schedules",
         ),
     ],
 )  # fmt: skip
@@ -131,7 +131,7 @@ def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str) ->
 
 def test_groups_share_the_batch_equally_or_not_at_all() -> None:
     rule = Rule(trade="shard_batch", degree=2, bucket_bytes=1024, shares=(3, 1))
-    with pytest.raises(BadInput, match="share the batch equally or not at all"):
+    with pytest.raises(BadInput, match="need equal shares of the batch"):
         applied(rule, *rules_for(["blocks.1"], schedule="1F1B", ranks=2), micro_batches=2)
 
 
@@ -195,7 +195,7 @@ def test_groups_may_hold_states_in_shares() -> None:
 @pytest.mark.parametrize("otherwise", [{"times": 2}, {"bucket_bytes": 1 << 20}])
 def test_stages_gather_once_and_one_by_one(otherwise: dict[str, int]) -> None:
     rules = (replace(r, **otherwise) for r in states())
-    with pytest.raises(BadInput, match="gather weights twice a step, or several") as refused:
+    with pytest.raises(BadInput, match="twice a step or in buckets") as refused:
         applied(*of_two_groups(), *rules, micro_batches=2)
     assert len(str(refused.value).splitlines()) == 3
 
@@ -268,7 +268,7 @@ def test_slow_exchanges_within_a_stage_are_waited_for() -> None:
 
 
 def test_too_few_micro_batches_are_refused() -> None:
-    with pytest.raises(BadInput, match="1F1B does not take 1 micro-batches"):
+    with pytest.raises(BadInput, match="1F1B does not support 1 micro-batches"):
         stages("blocks.1", micro_batches=1)
 
 
@@ -386,7 +386,7 @@ def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
     assert found.taken[0].buys_bytes > 0
     assert found.taken[0].buys_seconds > 0
     labels = {refusal.label for refusal in found.refused}
-    assert {"among 2 ranks", "parts on 2 ranks"} <= labels
+    assert {"among 2 ranks", "sharded over 2 ranks"} <= labels
     assert any(label.endswith("on 2 ranks") and "F1B" in label for label in labels)
     # Two ranks are too few for stages of several.
     assert not any("share tensors" in label for label in labels)
@@ -402,7 +402,7 @@ def test_stages_of_ranks_that_share_tensors_are_found() -> None:
     again = little(3).apply_rules(found.rules)
     assert step_seconds(again, costs(5e7)).value == found.prediction.metrics.step_seconds.value
     labels = {refusal.label for refusal in found.refused}
-    assert {"parts on 4 ranks", "layers on 4 ranks"} & labels
+    assert {"sharded over 4 ranks", "layers on 4 ranks"} & labels
 
 
 def test_stages_that_promise_little_are_not_taken() -> None:

@@ -60,7 +60,7 @@ def test_it_is_offered_to_stages_alone() -> None:
     assert offer.rules == (SLOTS,)
     assert SharedMemoryTransfer().offers(plain(), trial().source) == ((), ())
     assert refused == ()
-    with pytest.raises(Mismatch, match="lays no stages") as error:
+    with pytest.raises(Mismatch, match="has no pipeline stages") as error:
         apply_rules(plain(), [SLOTS], trades=TRADES, source=trial().source)
     assert len(str(error.value).splitlines()) == 3
 

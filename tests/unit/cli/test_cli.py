@@ -296,7 +296,7 @@ def test_a_host_that_is_not_used_says_so_and_ends(
         monkeypatch.setenv(name, str(value))
     assert main(["run", "train.py", "--steps", "3"]) == 0
     said = capsys.readouterr().out
-    assert "the plan lies on hosts 0 and 2 of 3: host 1 has nothing to do" in said
+    assert "the plan uses hosts 0 and 2 of 3: host 1 has nothing to do" in said
     assert "run_workload" not in [name for name, _ in fake_api.ASKED]
 
 
@@ -318,7 +318,7 @@ def test_a_rank_on_which_nothing_lies_does_nothing(
         write_plan(Path("train.plan.toml"), _among_hosts(2))
         assert main(["run", "train.py", "--steps", "3"]) == 0
     assert [name for name, _ in fake_api.ASKED].count("run_workload") == 1
-    assert "the plan lies on host 0 of 2: host 1 has nothing to do" in capsys.readouterr().out
+    assert "the plan uses host 0 of 2: host 1 has nothing to do" in capsys.readouterr().out
 
 
 def test_every_bound_of_the_budget_reaches_the_search(api: fake_api.Fake) -> None:
@@ -654,7 +654,7 @@ def test_scale_over_more_devices_than_there_are_is_refused_before_the_script_is_
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scale", "train.py", "--cluster", "dgx-h100", "--devices", "1..9"]) == 2
-    assert "devices 1..9 of a cluster of 8" in capsys.readouterr().err
+    assert "devices 1..9 are not in a cluster of 8" in capsys.readouterr().err
     assert not fake_api.ASKED
 
 
@@ -692,7 +692,7 @@ def test_explain_without_predictions_says_how_to_get_them(
     planned.with_suffix(".json").unlink()
     assert main(["explain", str(planned)]) == 0
     out = capsys.readouterr().out
-    assert "there are no predictions beside it" in out
+    assert "its predictions file does not exist" in out
     assert "blocks.*.mlp" in out
     assert main(["explain", str(planned), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "not predicted"
@@ -759,7 +759,7 @@ def test_explain_without_predictions_says_how_to_get_them(
         ("plan train.py --computation inf", "not an amount"),
         ("plan train.py --accuracy-loss nan", "not an amount"),
         ("plan train.py --accuracy-loss=-1%", "accuracy_loss"),
-        ("plan train.py --accuracy-loss 101%", "more than there is"),
+        ("plan train.py --accuracy-loss 101%", "more than 100 %"),
         ("plan train.py --ranks 2 --speeds nan,1", "speeds"),
         ("plan train.py --ranks 2 --speeds inf,1", "speeds"),
         ("plan train.py --ranks 2 --speeds 0,1", "speeds"),
@@ -977,7 +977,7 @@ def test_debug_shows_the_traceback(api: fake_api.Fake, capsys: pytest.CaptureFix
 def test_what_a_failed_run_has_saved_is_said_last(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    then(error, "step 3 is saved, go on with --resume c")
+    then(error, "step 3 is saved; continue with --resume c")
 
     def outcome() -> None:
         if fake_api.ASKED[-1][0] == "run_workload":
@@ -986,7 +986,7 @@ def test_what_a_failed_run_has_saved_is_said_last(
     api.outcome = outcome
     code = 2 if isinstance(error, Mismatch) else 4
     said = fails(capsys, "run", "train.py", "--steps", "2", code=code)
-    assert " ".join(said.split()).endswith("; step 3 is saved, go on with --resume c")
+    assert " ".join(said.split()).endswith("; step 3 is saved; continue with --resume c")
 
 
 def test_memory_that_ran_out_is_called_by_its_name(
@@ -1003,11 +1003,14 @@ def test_memory_that_ran_out_is_called_by_its_name(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("explain train.plan.toml --html no/such/folder/x.html", "there is no folder no/such"),
+        (
+            "explain train.plan.toml --html no/such/folder/x.html",
+            "the folder no/such does not exist",
+        ),
         ("run train.py --html .", "is a directory"),
         ("frontier train.py --html no/x.html", "cannot be written"),
         ("plan train.py --html no/x.html", "cannot be written"),
-        ("plan train.py -o no/x.toml", "there is no folder no"),
+        ("plan train.py -o no/x.toml", "the folder no does not exist"),
         ("plan train.py -o folder.toml", "folder.toml is a directory"),
     ],
 )
@@ -1125,7 +1128,7 @@ def test_a_run_that_sigterm_stopped_shows_its_receipt_and_exits_with_143(
     assert main(["run", "train.py", "--steps", "4", "--checkpoint", "c", "--quiet"]) == 143
     captured = capsys.readouterr()
     assert "<- largest miss" in captured.out
-    again = "; go on with --resume c" if saved else ""
+    again = "; continue with --resume c" if saved else ""
     assert captured.err == f"steelyard: interrupted after step 4 of 4{again}\n"
 
 

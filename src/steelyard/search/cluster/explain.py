@@ -116,7 +116,7 @@ def _layout_trades(layout: ClusterLayout, samples: int) -> Iterator[tuple[str, s
         label = "optimizer state, in host memory"
         yield _OFFLOAD_STATE, label, replace(layout, far_states=False)
     if layout.overlaps:
-        label = "gradient reduction overlapped with the last backward pass"
+        label = "gradient reduction during the last backward pass"
         yield "overlap", label, replace(layout, overlaps=False)
 
 

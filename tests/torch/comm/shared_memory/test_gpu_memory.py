@@ -53,7 +53,7 @@ def test_a_model_is_on_the_gpu_of_its_process(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     check_is_own(torch.device("cuda", 0))
     check_is_own(CPU)
-    with pytest.raises(BadInput, match="is on cuda:1, and the current GPU is 0") as refused:
+    with pytest.raises(BadInput, match="is on cuda:1, but the current GPU is 0") as refused:
         check_is_own(GPU)
     assert "torch.cuda.set_device(1)" in str(refused.value)
 
