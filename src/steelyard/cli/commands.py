@@ -103,7 +103,7 @@ _Ranks = Annotated[
     ),
 ]
 _COPY = "copy the plan file to a writable folder"
-_OTHER_PAGE = "give another place with --html"
+_OTHER_PAGE = "choose another place with --html"
 _Page = Annotated[Path | None, Parameter(help="Also write one HTML page.")]
 
 
@@ -164,7 +164,7 @@ def plan(
     path = check or output or plan_path(train)
     refuse_same_file("--html", html, path, explanation_of(path), script_path(train))
     if output or path.parent.is_dir():
-        refuse_unwritable(path, _COPY if check else "give another place with -o")
+        refuse_unwritable(path, _COPY if check else "choose another place with -o")
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
     question, offload_memory = parse_what_if(what_if), offload.memory()
@@ -328,7 +328,7 @@ def simulate(
     from steelyard.report.perfetto import by_rank, to_trace
     from steelyard.safe_files import write_whole
 
-    refuse_unwritable(trace, "give another place with --trace")
+    refuse_unwritable(trace, "choose another place with --trace")
     if not train.endswith(".toml"):
         refuse_no_script(train, "simulate")
     script, path, target = planned_for(train, plan, cluster)

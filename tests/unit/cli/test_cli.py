@@ -549,7 +549,7 @@ def test_simulate_writes_a_trace_and_says_what_each_rank_does(
 ) -> None:
     capsys.readouterr()
     assert main(["simulate", "train.py", "--trace", "trace.json"]) == 0
-    said = "rank 0  ~3.00 ms a step: computes ~1.00 ms, waits ~2.00 ms for others\n"
+    said = "rank 0  ~3.00 ms a step: computes ~1.00 ms, waits ~2.00 ms for other ranks\n"
     assert said in capsys.readouterr().out
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     assert [e["name"] for e in events if e["ph"] == "X"] == ["aten.mm.default", "for all-reduce"]
@@ -892,7 +892,7 @@ def test_run_of_a_plan_without_its_script_is_three_lines(
     write_plan(planned, PLAN, asked=Asked(script="gone.py"))
     assert "gone.py does not exist" in said("train.plan.toml")
     write_plan(planned, PLAN, asked=Asked(script="train.py", cluster="dgx-h100"))
-    assert "is for the declared cluster" in said("train.plan.toml")
+    assert "is a plan for the declared cluster" in said("train.plan.toml")
     Path("folder.plan.toml").mkdir()
     assert "is not a file" in said("folder.plan.toml")
     Path("cluster.toml").write_text("[cluster]\n")
@@ -1005,7 +1005,7 @@ def test_memory_that_ran_out_is_called_by_its_name(
     [
         (
             "explain train.plan.toml --html no/such/folder/x.html",
-            "the folder no/such does not exist",
+            "the folder no/such/folder does not exist",
         ),
         ("run train.py --html .", "is a directory"),
         ("frontier train.py --html no/x.html", "cannot be written"),
