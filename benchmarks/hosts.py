@@ -162,7 +162,7 @@ def _held(command: Sequence[str], failed: str) -> Iterator[subprocess.Popen[str]
             assert held.stdout is not None
             assert held.stderr is not None
             if held.stdout.readline() != "up\n":
-                said = held.stderr.read().strip().splitlines() or ["nothing was said"]
+                said = held.stderr.read().strip().splitlines() or ["no message"]
                 raise _failed(command, said[-1], failed)
             yield held
         finally:

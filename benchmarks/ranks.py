@@ -293,7 +293,7 @@ def _peak(step: Step) -> int:
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of this rank's shards: weights and what the optimizer keeps. Not gradients: each
+    """The bytes of this rank's shards: weights and optimizer state. Not gradients: each
     step frees
     those of the step before, and the peak counts its own."""
     kept = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]

@@ -121,7 +121,7 @@ def _least(session: Any) -> int:
         session.what_if(memory=session.plan.unplanned.peak.resident_bytes)
     except Exception as refusal:  # noqa: BLE001 - Infeasible, whose module needs no import here
         return int(refusal.least_bytes)  # type: ignore[attr-defined]
-    raise AssertionError("a step cannot run in what stays for the whole step")
+    raise AssertionError("a step cannot run in memory that is resident for the whole step")
 
 
 def _paired(

@@ -37,7 +37,7 @@ def why_not_private(path: Path) -> str:
     # A user who may replace a file controls its content; in a sticky folder only the owner may.
     is_sticky = bool(folder.st_mode & stat.S_ISVTX) and not is_link
     if folder.st_uid not in (os.geteuid(), _ROOT) or (_others_may_write(folder) and not is_sticky):
-        return "lies in a folder that other users can write to"
+        return "is in a folder that other users can write to"
     return ""
 
 
@@ -47,11 +47,11 @@ def make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = why_not_private(folder)
     except OSError as error:
-        reason = f"cannot be made: {error.strerror}"
+        reason = f"cannot be created: {error.strerror}"
     if reason:
         raise BadInput(
             f"PyTorch's compile cache {printable(str(folder))} {reason}",
-            expected="a folder that only this user can write to: what is in it is run",
+            expected="a folder that only this user can write to, because code in it is executed",
             remedy="set TORCHINDUCTOR_CACHE_DIR to a folder of yours, or chmod go-w this one",
         )
 

@@ -20,7 +20,7 @@ def token_of(environ: Mapping[str, str]) -> bytes:
     text = environ.get(VARIABLE, "")
     if 0 < len(text) < _FEWEST_CHARACTERS:
         raise BadInput(
-            f"{VARIABLE} has {len(text)} characters, which can be guessed",
+            f"{VARIABLE} has only {len(text)} characters, which can be guessed",
             expected=f"a random text of at least {_FEWEST_CHARACTERS}",
             remedy=f"export {VARIABLE}=$(openssl rand -hex 32), the same on all hosts",
         )

@@ -95,8 +95,8 @@ def refusal(source: str, problems: Sequence[str], *, remedy: str = "") -> PlanFi
         happened = "\n  ".join([f"{name} has {len(problems)} problems", *shown])
     return PlanFileError(
         happened,
-        expected="a plan file as steelyard writes it",
-        remedy=remedy or "correct what is named above, or plan again: steelyard plan train.py",
+        expected="a plan file in Steelyard's format",
+        remedy=remedy or "correct the entries named above, or plan again: steelyard plan train.py",
     )
 
 
@@ -153,8 +153,8 @@ def write_whole(path: Path, content: bytes, *, option: str = "-o") -> None:
     except OSError as error:
         raise PlanFileError(
             f"{printable(str(path))} cannot be written: {error.strerror}",
-            expected="a folder that can be written to, with room for the file",
-            remedy=f"free space or give another place with {option}",
+            expected="a writable folder with enough free space",
+            remedy=f"free space, or choose another place with {option}",
         ) from None
 
 
@@ -183,7 +183,7 @@ def _check_toml_cost(text: str, source: str) -> None:
         tokens = _TOML_TOKEN.findall(line)
         for token, following in pairwise(tokens):
             if token in ('""', "''") and following[0] == token[0]:
-                _refuse(source, f"holds a string over several lines, at line {number}")
+                _refuse(source, f"has a multi-line string at line {number}")
         if sum(t.count(".") for t in tokens if t[0] not in "\"'#") > _MOST_DOTS:
             _refuse(source, f"holds a key of more than {_MOST_DOTS} parts at line {number}")
 
@@ -209,12 +209,12 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {printable(twice, most=60)!r} stands twice in one object")
+        raise ValueError(f"the key {printable(twice, most=60)!r} is duplicated in one object")
     return found
 
 
 def _no_constant(name: str) -> Never:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _refuse(source: str | Path, what: str) -> Never:
@@ -242,9 +242,9 @@ _EXPECTED_BY_KIND: dict[str, Callable[[dict[str, Any]], str]] = {
     "float_type": lambda _: "a number",
     "finite_number": lambda _: "a finite number",
     "bool_type": lambda _: "true or false",
-    "string_type": lambda _: "a text",
-    "string_too_short": lambda _: "a text of at least one character",
-    "string_too_long": lambda c: f"a text of at most {c['max_length']} characters",
+    "string_type": lambda _: "a string",
+    "string_too_short": lambda _: "a string of at least one character",
+    "string_too_long": lambda c: f"a string of at most {c['max_length']} characters",
     "greater_than_equal": lambda c: f"{c['ge']} or more",
     "greater_than": lambda c: f"more than {c['gt']:g}",
     "less_than_equal": lambda c: f"{c['le']} or less",
@@ -254,7 +254,7 @@ _EXPECTED_BY_KIND: dict[str, Callable[[dict[str, Any]], str]] = {
     "model_type": lambda _: "a table",
     "dict_type": lambda _: "a table",
     "dataclass_type": lambda _: "an object",
-    "assertion_error": lambda _: "an interval that holds its value",
+    "assertion_error": lambda _: "an interval that contains its value",
     "string_pattern_mismatch": lambda _: "64 hexadecimal digits",
     "enum": lambda c: f"one of {c['expected']}",
     "literal_error": lambda c: str(c["expected"]),

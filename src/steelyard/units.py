@@ -72,7 +72,7 @@ def parse_line_rate(amount: str, *, what: str = "rate") -> float:
     if re.search(r"[kKmMgGtT]b(ps|/s)?\s*$", str(amount)):
         raise BudgetError(
             f"{what} = {amount[:40]!r} may be bits or bytes",
-            expected="either, written out: Gbit/s or GB/s",
+            expected="an unambiguous unit: Gbit/s or GB/s",
             remedy=f"write {what} as {example}",
         )
     return _parse(
@@ -100,7 +100,7 @@ def _per(amount: str, time: str, *, what: str, example: str) -> str:
     if not text.lower().endswith(f"/{time}"):
         raise BudgetError(
             f"{what} = {amount[:40]!r} does not end in /{time}",
-            expected=f"so much in a time, such as {example}",
+            expected=f"an amount per time, such as {example}",
             remedy=f"write {what} as {example}",
         )
     return text[: -len(time) - 1]
@@ -117,8 +117,8 @@ def parse_share(amount: str | int | float, *, what: str = "accuracy_loss") -> fl
     share = _parse(amount, units, what=what, example="0.5% or 0.005", bare=1.0, zero=True)
     if share > 1:
         raise BudgetError(
-            f"{what} = {str(amount)[:40]!r} is {share * 100:g} %, more than there is",
-            expected="100 % at most; a number without a unit is a share, and 1 is all",
+            f"{what} = {str(amount)[:40]!r} is {share * 100:g} %, more than 100 %",
+            expected="at most 100 %; a number without a unit is a share, and 1 is 100 %",
             remedy=f"write {what} as 0.5% or 0.005",
         )
     return share

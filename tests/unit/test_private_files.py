@@ -55,7 +55,7 @@ def test_a_link_in_a_folder_of_all_users_is_refused(tmp_path: Path) -> None:
     shared.chmod(0o1777)
     real.mkdir()
     (shared / "link").symlink_to(real)
-    assert "lies in a folder" in why_not_private(shared / "link")
+    assert "is in a folder" in why_not_private(shared / "link")
     (shared / "dangling").symlink_to(tmp_path / "nothing")
     assert "link to nothing" in why_not_private(shared / "dangling")
 

@@ -53,7 +53,7 @@ def test_shares_as_written() -> None:
     assert parse_share("0.5%") == pytest.approx(0.005)
     assert parse_share(0) == 0.0
     assert parse_share("100%") == parse_share(1) == 1.0
-    with pytest.raises(BudgetError, match="500 %, more than there is"):
+    with pytest.raises(BudgetError, match="500 %, more than 100 %"):
         parse_share("5")
 
 

@@ -26,5 +26,5 @@ def check(name: str, given: Any, *, fine: bool, expected: str) -> None:
         raise BadInput(
             f"{name} is {printable(repr(given)[:60])}",
             expected=expected,
-            remedy="see docs/python-api.md for what it takes",
+            remedy="see docs/python-api.md for the accepted values",
         )

@@ -68,7 +68,7 @@ class BackgroundProcess:
             found = json.loads(self._received)
             self.answer, self.failure = found["answer"], found["failure"]
         except (ValueError, KeyError, TypeError):
-            self.failure = "the process that was to find out ended without an answer"
+            self.failure = "the background search process ended without an answer"
 
 
 def _child(work: Callable[[], str], answers: int, lifeline: int) -> None:

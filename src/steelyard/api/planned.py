@@ -86,10 +86,12 @@ class Planned:
             return f"{trade} was applied: {', '.join(taken[:5])}"
         is_offload = kind_named(trade).needs_offload_memory
         if is_offload and self.session.request.cluster.offload_memory is None:
-            return "there is no offload memory: name a folder (--offload-dir, sy.OffloadMemory)"
+            return "no offload memory was given: name a folder (--offload-dir, sy.OffloadMemory)"
         reasons = [f"{r.label}: {r.reason}" for r in self.plan.refused if r.trade == trade]
         if not reasons and not self.plan.num_offers:
-            return f"no offer of {trade} was weighed for this plan; plan anew to have the reasons"
+            return (
+                f"no offer of {trade} was considered for this plan; plan again to get the reasons"
+            )
         return "\n".join(reasons) or f"{trade} has no offer on this step"
 
     def what_if(self, **budget: Any) -> "Planned":
@@ -116,7 +118,7 @@ class Planned:
             session.watch.check()
         if source.graph(micro_batches=1).fingerprint != session.base.graph.fingerprint:
             raise Mismatch(
-                "the model traces to another graph than the one that was planned",
+                "the model traces to a different graph than the one that was planned",
                 expected="the same modules, modes and parameters as when planning",
                 remedy="plan again with the model as it is now",
             )
@@ -137,8 +139,8 @@ class Planned:
         tree = tree_of(self.plan)
         if not tree.fits:
             raise Infeasible(
-                f"the plan does not keep its budget: {tree.verdict.partition(': ')[2]}",
-                expected="a plan that fits, as this step and this machine are now",
+                f"the plan exceeds its budget: {tree.verdict.partition(': ')[2]}",
+                expected="a plan that fits its budget for the present step and machine",
                 remedy="plan again, or raise the budget in the plan file",
             )
 
@@ -147,9 +149,9 @@ def check_trade(name: str) -> None:
     known = {t.name for t in TRADES}
     if name not in known:
         raise BadInput(
-            f"there is no trade {printable(repr(name)[:40])}",
+            f"unknown trade {printable(repr(name)[:40])}",
             expected=f"one of {', '.join(sorted(known))}",
-            remedy="see docs/trades for what each pays and buys",
+            remedy="see docs/trades for all trades",
         )
 
 
@@ -157,9 +159,9 @@ def budget_of(bounds: Mapping[str, Any]) -> Budget:
     unknown = sorted(set(bounds) - set(signature(Budget).parameters))
     if unknown:
         raise BadInput(
-            f"a budget has no {unknown[0]}",
-            expected=f"some of {', '.join(signature(Budget).parameters)}",
-            remedy='what_if(memory="4 GiB"), for example',
+            f"a budget has no argument {unknown[0]}",
+            expected=f"one or more of {', '.join(signature(Budget).parameters)}",
+            remedy='write, for example, what_if(memory="4 GiB")',
         )
     return Budget(**bounds)
 

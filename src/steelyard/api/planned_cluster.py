@@ -64,7 +64,7 @@ class PlannedForCluster(Planned):
     def _not_here(self, done: str) -> BadInput:
         cluster = self._cluster_planner.request.cluster
         return BadInput(
-            f"this plan is for {cluster.num_devices} devices of {cluster.tree.name}, and cannot be "
+            f"this plan is for {cluster.num_devices} devices of {cluster.tree.name} and cannot be "
             f"{done} here",
             expected="a plan for the ranks of this machine",
             remedy="plan with --ranks, or with cluster=Cluster.here(ranks=...)",

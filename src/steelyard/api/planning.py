@@ -108,23 +108,24 @@ def _check_options(cluster: Any, budget: Any, runner: Any, maximize: Any, minimi
     is_here = cluster is None or cluster.is_here
     if minimize is not None and (is_here or maximize is not None):
         raise BadInput(
-            "the fewest devices are asked for " + ("of this machine" if is_here else "twice over"),
-            expected="a declared cluster, and one question",
-            remedy="name one with --cluster, such as dgx-h100, and leave out --maximize",
+            "the fewest devices cannot be searched for "
+            + ("on this machine" if is_here else "together with maximize="),
+            expected="a declared cluster, and either maximize= or minimize=",
+            remedy="name a cluster with --cluster, such as dgx-h100, and leave out --maximize",
         )
 
 
 def _check_ranks(cluster: Cluster, runner: Any, maximize: Any) -> None:
     if maximize:
         raise BadInput(
-            "several ranks are planned for without --maximize",
-            expected="one rank, or a budget",
+            "--maximize is not supported for several ranks",
+            expected="one rank, or a plan within a budget",
             remedy="leave out --ranks, or --maximize",
         )
     if runner == "inductor" and not cluster.is_here:
         raise BadInput(
-            "a declared cluster is planned for without Inductor",
-            expected="ranks of this machine, or the python runner",
+            "the Inductor runner is not supported for declared clusters",
+            expected="ranks on this machine, or the python runner",
             remedy="leave out --cluster, or --runner",
         )
 
@@ -213,7 +214,7 @@ def load(
     check_offload_room(decisions, program)
     found = stored_plan(Path(path), decisions, session, program)
     if isinstance(found, str):
-        on_progress(f"predicting anew: {found}")
+        on_progress(f"predicting again: {found}")
         return Planned(planner, planner.predict(decisions))
     return Planned(planner, planner.as_predicted(decisions, found))
 

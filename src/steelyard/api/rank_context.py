@@ -54,8 +54,9 @@ def refuse_other_ranks() -> None:
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if size > 1:
         raise Mismatch(
-            f"this process is one of {size} ranks of a process group, and the plan is for one: no "
-            "gradient would be summed over ranks, and each would train a model of its own",
+            f"this process is one of {size} ranks of a process group, but the plan is for one: "
+            "gradients would not be summed over ranks, and each rank would train a different "
+            "model",
             expected="a plan for all ranks, or gradients that your own code exchanges",
             remedy=f"plan with cluster=sy.Cluster.here(ranks={size}); or, if your loop sums them, "
             "write plan.apply(model, sums_gradients=True) and step.backward(batch)",
@@ -84,11 +85,11 @@ class RankContext:
         here = group.size() if group is not None else 1
         if group is None or here != layout.num_ranks:
             raise Mismatch(
-                f"the plan is for {layout.num_ranks} ranks, and here "
-                + (f"are {here}" if group is not None else "is one process"),
+                f"the plan is for {layout.num_ranks} ranks, but the process group "
+                + (f"has {here}" if group is not None else "does not exist"),
                 expected="as many ranks as the plan was made for, in one process group",
-                remedy="steelyard run starts them; or torchrun, with init_process_group before "
-                "apply; or plan again for this many",
+                remedy="start them with steelyard run, or with torchrun and init_process_group "
+                "before apply; or plan again for this number of ranks",
             )
         _refuse_backends(group, home)
         groups = _groups(layout, group)
@@ -172,9 +173,9 @@ def _refuse_backends(group: dist.ProcessGroup, home: torch.device) -> None:
     if not {"cpu", home.type} <= {pair.partition(":")[0] for pair in backends.split(",")}:
         required = "gloo" if home.type == "cpu" else "cpu:gloo,cuda:nccl"
         raise BadInput(
-            f"the process group carries {backends}, and the model is on {home}",
-            expected="a backend for that, and one for the CPU",
-            remedy=f'init_process_group("{required}")',
+            f"the process group has the backends {backends}, but the model is on {home}",
+            expected="a backend for the model's device, and one for the CPU",
+            remedy=f'call init_process_group("{required}")',
         )
 
 

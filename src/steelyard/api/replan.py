@@ -103,8 +103,9 @@ class Replanner:
         rules = step.plan.decisions.rules
         if reason := why_no_alternative(rules):
             raise BadInput(
-                f"how gradients are sent cannot change while this plan runs: {reason}",
-                expected="a plan in which ranks share the batch, and each has the whole model",
+                f"gradient communication cannot be changed while this plan runs: {reason}",
+                expected="a plan in which ranks share the batch and each rank holds the whole "
+                "model",
                 remedy="leave out --adapt",
             )
         self._step, self._session, self._path, self._on_note = step, session, path, on_note
@@ -328,7 +329,7 @@ class Replanner:
         answer = self._take_answer() if self._rank == self._search_rank else ""
         encoded = self._coordinator.words(answer, of=self._search_rank)
         if encoded.startswith(_FAILURE):
-            self._on_note(f"how to go on was not found: {encoded.removeprefix(_FAILURE)}")
+            self._on_note(f"the search for a new plan failed: {encoded.removeprefix(_FAILURE)}")
             encoded = ""
         if not encoded:
             self._session, self._links, self._pending = session, links, None
@@ -532,16 +533,16 @@ class Replanner:
         self.written = path
         self._write(path, plan)
         self._on_note(
-            f"after step {number} gradients go otherwise: {self._change_text(old_links, links)}; "
+            f"after step {number} the plan was switched: {self._change_text(old_links, links)}; "
             f"{self._plan_text(rules, ranks, members)}, "
-            f"~{format_seconds(predicted.metrics.step_seconds.value)} a step in place of "
+            f"~{format_seconds(predicted.metrics.step_seconds.value)} a step instead of "
             f"~{format_seconds(old_prediction.metrics.step_seconds.value)}; written: {path.name}"
         )
 
     def _change_text(self, before: _LinkState, now: _LinkState) -> str:
         """Name the link that has changed since the last switch, with its old and new rate."""
         if not self._has_changed(now, before):
-            return "other plans were compared over the present links"
+            return "plans were compared for the present links"
         link_name, rate, then = "the link between ranks", now.link, before.link
         pair = rate.bytes_per_second, then.bytes_per_second
         if self._hosts > 1:
@@ -550,8 +551,11 @@ class Replanner:
             link_name, pair = f"host {host + 1}'s link", pairs[host]
         if max(pair) <= _CHANGED_RATIO * min(pair):
             latencies = (format_seconds(link.latency_seconds) for link in (now.link, then))
-            return "messages between ranks now take {}, and took {}".format(*latencies)
-        return f"{link_name} now carries {_rate(pair[0])}, {_rate(pair[1])} when the plan was made"
+            return "messages between ranks now take {}; they took {}".format(*latencies)
+        return (
+            f"{link_name} now carries {_rate(pair[0])}, it carried {_rate(pair[1])} when the plan "
+            "was made"
+        )
 
     def _plan_text(
         self, rules: tuple[Rule, ...], ranks: tuple[int, ...], before: tuple[int, ...]
@@ -559,12 +563,12 @@ class Replanner:
         each = self._ranks_per_host
         hosts = sorted({rank // each for rank in ranks})
         if len(ranks) < self._num_ranks:
-            text = f"hosts {', '.join(map(str, hosts))} go on"
+            text = f"hosts {', '.join(map(str, hosts))} continue"
             if len(hosts) == 1:
-                text = f"host {hosts[0]} goes on alone"
-            return f"{text} and the others stand by"
+                text = f"host {hosts[0]} continues alone"
+            return f"{text} and the others wait"
         labels = {rule.codec.label for rule in of_kind(rules, GradientCompression)}
-        coded = " and ".join(sorted(labels)) or "gradients in no code"
+        coded = " and ".join(sorted(labels)) or "gradients not compressed"
         return coded if before == ranks else f"all hosts take part again, {coded}"
 
     def _write(self, path: Path, plan: Plan) -> None:
@@ -583,7 +587,8 @@ class Replanner:
             has_failed = 1  # training goes on without the file
         if self._coordinator.most(has_failed):
             self._on_note(
-                f"{path.name} cannot be written on one of the hosts: copy it there to go on"
+                f"{path.name} cannot be written on one of the hosts: copy it there before you "
+                "resume"
             )
 
 

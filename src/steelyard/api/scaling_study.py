@@ -86,7 +86,7 @@ def scaling_study(
         notes=(
             f"nothing was measured: links at their declared rates, {cluster.rates_said}",
             all_doubts_said(planner.search, layouts),
-            f"on each number of devices the fastest layout that holds {format_bytes(limit)} a rank",
+            f"each row is the fastest layout with at most {format_bytes(limit)} a rank",
             GROWN,
         ),
     )
@@ -95,9 +95,10 @@ def scaling_study(
 def _refuse_no_fit(points: list[ScalePoint]) -> None:
     if points[0].same_batch is None:
         raise Infeasible(
-            f"the step does not fit on {points[0].devices} devices, where the comparison begins",
-            expected="a first number of devices on which some layout fits",
-            remedy="begin with more: steelyard plan ... --minimize devices says how many",
+            f"the step does not fit on {points[0].devices} devices, the smallest number compared",
+            expected="a smallest number of devices on which some layout fits",
+            remedy="start with more devices: steelyard plan ... --minimize devices prints how "
+            "many are needed",
         )
 
 
@@ -144,7 +145,7 @@ def tokens_of_a_sample(entries: tuple[BatchEntry, ...]) -> int:
         if len(entry.shape) == 2 and entry.dtype.startswith("int"):
             return entry.shape[1]
     raise BadInput(
-        "the batch holds no tokens: no tensor of whole numbers with a row for each sample",
+        "the batch holds no tokens: it has no integer tensor with a row for each sample",
         expected="a batch of tokens, for --tokens",
-        remedy="say the length of the training with --samples",
+        remedy="give the length of the training with --samples",
     )

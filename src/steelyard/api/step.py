@@ -122,10 +122,8 @@ class Step:
         self.offload_file = OffloadFile(offload_memory) if offload_memory else None
         if (program.partings or program.pipeline) and optimizer is None:
             raise BadInput(
-                "the plan gives each rank a part of the weights, and what updates them is not "
-                "known",
-                expected="an optimizer, so that it can be tried whether its step is the same on "
-                "parts",
+                "the plan shards the weights, but no optimizer was given",
+                expected="an optimizer, so that its step can be tested on shards",
                 remedy="plan with optimizer=, and call step(batch)",
             )
         self._sharded_model = self.ranks.parts_of(source.model, program)
@@ -193,10 +191,10 @@ class Step:
         self._refuse_other_ranks()
         if self._sharded_model is not None:
             raise BadInput(
-                "step.backward leaves gradients, of which this rank would have parts: to clip them "
-                "by their norm, or to unscale them, each rank would do something else",
-                expected="step(batch), which updates too",
-                remedy="take the rules that shard weights out of the plan, or call step(batch)",
+                "step.backward returns gradients, but this plan shards them: clipping or "
+                "unscaling would then differ between ranks",
+                expected="step(batch), which also updates the weights",
+                remedy="remove the rules that shard weights from the plan, or call step(batch)",
             )
         if self._user_loop is None:
             self._user_loop = UserLoop(self.live, device=self._device, resident=self.resident_bytes)
@@ -311,12 +309,12 @@ class Step:
         reasons = []
         if self._num_profiled:
             reasons.append(
-                f"a profiler was on in {self._num_profiled} of them, and metering a step would "
+                f"a profiler was active in {self._num_profiled} of them, and metering a step would "
                 "have taken its events"
             )
         if self._num_other_shapes:
             reasons.append(
-                f"{self._num_other_shapes} were of another batch shape, or in other codes"
+                f"{self._num_other_shapes} had another batch shape or another gradient codec"
             )
         if is_metered or not reasons:
             return ()
@@ -417,12 +415,10 @@ class Step:
             return ()
         metrics = self.plan.predicted.metrics
         own, predicted = format_seconds(waited), metrics.exposed_communication_seconds.value
-        notes = [f"waited {own} of a step for other ranks (predicted ~{format_seconds(predicted)})"]
+        notes = [f"waited {own} a step for other ranks (predicted ~{format_seconds(predicted)})"]
         if sent is not None:
             own, predicted = format_bytes(sent), metrics.communication_bytes.value
-            notes.append(
-                f"sent {own} of a step to other ranks (predicted {format_bytes(predicted)})"
-            )
+            notes.append(f"sent {own} a step to other ranks (predicted {format_bytes(predicted)})")
         return tuple(notes)
 
     def switch_plan(self, plan: Plan, members: Sequence[int] | None = None) -> None:
@@ -491,21 +487,23 @@ class Step:
             nodes = (n for n in self.live.program.graph.nodes if n.op in CODED_CALLS)
             predicted_seconds = sum(costs.seconds(node).value for node in nodes)
             notes.append(
-                f"wrote gradients down and read them back in {format_seconds(found.coded)} of a "
-                f"step (predicted ~{format_seconds(predicted_seconds)})"
+                f"encoded and decoded gradients in {format_seconds(found.coded)} of a step "
+                f"(predicted ~{format_seconds(predicted_seconds)})"
             )
         if seen.exact_steps:
             notes.append(
-                f"{seen.exact_steps} steps went without codes, and are in no figure of a step"
+                f"{seen.exact_steps} steps sent gradients uncompressed and are excluded from all "
+                "step figures"
             )
         if any(seen.held):
             notes.append(
-                f"codes held back {max(seen.held):.2g} steps' worth of gradients at most, in "
-                f"{len(seen.held)} looks"
+                f"error feedback held at most {max(seen.held):.2g} steps' worth of gradients, in "
+                f"{len(seen.held)} checks"
             )
         for rung, reason in enumerate(seen.reasons, start=1):
             notes.append(
-                f"gradients went in {_codec_text(self._codec_fallbacks[rung])} from then: {reason}"
+                f"gradients were sent in {_codec_text(self._codec_fallbacks[rung])} from then on: "
+                f"{reason}"
             )
         return tuple(notes)
 
@@ -540,9 +538,7 @@ class Step:
         nbytes = kept_gradients_bytes(program, self._pricing.made.costs)
         if not nbytes:
             return ()
-        return (
-            f"gradients kept from one step to the next add ~{format_bytes(nbytes)} to the plan",
-        )
+        return (f"gradients kept between steps add ~{format_bytes(nbytes)} to the plan",)
 
     def _metered_call(self, call: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
         """Return the peak bytes and the loss; the slowed call counts for nothing else."""
@@ -684,7 +680,7 @@ class Step:
         if size is not None and size % layout.units:
             shares = f"shares of {spelled(layout.shares)}" if layout.shares else "equal shares"
             raise Mismatch(
-                f"a batch of {size} has no {shares} for {layout.batch} ranks",
+                f"a batch of {size} samples does not divide into {shares} for {layout.batch} ranks",
                 expected=f"a number of samples that {layout.units} divides",
                 remedy="drop the last partial batch (drop_last=True), or pad it",
             )
@@ -706,7 +702,11 @@ class Step:
         as_executed = self._as_executed(program)
         nbytes = self.ranks.coordinator.most(peak_bytes(as_executed, self._pricing.made.costs))
         if limit is not None and nbytes > limit:
-            what = "a step in other codes" if has_planned_shape else "a batch of another shape"
+            what = (
+                "a step in another gradient codec"
+                if has_planned_shape
+                else "a batch of another shape"
+            )
             raise Mismatch(
                 f"{what} would need {format_bytes(nbytes)} under this plan",
                 expected=f"at most {format_bytes(limit)}, the plan's budget",
@@ -717,18 +717,17 @@ class Step:
             and program.far_bytes > self.offload_file.offload_memory.size_bytes
         ):
             raise Mismatch(
-                f"a batch of another shape would move {format_bytes(program.far_bytes)} far",
+                f"a batch of another shape would offload {format_bytes(program.far_bytes)}",
                 expected=f"at most {format_bytes(self.offload_file.offload_memory.size_bytes)}, "
-                "what it may hold",
-                remedy="drop that batch, allow offload memory a larger size, or plan for this "
-                "shape",
+                "the size of the offload memory",
+                remedy="drop that batch, give offload memory a larger size, or plan for this shape",
             )
         if has_planned_shape:
             return program, captured.constants, captured.reads
         shapes = ", ".join(str(list(e.shape)) for e in entries[:2])
         cut = f" in {program.repeats} micro-batches" if program.repeats > 1 else ""
         unmeasured_text = (
-            f"; {num_unmeasured} operators of it were not measured, as a profiler was on"
+            f"; {num_unmeasured} of its operators were not measured, because a profiler was active"
         )
         self.notes.append(
             f"also ran batches of {shapes}{cut} (predicted {format_bytes(nbytes)}"
@@ -786,5 +785,6 @@ def _refuse_meta(model: nn.Module) -> None:
             raise BadInput(
                 f"parameter {name} is on the meta device and has no values",
                 expected="a model with weights to train",
-                remedy="build the model on a real device; on meta it can only be planned",
+                remedy="build the model on a real device; a model on meta can be planned but not "
+                "run",
             )

@@ -148,10 +148,10 @@ class UserLoop:
             why = (
                 f"no step of {names} was metered yet"
                 if names
-                else "no optimizer's step was observed (it may be compiled, or not torch.optim's)"
+                else "no optimizer step was observed (it may be compiled, or not torch.optim's)"
             )
-            passes_text = f"forward and backward pass held {format_bytes(passes)}"
-            return [f"{passes_text}; the plan's memory has an update too, and {why}"]
+            passes_text = f"forward and backward pass took {format_bytes(passes)}"
+            return [f"{passes_text}; the plan's memory includes an update, but {why}"]
         if has_update:
             return self._note_on_other_optimizer()
         state_bytes = self.updates.foreign_bytes
@@ -160,19 +160,19 @@ class UserLoop:
         of = "passes" if self.updates.peak_bytes is None else "passes and updates"
         peak_text = f"with it, {format_bytes(self._with_updates(passes))} at the peak of {of}"
         not_in = "which a plan without optimizer= does not count"
-        return [f"{format_bytes(state_bytes)} kept by your {names}, {not_in}: {peak_text}"]
+        return [f"your {names} holds {format_bytes(state_bytes)}, {not_in}: {peak_text}"]
 
     def _note_on_other_optimizer(self) -> list[str]:
         other, planned = self.updates.foreign_class, type(self._live.optimizer).__name__
         if not other:
             return []
         which = (
-            f"another {other} than the plan's" if other == planned else f"{other}, not {planned}"
+            f"a different {other} than the plan's"
+            if other == planned
+            else f"{other}, not {planned}"
         )
         state_text = format_bytes(self.updates.foreign_bytes)
-        return [
-            f"the optimizer that stepped is {which}; what it keeps, {state_text}, is in the memory"
-        ]
+        return [f"the optimizer that stepped is {which}; its state, {state_text}, is in the memory"]
 
     def _with_updates(self, passes_bytes: int) -> int:
         return max(passes_bytes + self.updates.foreign_bytes, self.updates.peak_bytes or 0)

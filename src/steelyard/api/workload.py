@@ -116,7 +116,7 @@ def _refuse_arguments(make: Callable[..., Any], path: str, function: str) -> Non
     except TypeError:
         raise BadInput(
             f"{printable(function)}{signature} in {printable(path)} needs arguments",
-            expected="a function that takes none: it is called as workload()",
+            expected="a function without required arguments: it is called as workload()",
             remedy="give each argument a default",
         ) from None
 
@@ -124,9 +124,9 @@ def _refuse_arguments(make: Callable[..., Any], path: str, function: str) -> Non
 def _imported(path: Path) -> Any:
     if not path.is_file():
         raise BadInput(
-            f"there is no file {printable(str(path))}",
+            f"the file {printable(str(path))} does not exist",
             expected="a Python script with a function workload()",
-            remedy="check the name; of several workloads name one as train.py:name",
+            remedy="check the name; if a script has several workloads, name one as train.py:name",
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -106,7 +106,7 @@ def _refuse_foreign_tensors(
             name = name_of_tensor(loss, leaf)
             what = f"{name}, which is" if name else f"a tensor of shape {list(leaf.shape)} that is"
             raise CaptureRefused(
-                f"the loss trains {what} no parameter of the model",
+                f"the loss trains {what} not a parameter of the model",
                 expected="a loss without trainable tensors of its own: only the model is trained",
                 remedy="call a teacher under torch.no_grad(), or freeze it "
                 "(teacher.requires_grad_(False)); make what is to be trained part of the model",
@@ -163,9 +163,9 @@ def fake_step(
         for name, module in model.named_modules():
             if _ids(module._parameters) != before.get(name):
                 raise CaptureRefused(
-                    f"the forward pass leaves other parameters in {name or 'the model'}",
-                    expected="a forward pass that keeps the model's parameters, or puts them back",
-                    remedy="compute with a tensor of another name, and keep the parameter",
+                    f"the forward pass replaces parameters of {name or 'the model'}",
+                    expected="a forward pass that keeps the model's parameters, or restores them",
+                    remedy="assign the tensor to another name, and keep the parameter",
                 )
 
 

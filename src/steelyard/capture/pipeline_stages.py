@@ -20,9 +20,9 @@ def end_of(graph: Graph, module: str) -> str:
     made = [n for n in graph.forward() if n.path == module or n.path.startswith(f"{module}.")]
     if not made:
         raise BadInput(
-            f"a stage is to end behind {module!r}, which computes nothing",
+            f"a stage would end after {module!r}, which computes nothing",
             expected="the path of a module that the forward pass calls",
-            remedy="name another, as model.named_modules() lists them",
+            remedy="name another module; model.named_modules() lists them",
         )
     return made[-1].name
 
@@ -44,9 +44,9 @@ def _stage_of(graph: Graph, ends: Sequence[str]) -> dict[str, int]:
     last = [graph.position[name] for name in ends]
     if last != sorted(set(last)):
         raise BadInput(
-            f"the stages end behind {', '.join(ends)}",
-            expected="ends in the order of the forward pass, each behind the one before",
-            remedy="put them in order, and leave out what is named twice",
+            f"the stages end after {', '.join(ends)}",
+            expected="ends in the order of the forward pass, each after the previous one",
+            remedy="sort the ends, and remove duplicates",
         )
     found: dict[str, int] = {}
     for name in order_of(graph):
@@ -264,8 +264,8 @@ def _refuse_what_cannot_be_cut(graph: Graph, places: _Places) -> None:
             _refuse_update(graph, places, output)
         if output.kind is OutputKind.LOSS and places.forward.get(output.node) != places.last:
             raise BadInput(
-                "a stage would begin behind the loss",
-                expected="stages that each lead up to the loss, which the last one gives",
+                "a stage would begin after the loss",
+                expected="stages that all contribute to the loss, which the last one computes",
                 remedy="end the stages at earlier modules",
             )
     stage_of = places.forward | places.backward
@@ -273,8 +273,8 @@ def _refuse_what_cannot_be_cut(graph: Graph, places: _Places) -> None:
         if node.is_random and node.phase is Phase.BACKWARD:
             raise BadInput(
                 f"{node.op} draws random numbers in the backward pass",
-                expected="random numbers in the forward pass alone, whose order is known",
-                remedy="leave this model whole, or plan it without shard_pipeline",
+                expected="random numbers in the forward pass only",
+                remedy="plan this model without shard_pipeline",
             )
         for storage in graph.written.intersection(t.storage for t in node.outputs):
             aliases = [n.name for n in graph.nodes if storage in graph.storages_of(n.name)]
@@ -282,7 +282,7 @@ def _refuse_what_cannot_be_cut(graph: Graph, places: _Places) -> None:
             if len({stage_of[n] for n in (*aliases, *readers) if n in stage_of}) > 1:
                 raise BadInput(
                     f"{node.path or 'the loss function'} writes into a value that two stages read",
-                    expected="values that stay as they were sent",
+                    expected="values that do not change after they are sent",
                     remedy="end the stages elsewhere",
                 )
 
@@ -306,10 +306,11 @@ def refuse_unknown_draws(graph: Graph) -> None:
         given = (t for i in node.inputs for t in graph.by_name[i].outputs)
         if node.is_random and not (node.op in _DRAWS_BY_SHAPE and all(t.dtype for t in given)):
             raise BadInput(
-                f"{node.op} in {node.path or 'the loss function'} draws random numbers, how many "
-                "may hang on values",
-                expected="dropout and the like, whose draws another rank can repeat by shape",
-                remedy="leave this model whole, or plan it without shard_pipeline",
+                f"{node.op} in {node.path or 'the loss function'} draws random numbers whose "
+                "count may depend on tensor values",
+                expected="random operators such as dropout, whose number of draws depends on "
+                "shapes only",
+                remedy="plan this model without shard_pipeline",
             )
 
 
@@ -319,8 +320,8 @@ def _refuse_update(graph: Graph, places: _Places, output: Output) -> None:
     if len(stages) > 1 or output.target.startswith("batch:"):
         raise BadInput(
             f"{output.target.replace(':', ' ', 1)} is updated in one stage and read in another",
-            expected="a buffer that one stage reads and updates, before its next micro-batch",
-            remedy="end the stages elsewhere, so that the modules that share it lie in one",
+            expected="a buffer that a single stage reads and updates",
+            remedy="end the stages elsewhere, so that the modules that share it are in one stage",
         )
 
 

@@ -176,7 +176,7 @@ class CapturedStep:
 
     def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
         """Return ``update``, which is unsharded, with the graph of one rank's shards instead."""
-        assert self.optimizer is not None, "there is an update, so somebody makes it"
+        assert self.optimizer is not None, "a step with an update has an optimizer"
         shares = _shards_by_parameter(partings)
         key = tuple((name, tuple(shards)) for name, shards in sorted(shares.items()))
         if key not in self._sharded_updates:
@@ -231,7 +231,7 @@ class CapturedStep:
         if restricted is not None:
             return restricted
         if (parameters, partings) not in self._stage_updates:
-            assert self.optimizer is not None, "there is an update, so somebody makes it"
+            assert self.optimizer is not None, "a step with an update has an optimizer"
             named = (name for name, _ in self.model.named_parameters())
             without_gradient = {name for name in named if f"parameter:{name}" not in parameters}
             without_gradient |= set(self.graph(micro_batches=1).unused)
@@ -322,7 +322,7 @@ class CapturedStep:
                 f"the captured step lost the gradient of {', '.join(sorted(lost)[:3])}"
                 + (f" and {len(lost) - 3} more" if len(lost) > 3 else ""),
                 expected="a gradient for every parameter that eager PyTorch trains",
-                remedy="report this model; training it here would leave parameters behind",
+                remedy="report this model; training it here would skip these parameters",
             )
 
 
@@ -351,7 +351,7 @@ def _remedy_of(leaf: Any) -> str:
     if is_dataclass(leaf):
         return f"torch.export.register_dataclass({type(leaf).__name__}), once, before planning"
     if isinstance(leaf, Mapping):
-        return "give it as a dict: dict(batch)"
+        return "pass it as a dict: dict(batch)"
     return "turn it into tensors (torch.as_tensor)"
 
 
@@ -365,10 +365,10 @@ def _refuse_layouts(batch: Any) -> None:
             kind = "a nested tensor" if leaf.is_nested else f"of layout {leaf.layout}"
             raise CaptureRefused(
                 f"batch{_torch.keystr(path)} is {kind}",
-                expected="dense tensors: the program and its memory are planned by shapes",
-                remedy="pad it (nested.to_padded_tensor(0.0)) and give a mask with it"
+                expected="dense tensors, because the program and its memory are planned by shapes",
+                remedy="pad it (nested.to_padded_tensor(0.0)) and pass a mask"
                 if leaf.is_nested
-                else "give it as .to_dense(), or as its indices and values",
+                else "pass it as .to_dense(), or pass its indices and values",
             )
 
 
@@ -377,7 +377,7 @@ def _refuse_gradient_inputs(batch: Any) -> None:
         if leaf.requires_grad:
             raise CaptureRefused(
                 f"batch{entry.name} requires a gradient",
-                expected="a batch of plain data; only parameters are trained",
+                expected="a batch without gradients, because only parameters are trained",
                 remedy="detach it, or make it a parameter of the model",
             )
 

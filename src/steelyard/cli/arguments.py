@@ -32,9 +32,10 @@ def plan_path(train: str) -> Path:
     script = script_path(train)
     if not script.name:
         raise BadInput(
-            f"{train!r} is no script",
+            f"{train!r} is not a script",
             expected="a Python script with a function workload()",
-            remedy="name it, such as train.py; of several workloads one, as train.py:name",
+            remedy="give a script such as train.py; if it has several workloads, name one as "
+            "train.py:name",
         )
     name = train[len(str(script)) + 1 :]
     return script.with_name(f"{script.stem}{f'.{name}' if name else ''}.plan.toml")
@@ -51,9 +52,9 @@ def parse_what_if(what_if: str | None) -> dict[str, str]:
     if name != "memory" or not equals or not value:
         close = difflib.get_close_matches(name, ["memory"])
         raise BadInput(
-            f"--what-if {what_if!r} is no question that can be asked"
+            f"--what-if {what_if!r} is not supported"
             + (f"; did you mean {close[0]}?" if close and name != "memory" else ""),
-            expected="another memory budget",
+            expected="another memory budget, as memory=SIZE",
             remedy="write it as --what-if memory=4GiB",
         )
     parse_bytes(value, what="--what-if memory")
@@ -63,7 +64,7 @@ def parse_what_if(what_if: str | None) -> dict[str, str]:
 def offload_memory_of(
     folder: Path | None, rate: str | None, size: str | None
 ) -> OffloadMemory | None:
-    """Return the offload memory, if all three options are given; none of them has a default."""
+    "Return the offload memory, if all three options are given; nonly one of them has a default."
     given = {"--offload-dir": folder, "--offload-rate": rate, "--offload-size": size}
     missing = [name for name, value in given.items() if value is None]
     if folder is None and len(missing) == len(given):
@@ -71,7 +72,7 @@ def offload_memory_of(
     if folder is None or rate is None or size is None:
         raise BadInput(
             f"{missing[0]} is missing",
-            expected="a folder, the rate at which it is used, and how much it may hold",
+            expected="a folder, its transfer rate and its size limit",
             remedy="write --offload-dir /scratch --offload-rate 500MB/s --offload-size 20GiB",
         )
     return OffloadMemory(folder, rate=rate, size=size)
@@ -101,9 +102,9 @@ def cluster_of(
             else "--speeds"
         )
         raise BadInput(
-            f"--cluster says what there is, and so does {other}",
-            expected="one of them",
-            remedy="leave out the other",
+            f"--cluster and {other} both declare the devices",
+            expected="only one of them",
+            remedy="leave out one of them",
         )
     return Cluster.load(cluster) if cluster.endswith(".toml") else Cluster.named(cluster)
 
@@ -119,8 +120,8 @@ def planned_for(
     is_plan = named.endswith(".toml")
     if is_plan and plan is not None:
         raise BadInput(
-            f"{printable(named)} is a plan file, and so is what --plan names",
-            expected="one of them",
+            f"{printable(named)} is a plan file, and --plan names one too",
+            expected="only one of them",
             remedy="leave out --plan, or name the script first",
         )
     path = Path(named) if is_plan else plan or plan_path(named)
@@ -128,7 +129,7 @@ def planned_for(
     script = _script_next_to(stored.script, path) if is_plan else named
     if not script:
         raise BadInput(
-            f"beside {printable(str(path))} stands no name of its script",
+            f"the predictions file of {printable(str(path))} does not name its script",
             expected=f"the {path.with_suffix('.json').name} that steelyard plan writes",
             remedy=f"name the script: steelyard {verb} train.py --plan {path.name}",
         )
@@ -153,9 +154,10 @@ def refuse_elsewhere(declared: Cluster | None, plan: Path) -> None:
     if declared is not None:
         name = printable(str(plan))
         raise BadInput(
-            f"{name} is for the declared cluster {printable(declared.tree.name)}",
+            f"{name} is a plan for the declared cluster {printable(declared.tree.name)}",
             expected="a plan for this machine",
-            remedy=f"plan for this machine; steelyard simulate {name} --trace step.json draws it",
+            remedy=f"plan for this machine, or draw the schedule with steelyard simulate {name} "
+            "--trace step.json",
         )
 
 
@@ -171,18 +173,22 @@ def refuse_contradictions(
     several = "--ranks" if ranks > 1 else "--cluster"
     contradiction = ""
     if maximize is not None and minimize is not None:
-        contradiction = "--maximize and --minimize ask for opposite things"
+        contradiction = "--maximize and --minimize exclude each other"
     elif maximize is not None and (ranks > 1 or cluster is not None):
-        contradiction = f"--maximize asks of one device, and {several} gives several"
+        contradiction = f"--maximize plans for one device, but {several} gives several"
     elif minimize is not None and cluster is None:
-        contradiction = "--minimize devices asks of a declared cluster, and no --cluster is given"
+        contradiction = (
+            "--minimize devices plans for a declared cluster, but no --cluster was given"
+        )
     elif runner == "inductor" and cluster is not None:
-        contradiction = "--runner inductor measures what it compiles, and --cluster is not here"
+        contradiction = (
+            "--runner inductor measures compiled kernels here, but --cluster declares other devices"
+        )
     if contradiction:
         raise BadInput(
             contradiction,
-            expected="options that can stand together",
-            remedy="see steelyard plan --help, and leave out one of them",
+            expected="options that can be combined",
+            remedy="see steelyard plan --help, and leave out only one of them",
         )
 
 
@@ -191,10 +197,10 @@ def refuse_no_trade(name: str) -> None:
     if name not in BY_NAME:
         close = difflib.get_close_matches(name, BY_NAME, n=1)
         raise BadInput(
-            f"there is no trade {printable(repr(name), most=60)}"
+            f"unknown trade {printable(repr(name), most=60)}"
             + (f"; did you mean {close[0]}?" if close else ""),
             expected=f"one of {', '.join(sorted(BY_NAME))}",
-            remedy="see docs/trades for what each pays and buys",
+            remedy="see docs/trades for all trades",
         )
 
 
@@ -222,15 +228,15 @@ def device_range(devices: str) -> tuple[int, int]:
     # At most nine digits: Python refuses to parse thousands of them.
     if not all(end.isascii() and end.isdecimal() and len(end) <= 9 for end in ends):
         raise BadInput(
-            f"--devices {printable(devices[:40])} is no range",
-            expected="the fewest and the most, two dots between them",
+            f"--devices {printable(devices[:40])} is not a range",
+            expected="the fewest and the most devices, with two dots between them",
             remedy="write --devices 16..1472",
         )
     first, last = map(int, ends)
     if not 1 <= first <= last:
         raise BadInput(
-            f"--devices {printable(devices)} is a range of nothing",
-            expected="at least one device, and the fewer ones first",
+            f"--devices {printable(devices)} is an empty range",
+            expected="at least one device, with the smaller number first",
             remedy="write --devices 16..1472",
         )
     return first, last
@@ -242,9 +248,9 @@ def training_length(tokens: str | None, samples: str | None) -> dict[str, int]:
     given = {name: amount for name, amount in amounts.items() if amount is not None}
     if len(given) > 1:
         raise BadInput(
-            "--tokens and --samples both say how long the training is",
-            expected="one of them",
-            remedy="leave out the other",
+            "--tokens and --samples both give the length of the training",
+            expected="only one of them",
+            remedy="leave out one of them",
         )
     return {name: parse_count(amount, what=name) for name, amount in given.items()}
 
@@ -257,9 +263,9 @@ def speeds_of(text: str | None) -> tuple[float, ...]:
         return tuple(float(speed) for speed in text.split(","))
     except ValueError:
         raise BadInput(
-            f"--speeds {printable(text, most=60)} is no list of numbers",
-            expected="how fast each rank computes beside the others",
-            remedy="write --speeds 1,0.5 for two ranks; or leave it out, and it is measured",
+            f"--speeds {printable(text, most=60)} is not a list of numbers",
+            expected="the relative speed of each rank",
+            remedy="write --speeds 1,0.5 for two ranks, or leave it out to have speeds measured",
         ) from None
 
 
@@ -267,12 +273,14 @@ def _refuse_other_number(speeds: tuple[float, ...], ranks: int) -> None:
     if len(speeds) != ranks:
         each = ",".join("1" * ranks)
         if ranks > 1:
-            remedy = f"write --speeds {each} where they are alike; or leave it out: it is measured"
+            remedy = (
+                f"write --speeds {each} for equal ranks, or leave it out to have speeds measured"
+            )
         else:
             remedy = f"write --ranks {len(speeds)} as well, or leave out --speeds"
         raise BadInput(
-            f"--speeds has {len(speeds)} numbers, and there {_ranks_text(ranks)}",
-            expected="one for each rank: how fast it computes beside the others",
+            f"--speeds has {len(speeds)} numbers, but there {_ranks_text(ranks)}",
+            expected="one relative speed for each rank",
             remedy=remedy,
         )
 
@@ -288,7 +296,7 @@ def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | 
     if not resume:
         if folder is None:
             raise BadInput(
-                "--resume does not say from where",
+                "--resume names no folder",
                 expected="a folder with checkpoints",
                 remedy="write --resume DIR, or give --checkpoint DIR as well",
             )
@@ -298,8 +306,8 @@ def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | 
         return given, folder or given.parent
     if folder not in (None, given):
         raise BadInput(
-            f"--resume {given} and --checkpoint {folder} are two folders",
-            expected="one folder, or one checkpoint of another",
+            f"--resume {given} and --checkpoint {folder} are different folders",
+            expected="the same folder for both, or one checkpoint of another folder",
             remedy=f"name the checkpoint itself: --resume {shlex.quote(str(given))}/step-...",
         )
     return True, given
@@ -315,9 +323,9 @@ def refuse_unwritable(path: Path | None, remedy: str) -> None:
     if path.is_dir():
         problem = "is a directory"
     elif not folder.is_dir():
-        problem = f"cannot be written: there is no folder {printable(str(folder))}"
+        problem = f"cannot be written: the folder {printable(str(folder))} does not exist"
     elif not os.access(written, os.W_OK):
-        problem = f"cannot be written: {printable(str(written))} does not permit it"
+        problem = f"cannot be written: no permission to write to {printable(str(written))}"
     else:
         return
     raise BadInput(
@@ -332,7 +340,7 @@ def whole_number(_: type, tokens: "Sequence[Token]") -> int:
     (token,) = tokens
     if not re.fullmatch(r"[+-]?[0-9][0-9_]{0,99}", token.value):
         given = printable(token.value, most=40)
-        raise ValueError(f"{token.keyword or 'the value'} {given} is no whole number")
+        raise ValueError(f"{token.keyword or 'the value'} {given} is not a whole number")
     return int(token.value)
 
 
@@ -375,7 +383,7 @@ def checkpoint_interval(every: int | None, folder: Path | None) -> int:
     check_range("--checkpoint-every", every)
     if folder is None:
         raise BadInput(
-            f"--checkpoint-every {every} says how often, and nothing says where to",
+            f"--checkpoint-every {every} was given without --checkpoint",
             expected="a folder for the checkpoints as well",
             remedy="write --checkpoint DIR as well, or leave out --checkpoint-every",
         )
@@ -385,9 +393,9 @@ def checkpoint_interval(every: int | None, folder: Path | None) -> int:
 def refuse_no_folder(option: str, folder: Path | None) -> None:
     if folder is not None and folder.exists() and not folder.is_dir():
         raise BadInput(
-            f"{option} {printable(str(folder))} is no folder",
-            expected="a folder, or a name that nothing has yet",
-            remedy=f"give another name with {option}",
+            f"{option} {printable(str(folder))} is not a folder",
+            expected="a folder, or a name that does not exist yet",
+            remedy=f"choose another name with {option}",
         )
 
 
@@ -398,9 +406,9 @@ def refuse_same_file(option: str, path: Path | None, *others: Path) -> None:
     for other in others:
         if _is_same_place(path, other):
             raise BadInput(
-                f"{option} {printable(str(path))} would overwrite a file that is read",
-                expected="a file of its own",
-                remedy=f"give another name with {option}",
+                f"{option} {printable(str(path))} would overwrite an input file",
+                expected="a different file",
+                remedy=f"choose another name with {option}",
             )
 
 
@@ -421,4 +429,4 @@ def stopped_at(progress: TrainingProgress, checkpoint: Path | None) -> str:
     where = f" after step {last.step} of {last.steps}" if last else " before the first step"
     if checkpoint is None or not any(checkpoint.glob("step-*")):
         return where
-    return f"{where}; go on with --resume {shlex.quote(str(checkpoint))}"
+    return f"{where}; continue with --resume {shlex.quote(str(checkpoint))}"

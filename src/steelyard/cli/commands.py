@@ -58,8 +58,8 @@ _EXIT_CODES = """Exit codes: 0 ok, 2 bad input, 3 no plan fits the budget, 4 the
 
 app = App(
     name="steelyard",
-    help="Makes a PyTorch training step fit a budget, says the price beforehand, and shows "
-    "afterwards whether it was right.",
+    help="Makes a PyTorch training step fit a budget, predicts the cost beforehand, and shows "
+    "the measured cost afterwards.",
     help_epilogue=_EXIT_CODES,
     help_format="plaintext",
     version=__version__,
@@ -81,9 +81,7 @@ class OffloadOptions:
     offload_rate: Annotated[
         str | None, Parameter(help="Its bandwidth in each direction: 500MB/s.")
     ] = None
-    offload_size: Annotated[str | None, Parameter(help="How much it may hold, such as 20GiB.")] = (
-        None
-    )
+    offload_size: Annotated[str | None, Parameter(help="Its size limit, such as 20GiB.")] = None
 
     def memory(self) -> OffloadMemory | None:
         """The offload memory that the options declare, if they do."""
@@ -92,20 +90,20 @@ class OffloadOptions:
 
 _DEFAULT_OUTPUT, _NO_OFFLOAD = OutputOptions(), OffloadOptions()
 _Train = Annotated[
-    str, Parameter(help="Script with a workload() function; of several, train.py:name.")
+    str, Parameter(help="Script with a workload() function; train.py:name selects one of several.")
 ]
 _Runner = Annotated[
-    Literal["python", "inductor"], Parameter(help="What runs the step; each has its own plans.")
+    Literal["python", "inductor"], Parameter(help="Runner of the step; plans are for one runner.")
 ]
 _Ranks = Annotated[
     int,
     Parameter(
-        help="How many processes of this machine it may lie on, each with its cores.",
+        help="Maximum number of local ranks; each gets its part of the cores.",
         converter=whole_number,
     ),
 ]
-_COPY = "copy the plan file to a folder that can be written to"
-_OTHER_PAGE = "give another place with --html"
+_COPY = "copy the plan file to a writable folder"
+_OTHER_PAGE = "choose another place with --html"
 _Page = Annotated[Path | None, Parameter(help="Also write one HTML page.")]
 
 
@@ -114,57 +112,59 @@ def plan(
     train: _Train,
     /,
     *,
-    memory: Annotated[str | None, Parameter(help="The most bytes held, such as 300MiB.")] = None,
+    memory: Annotated[str | None, Parameter(help="Memory budget, such as 300MiB.")] = None,
     step_time: Annotated[
-        str | None, Parameter(help="The most a step may take in all, such as 120ms.")
+        str | None, Parameter(help="Budget for the time of a step, such as 120ms.")
     ] = None,
     communication: Annotated[
-        str | None, Parameter(help="The most a step may spend on communication, such as 20ms.")
+        str | None, Parameter(help="Budget for its communication, such as 20ms.")
     ] = None,
     computation: Annotated[
-        str | None, Parameter(help="The most a step may spend on computation, such as 100ms.")
+        str | None, Parameter(help="Budget for its computation, such as 100ms.")
     ] = None,
-    accuracy_loss: Annotated[
-        str, Parameter(help="The most accuracy that may be lost, such as 0.5%.")
-    ] = "0",
+    accuracy_loss: Annotated[str, Parameter(help="Budget for accuracy loss, such as 0.5%.")] = "0",
     maximize: Annotated[
-        Maximize | None, Parameter(help="Ask for the largest that fits instead.")
+        Maximize | None, Parameter(help="Find the largest batch or sequence that fits.")
     ] = None,
     minimize: Annotated[
-        Minimize | None, Parameter(help="Of a declared cluster: the fewest that it fits on.")
+        Minimize | None, Parameter(help="Find the fewest devices of a declared cluster.")
     ] = None,
     runner: _Runner = "python",
     ranks: _Ranks = 1,
     speeds: Annotated[
         str | None,
-        Parameter(help="How fast each rank computes, such as 1,0.5; measured, unless said."),
+        Parameter(help="Relative speed of each rank, such as 1,0.5; measured by default."),
     ] = None,
     cluster: Annotated[
         str | None,
-        Parameter(help="What to plan for instead of this machine: a TOML file, or dgx-h100."),
+        Parameter(
+            help="Plan for this declared cluster: a TOML file, or a preset such as dgx-h100."
+        ),
     ] = None,
     offload: OffloadOptions = _NO_OFFLOAD,
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
     ] = None,
     check: Annotated[
-        Path | None, Parameter(help="Check this plan file, edited or not, and predict it anew.")
+        Path | None, Parameter(help="Check this plan file, edited or not, and predict it again.")
     ] = None,
     what_if: Annotated[
-        str | None, Parameter(help="Show another budget beside it, such as memory=4GiB.")
+        str | None, Parameter(help="Also show the plan for another budget, such as memory=4GiB.")
     ] = None,
-    why_not: Annotated[str | None, Parameter(help="Say why this trade was not applied.")] = None,
-    zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
+    why_not: Annotated[
+        str | None, Parameter(help="Explain why this trade was not applied.")
+    ] = None,
+    zoom: Annotated[Zoom, Parameter(help="Level of detail.")] = Zoom.RECEIPT,
     html: _Page = None,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
-    """Make the step fit; say what that costs and why; write a plan file."""
+    "Make the step fit, explain what that costs and why, and write a plan file."
     refuse_no_script(train, "plan")
     check_range("--ranks", ranks, most=MOST_RANKS, write=2)
     path = check or output or plan_path(train)
     refuse_same_file("--html", html, path, explanation_of(path), script_path(train))
     if output or path.parent.is_dir():
-        refuse_unwritable(path, _COPY if check else "give another place with -o")
+        refuse_unwritable(path, _COPY if check else "choose another place with -o")
     refuse_unwritable(html, _OTHER_PAGE)
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
     question, offload_memory = parse_what_if(what_if), offload.memory()
@@ -174,9 +174,8 @@ def plan(
         ) or (runner != "python"):
             raise BadInput(
                 "--check takes its budget from the plan file",
-                expected="no budget, --maximize, --minimize, --runner, --ranks, --speeds, "
-                "--offload-dir or "
-                "-o beside it",
+                expected="--check without a budget, --maximize, --minimize, --runner, --ranks, "
+                "--speeds, --offload-dir or -o",
                 remedy=f"change [budget] in {check}, or leave out --check",
             )
         read_decisions(check)
@@ -196,38 +195,49 @@ def plan(
 @app.command
 def run(
     train: Annotated[
-        str, Parameter(help="The script, whose train.plan.toml is taken then, or the plan file.")
+        str, Parameter(help="The script (its train.plan.toml is used) or the plan file.")
     ],
     /,
     *,
     plan: Annotated[Path | None, Parameter(help="Default: train.plan.toml.")] = None,
     steps: Annotated[
-        int, Parameter(help="Steps in all, earlier ones included.", converter=whole_number)
+        int,
+        Parameter(
+            help="Total number of steps, including earlier ones of a resumed run.",
+            converter=whole_number,
+        ),
     ] = 100,
     checkpoint: Annotated[
-        Path | None, Parameter(help="Folder to save the state in; the newest three are kept.")
+        Path | None, Parameter(help="Folder for checkpoints; the newest three are kept.")
     ] = None,
     checkpoint_every: Annotated[
         int | None,
-        Parameter(help="Steps between two saves; 100, unless said.", converter=whole_number),
+        Parameter(help="Steps between two checkpoints; 100 by default.", converter=whole_number),
     ] = None,
     resume: Annotated[
         list[Path] | None,
         Parameter(
             consume_multiple=(0, 1),
             negative="",
-            help="Go on from the newest checkpoint in this folder, or in that of --checkpoint.",
+            help="Resume from the newest checkpoint in this folder, by default that of "
+            "--checkpoint.",
         ),
     ] = None,
-    seed: Annotated[int, Parameter(help="Of all random generators.", converter=whole_number)] = 0,
+    seed: Annotated[
+        int, Parameter(help="Seed of all random generators.", converter=whole_number)
+    ] = 0,
     strict: Annotated[
-        bool, Parameter(negative="", help="Exit with 5 if a prediction missed its interval.")
+        bool,
+        Parameter(
+            negative="", help="Exit with code 5 if a measurement is outside its predicted interval."
+        ),
     ] = False,
     adapt: Annotated[
         bool,
         Parameter(
             negative="",
-            help="Send gradients another way where the link has become another; a plan file more.",
+            help="Switch the plan's gradient communication if links change; writes another plan "
+            "file.",
         ),
     ] = False,
     rank_timeout: Annotated[
@@ -302,15 +312,15 @@ def frontier(
 @app.command
 def simulate(
     train: Annotated[
-        str, Parameter(help="The plan file, or the script, whose train.plan.toml is taken then.")
+        str, Parameter(help="The plan file, or the script (its train.plan.toml is used).")
     ],
     /,
     *,
     plan: Annotated[Path | None, Parameter(help="Default: train.plan.toml.")] = None,
     cluster: Annotated[
-        str | None, Parameter(help="The declared cluster of the plan, where it lies elsewhere now.")
+        str | None, Parameter(help="The cluster file of the plan, if it has moved.")
     ] = None,
-    trace: Annotated[Path, Parameter(help="Where the schedule goes, as JSON for Perfetto.")],
+    trace: Annotated[Path, Parameter(help="Output file for the schedule, as JSON for Perfetto.")],
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Draw the predicted step of a plan out: what each rank does when; nothing is run."""
@@ -318,7 +328,7 @@ def simulate(
     from steelyard.report.perfetto import by_rank, to_trace
     from steelyard.safe_files import write_whole
 
-    refuse_unwritable(trace, "give another place with --trace")
+    refuse_unwritable(trace, "choose another place with --trace")
     if not train.endswith(".toml"):
         refuse_no_script(train, "simulate")
     script, path, target = planned_for(train, plan, cluster)
@@ -350,15 +360,18 @@ def scale(
     cluster: Annotated[
         str, Parameter(help="A declared cluster: a TOML file, or a name such as dgx-h100.")
     ],
-    devices: Annotated[str, Parameter(help="From how many of its devices to how many: 16..1472.")],
+    devices: Annotated[str, Parameter(help="Range of device counts: 16..1472.")],
     memory: Annotated[
         str | None,
-        Parameter(help="The most that a rank may hold; what its device has, unless said."),
+        Parameter(help="Memory budget of a rank; by default the memory of its device."),
     ] = None,
     tokens: Annotated[
-        str | None, Parameter(help="Of the whole training, such as 300B: hours and price are said.")
+        str | None,
+        Parameter(help="Tokens of the whole training, such as 300B, to predict hours and price."),
     ] = None,
-    samples: Annotated[str | None, Parameter(help="The same, in samples.")] = None,
+    samples: Annotated[
+        str | None, Parameter(help="Samples of the whole training, instead of tokens.")
+    ] = None,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Set ever more devices beside the laws of Amdahl and Gustafson; say hours and price."""
@@ -387,7 +400,7 @@ def explain(
     file: Annotated[Path, Parameter(help="The plan file, such as train.plan.toml.")],
     /,
     *,
-    zoom: Annotated[Zoom, Parameter(help="How near to look.")] = Zoom.RECEIPT,
+    zoom: Annotated[Zoom, Parameter(help="Level of detail.")] = Zoom.RECEIPT,
     html: _Page = None,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
@@ -414,7 +427,7 @@ def explain(
 def doctor(
     *,
     forget: Annotated[
-        bool, Parameter(negative="", help="Forget what was measured: the next plan measures anew.")
+        bool, Parameter(negative="", help="Delete measured costs: the next plan measures again.")
     ] = False,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
@@ -422,7 +435,7 @@ def doctor(
     from steelyard.hardware.diagnosis import Verdict
     from steelyard.report.output import show_diagnosis
 
-    with user_code("the examination", RUN_FAILED, in_json=shown.json):
+    with user_code("the diagnosis", RUN_FAILED, in_json=shown.json):
         from steelyard import api
 
         handle_interrupts()

@@ -107,7 +107,7 @@ def _failure_of(error: BaseException, given: Sequence[str]) -> Failure:
             return Failure(
                 kind="BadInput",
                 happened=f"{printable(str(error.filename))} cannot be used: {error.strerror}",
-                expected="the name of a file that can be",
+                expected="the name of a usable file",
                 remedy="check the name",
                 exit_code=BAD_INPUT,
             )
@@ -118,7 +118,7 @@ def _failure_of(error: BaseException, given: Sequence[str]) -> Failure:
                 kind="OutputError",
                 happened=f"the output cannot be written: {error.strerror}",
                 expected="a terminal, a pipe, or a file with room for it",
-                remedy="make room, or send the output elsewhere",
+                remedy="free space, or redirect the output",
                 exit_code=BAD_INPUT,
             )
         case _:

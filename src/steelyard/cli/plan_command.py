@@ -63,16 +63,17 @@ def _on_hosts(options: PlanOptions) -> int:
     """
     if options.is_check or options.cluster is not None or options.ranks > 1:
         raise BadInput(
-            "this process is one of several that were started together to make a plan",
-            expected="no --check, --cluster or --ranks: they are the ranks of this plan",
-            remedy="leave it out, or ask one process alone",
+            "this process is one of several that were started together to plan",
+            expected="no --check, --cluster or --ranks: the started processes are the ranks of "
+            "the plan",
+            remedy="leave out that option, or run one process alone",
         )
     from steelyard.plan_files.prediction_file import refuse_to_lose
 
     # Each host has its own plan file, which may have been edited.
     refuse_to_lose(options.path)
     with planning(options.shown) as tell:
-        tell("meeting the other hosts")
+        tell("connecting to the other hosts")
         from steelyard import api
 
         speeds = speeds_of(options.speeds)
@@ -110,9 +111,9 @@ def _parse_message(text: str) -> _BroadcastPlan:
         message = _BroadcastPlan()
     if message.failed is None and len(message.files) != 2:
         raise BadInput(
-            "what the first host told is no plan",
-            expected="a plan file, and what is predicted of it",
-            remedy="install one version on all hosts; who may come there: docs/security.md",
+            "the first host sent data that is not a plan",
+            expected="a plan file and its predictions",
+            remedy="install the same version on all hosts; docs/security.md says who may connect",
         )
     return message
 
@@ -144,15 +145,15 @@ def _receive_plan(rendezvous: "HostRendezvous", options: PlanOptions) -> int:
     message = _parse_message(rendezvous.receive())
     if message.failed is not None:
         raise BadInput(
-            f"the first host made no plan: {printable(message.failed, most=400)}",
-            expected="what it says there",
-            remedy="do what it says there, and start all again",
+            f"planning failed on the first host: {printable(message.failed, most=400)}",
+            expected="a plan from the first host",
+            remedy="follow the message of the first host, and start all hosts again",
         )
     for path, text in zip(
         (options.path, options.path.with_suffix(".json")), message.files, strict=True
     ):
         write_where_other(path, text)
-    hint(f"written: {options.path}, as the first host planned it", options.shown)
+    hint(f"written: {options.path}, received from the first host", options.shown)
     return message.code
 
 
@@ -187,7 +188,7 @@ def _here(options: PlanOptions, rendezvous: "HostRendezvous | None" = None) -> i
     else:
         write_plan(path, plan, asked=Asked(script=options.train, cluster=options.cluster or ""))
     write_page(tree, options.html)
-    written = f"{path}, and beside it {json_name}"
+    written = f"{path} and {json_name}"
     hint(f"written: {json_name if options.is_check else written}", shown)
     if options.cluster is None:
         spec = LaunchSpec.of(path)

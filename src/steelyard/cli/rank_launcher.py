@@ -72,9 +72,9 @@ def should_start_ranks(spec: LaunchSpec) -> bool:
         return False
     if spec.hosts > 1:
         raise BadInput(
-            f"the plan is for {spec.hosts} hosts, and this process was started alone",
-            expected="a process for each rank on each of them",
-            remedy=f"on each: {spec.torchrun} ... -m steelyard run",
+            f"the plan is for {spec.hosts} hosts, but this process was started alone",
+            expected="a process for each rank on each host",
+            remedy=f"run on each host: {spec.torchrun} ... -m steelyard run",
         )
     return True
 
@@ -109,9 +109,9 @@ def skip_rank(spec: LaunchSpec, shown: OutputOptions) -> int:
     Rank 0 stays until the others end, because it, or its torchrun, holds the rendezvous store.
     """
     each, rank = spec.planned_ranks // spec.planned_hosts, int(_first_number(os.environ, _RANKS))
-    used_text = f"the plan lies on {named(spec.used_hosts)} of {spec.planned_hosts}"
+    used_text = f"the plan uses {named(spec.used_hosts)} of {spec.planned_hosts}"
     holds_store = rank == 0 and spec.ranks > 1
-    role = "only holds the place where those meet" if holds_store else "has nothing to do"
+    role = "only serves the rendezvous of the others" if holds_store else "has nothing to do"
     if rank % each == 0:
         hint(f"{used_text}: host {rank // each} {role}", shown)
     if holds_store:

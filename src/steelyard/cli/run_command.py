@@ -91,7 +91,7 @@ def run_by(options: RunOptions) -> int:
     if not renumber_rank(spec):
         return skip_rank(spec, options.shown)
     if is_quiet() and spec.ranks == 1 < spec.planned_ranks:
-        hint("the plan lies on one rank: this one has nothing to do", options.shown)
+        hint("the plan uses one rank: this one has nothing to do", options.shown)
         return OK
     if is_quiet():
         options = replace(options, shown=replace(options.shown, quiet=True))
@@ -110,7 +110,7 @@ def _train(options: RunOptions, spec: LaunchSpec) -> int:
             workload = load_script(options.train, tell)
             resume = options.resume
             if spec.ranks > 1:
-                tell("meeting the other ranks")
+                tell("connecting to the other ranks")
                 group.enter_context(
                     api.joined_ranks(
                         workload,
@@ -156,10 +156,10 @@ def _report(options: RunOptions, receipt: "Receipt", progress: TrainingProgress)
     write_explanation(path, receipt.plan, receipt.measured)
     write_page(tree, options.html)
     explain_it = shlex.join(("steelyard", "explain", str(path)))
-    hint(f"written: {path.with_suffix('.json')}, for {explain_it}", shown)
+    hint(f"written: {path.with_suffix('.json')}; show it with {explain_it}", shown)
     _hint_at_losses(options)
     if options.folder is None:
-        hint("weights were not kept: --checkpoint DIR saves them", shown)
+        hint("weights were not saved: --checkpoint DIR saves them", shown)
     if receipt.measured.steps < options.steps:
         # Only SIGTERM ends a run early without an error; the receipt covers the steps that ran.
         message = f"steelyard: interrupted{stopped_at(progress, options.folder)}"

@@ -29,17 +29,17 @@ def refuse_no_script(train: str, verb: str) -> None:
         check = ("steelyard", "plan", "train.py", "--check", train)
         _refuse(
             path,
-            "is a plan or a cluster file, and no script",
-            remedy=f"steelyard {verb} takes the script: a plan is checked by {shlex.join(check)}",
+            "is a plan or cluster file, not a script",
+            remedy=f"give the script to steelyard {verb}; check a plan with {shlex.join(check)}",
         )
     if path.is_dir():
-        _refuse(path, "is a folder, and no script")
+        _refuse(path, "is a folder, not a script")
     if not path.exists():
-        _refuse(path, "does not exist" if path.suffix == ".py" else "is no script")
+        _refuse(path, "does not exist" if path.suffix == ".py" else "is not a script")
     if not path.is_file():
-        _refuse(path, "is no file that can be read from its beginning")
+        _refuse(path, "is not a regular file")
     if path.suffix != ".py":
-        _refuse(path, "is no script: its name does not end in .py")
+        _refuse(path, "is not a script: its name does not end in .py")
     _refuse_no_python(path)
 
 
@@ -58,14 +58,15 @@ def _refuse_no_python(path: Path) -> None:
             ast.parse(text, filename=str(path))
     except SyntaxError as error:
         line = f", line {error.lineno}" if error.lineno else ""
-        _refuse(path, f"is no Python{line}: {printable(str(error.msg))}")
+        _refuse(path, f"is not Python{line}: {printable(str(error.msg))}")
     except (ValueError, RecursionError, MemoryError) as error:
-        _refuse(path, f"is no Python: {printable(str(error)) or 'it is nested too deeply'}")
+        _refuse(path, f"is not Python: {printable(str(error)) or 'it is nested too deeply'}")
 
 
 def _refuse(path: Path, what: str, *, remedy: str = "") -> Never:
     raise BadInput(
         f"{printable(str(path)) or repr(str(path))} {what}",
         expected="a Python script with a function workload()",
-        remedy=remedy or "check the name; of several workloads name one as train.py:name",
+        remedy=remedy
+        or "check the name; if a script has several workloads, name one as train.py:name",
     )

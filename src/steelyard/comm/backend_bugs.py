@@ -47,10 +47,10 @@ def _check(node: Node, in_flight: Mapping[str, Node]) -> None:
     clashing = [other for other in in_flight.values() if {node.op, other.op} & _COALESCED]
     if clashing:
         raise Mismatch(
-            f"the step gathers {node.name} while {clashing[0].name} is on its way, on gloo, where "
-            "that corrupts memory",
-            expected="each all_gather_into_tensor waited for before the next gather, or "
-            "all_gather_into_tensor_out in its place",
+            f"the step gathers {node.name} while {clashing[0].name} is in flight, which corrupts "
+            "memory on gloo",
+            expected="each all_gather_into_tensor to end before the next gather, or "
+            "all_gather_into_tensor_out instead",
             remedy="wait for the first, or use another backend than gloo (torch 2.13)",
         )
 

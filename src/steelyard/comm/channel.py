@@ -103,8 +103,8 @@ def check_channels(program: Program, channels: Mapping[str, Channel]) -> None:
         if num_ranks_of_channel != collective.num_ranks:
             raise Mismatch(
                 f"the step exchanges data among {collective.num_ranks} ranks over the axis "
-                f"{collective.axis!r}, where there are {num_ranks_of_channel}",
-                expected="a process group for each axis, of the size that was planned for",
+                f"{collective.axis!r}, but its group has {num_ranks_of_channel}",
+                expected="a process group for each axis, of the size in the plan",
                 remedy="start as many ranks as the plan was made for, or plan again",
             )
     backends = {axis: channel.backend for axis, channel in channels.items()}

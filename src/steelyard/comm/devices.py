@@ -23,7 +23,7 @@ def torch_device_of(model: nn.Module) -> torch.device:
     if len(devices) > 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
         raise BadInput(
             f"the model is on {' and '.join(devices)}",
-            expected="all of it on the CPU, or on one CUDA device",
-            remedy="move it first, with model.to(...)",
+            expected="the whole model on the CPU, or on one CUDA device",
+            remedy="move it first with model.to(...)",
         )
     return torch.device(devices[0])

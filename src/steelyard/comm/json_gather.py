@@ -49,7 +49,7 @@ def _lengths(own: int, group: dist.ProcessGroup | None) -> list[int]:
         if not 0 < length_of_rank <= MOST_BYTES:
             global_rank = _global(rank, group)
             raise _refusal(
-                global_rank, f"rank {global_rank} announces a message of {length_of_rank} bytes"
+                global_rank, f"rank {global_rank} announced a message of {length_of_rank} bytes"
             )
     return lengths
 
@@ -72,19 +72,19 @@ def _read(message: bytes, adapter: TypeAdapter[T], rank: int) -> T:
         first = error.errors(include_url=False, include_input=False)[0]
         why = printable(first["msg"], most=48)
     except (ValueError, RecursionError):
-        why = "it is no JSON"
-    raise _refusal(rank, f"rank {rank} sent a message that is refused: {why}")
+        why = "it is not JSON"
+    raise _refusal(rank, f"rank {rank} sent an invalid message: {why}")
 
 
 def _refuse_constant(name: str) -> Never:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _refusal(rank: int, happened: str) -> RankFailed:
     return RankFailed(
         happened,
-        expected=f"JSON as steelyard writes it, of at most {MOST_BYTES} bytes",
-        remedy="install one version on all hosts; who may reach ranks: docs/security.md",
+        expected=f"a message in JSON of at most {MOST_BYTES} bytes",
+        remedy="install the same version on all hosts; docs/security.md says who may connect",
         rank=rank,
         cause="other exchange",
     )

@@ -47,10 +47,11 @@ def stages_of_rank(schedule: str, rank: int, *, num_ranks: int, num_stages: int)
     )
     if rest or not fits or schedule not in SCHEDULES:
         raise BadInput(
-            f"{num_stages} stages on {num_ranks} ranks do not suit the schedule {schedule}",
+            f"{num_stages} stages on {num_ranks} ranks are not supported by the schedule "
+            f"{schedule}",
             expected="one stage a rank for GPipe and 1F1B, two for ZBVZeroBubble and DualPipeV, "
-            f"equally many for the others of {', '.join(SCHEDULES)}",
-            remedy="cut the step into other stages, or take another schedule",
+            f"an equal number for the others of {', '.join(SCHEDULES)}",
+            remedy="use another number of stages, or another schedule",
         )
     if schedule in _FOLDED:
         return (rank, num_stages - 1 - rank)
@@ -69,9 +70,9 @@ def made_schedule(schedule: str, stages: Any, *, micro_batches: int) -> Any:
         )
     except ValueError as error:
         raise BadInput(
-            f"{schedule} does not take {micro_batches} micro-batches: {str(error)[:120]}",
-            expected="as many micro-batches as the schedule can be made for",
-            remedy="take a multiple of the ranks and at least twice as many, or another schedule",
+            f"{schedule} does not support {micro_batches} micro-batches: {str(error)[:120]}",
+            expected="a number of micro-batches that the schedule supports",
+            remedy="use a multiple of the ranks and at least twice as many, or another schedule",
         ) from error
 
 

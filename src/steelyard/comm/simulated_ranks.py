@@ -74,7 +74,7 @@ class SimulatedRanks:
             has_turn = self._turn.wait_for(
                 lambda: self._running_rank == rank, timeout=_WAIT_SECONDS
             )
-        assert has_turn, f"rank {rank} waits for one that never comes"
+        assert has_turn, f"rank {rank} timed out waiting for its turn"
         self._set_rng_state(self._rng_states[rank])
 
     def _yield_turn(self, rank: int) -> None:
@@ -101,7 +101,7 @@ class SimulatedRanks:
             self._take_turn(rank)
             contributions = [value for value in self._contributions if value is not None]
             if len(contributions) < self._num_ranks or self._ended:
-                raise _LeftAlone("another rank has ended, and exchanges nothing more")
+                raise _LeftAlone("another rank has ended and exchanges no more data")
             result = reduce(x, contributions, rank)
             self._yield_turn(rank)
             self._take_turn(rank)

@@ -54,7 +54,7 @@ class Stopwatch:
             with self._clocked(-1):
                 yield
             return
-        assert self._excluded is not None, "it does not run"
+        assert self._excluded is not None, "the stopwatch is running"
         span = self._begin()
         yield
         self._end(span)

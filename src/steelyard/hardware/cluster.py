@@ -55,10 +55,10 @@ def _relative_speeds(speeds: Sequence[float], ranks: int) -> list[float]:
         each = ",".join("1" * ranks)
         raise BadInput(
             f"speeds {printable(repr(tuple(speeds)), most=60)} of {ranks} rank{'s' * (ranks > 1)}",
-            expected="a number above 0 for each rank: how fast it computes beside the others, none "
-            f"less than {_SLOWEST:g} of the fastest",
-            remedy=f"write such as --speeds {each}, which are alike, or leave them out: they are "
-            "measured",
+            expected=f"a relative speed above 0 for each rank, none below {_SLOWEST:g} of the "
+            "fastest",
+            remedy=f"write, for example, --speeds {each} for equal ranks, or leave them out to "
+            "have them measured",
         )
     return [speed / max(known) for speed in known]
 
@@ -103,9 +103,9 @@ class Cluster:
         if others:
             kinds = ", ".join(f"{count} {found.kind}" for found, count in self.tree.classes)
             raise BadInput(
-                f"the cluster is mixed: {kinds}",
-                expected="devices of one class here",
-                remedy="give a cluster of one of them",
+                f"the cluster has several classes of devices: {kinds}",
+                expected="devices of one class",
+                remedy="use a cluster with one class of devices",
             )
         return device
 
@@ -179,22 +179,22 @@ class Cluster:
 
         if type(hosts) is not int or not 1 <= hosts <= _MOST_HOSTS:
             raise BadInput(
-                f"a cluster of {hosts!r} hosts",
-                expected=f"a whole number of machines like this one, from 1 to {_MOST_HOSTS}",
+                f"a cluster of {hosts!r} hosts is not possible",
+                expected=f"a whole number of machines from 1 to {_MOST_HOSTS}",
                 remedy="write Cluster.here(ranks=2, hosts=2), or leave out hosts",
             )
         most = most_ranks_here()
         if type(ranks) is not int or not 1 <= ranks <= hosts * most:
             raise BadInput(
-                f"a cluster of {ranks!r} ranks",
+                f"a cluster of {ranks!r} ranks is not possible",
                 expected=f"a whole number of processes, from 1 to {most} on {num_cores()} cores"
-                + (f" of each of {hosts} hosts" if hosts > 1 else ""),
+                + (f" for each of {hosts} hosts" if hosts > 1 else ""),
                 remedy="write Cluster.here(ranks=2), or --ranks 2",
             )
         if ranks % hosts:
             raise BadInput(
-                f"a cluster of {ranks} ranks on {hosts} hosts",
-                expected="as many ranks on each of the hosts",
+                f"{ranks} ranks cannot be divided over {hosts} hosts",
+                expected="the same number of ranks on each host",
                 remedy=f"write Cluster.here(ranks={hosts}, hosts={hosts}), or leave out hosts",
             )
         of = this_device(ranks=ranks // hosts)

@@ -59,9 +59,9 @@ def preset_tree(name: str) -> TopologyLevel:
     machines = preset_tables()["scope"]
     if name not in machines:
         raise ClusterFileError(
-            f"there is no ready-made machine {printable(str(name), most=60)}",
+            f"unknown cluster preset {printable(str(name), most=60)}",
             expected=f"one of {', '.join(machines)}",
-            remedy="or declare it in a file: see docs/cluster-files.md",
+            remedy="choose a preset, or declare the cluster in a file: see docs/cluster-files.md",
         )
     return _ClusterReader({"preset": name}, name).tree()
 
@@ -71,7 +71,7 @@ def _as_cluster_error(error: PlanFileError) -> ClusterFileError:
     return ClusterFileError(
         error.happened,
         expected="devices, links and scopes, as docs/cluster-files.md describes them",
-        remedy="correct what is named above",
+        remedy="correct the entries named above",
     )
 
 
@@ -106,7 +106,7 @@ class _ClusterReader:
             tree = None
         if tree is not None and tree.num_devices > MOST_DEVICES:
             self._problems.append(
-                f"declares {tree.num_devices:.3g} devices, {MOST_DEVICES} at most"
+                f"declares {tree.num_devices:.3g} devices; at most {MOST_DEVICES} are supported"
             )
         if self._problems or tree is None:
             raise refusal(self._source, list(dict.fromkeys(self._problems)))
@@ -116,7 +116,7 @@ class _ClusterReader:
         """Return the scope that no other contains, or the preset that is the whole cluster."""
         given = self._tables.get("format")
         if type(given) is int and given > FORMAT:
-            raise refusal(self._source, ["was written for a later steelyard"])
+            raise refusal(self._source, ["was written for a later version of Steelyard"])
         try:
             head = Head.model_validate(self._tables)
         except ValidationError as error:
@@ -127,15 +127,15 @@ class _ClusterReader:
             self._own["scope"] = {head.preset: {"preset": head.preset}}
             return head.preset
         if head.preset is not None:
-            self._problems.append("names a preset for the whole and declares scopes as well")
+            self._problems.append("names a preset and also declares scopes")
         members = [table.get("members") for table in scopes.values() if isinstance(table, dict)]
         member_names = {name for inner in members if isinstance(inner, dict) for name in inner}
         roots = [name for name in scopes if name not in member_names]
         if len(roots) > 1:
             names = " and ".join(printable(name, most=60) for name in roots[:3])
-            self._problems.append(f"has {len(roots)} roots: no scope holds {names}")
+            self._problems.append(f"has {len(roots)} root scopes: no scope contains {names}")
         if not scopes:
-            self._problems.append("declares no scope: neither [scope.NAME] nor a preset")
+            self._problems.append("declares neither a scope ([scope.NAME]) nor a preset")
         if scopes and not roots:
             roots = [next(iter(scopes))]  # a loop, which _scope detects
         return roots[0] if len(roots) == 1 else ""
@@ -154,7 +154,7 @@ class _ClusterReader:
         if isinstance(preset, str):
             if preset not in self._presets[kind]:
                 known = _suggestion(preset, list(self._presets[kind]))
-                raise self._problem(f"{place}.preset is no {kind} that is known{known}")
+                raise self._problem(f"{place}.preset is not a known {kind}{known}")
             base = _without_overridden(self._presets[kind][preset], by=given)
         try:
             return model.model_validate({**base, **given, **_peaks(base, given)})
@@ -172,7 +172,7 @@ class _ClusterReader:
         # The list of all presets would be too long to read.
         hint = suggestion if "did you mean" in suggestion else ", nor is it a preset"
         return self._problem(
-            f"{place} names {printable(name, most=60)}, which nothing declares{hint}"
+            f"{place} names {printable(name, most=60)}, which is not declared{hint}"
         )
 
     # --- from tables to values --------------------------------------------------------------------
@@ -191,7 +191,7 @@ class _ClusterReader:
         rate, latency = table.rate, table.latency
         if table.curve is not None:
             if rate is not None or latency is not None:
-                raise self._problem(f"{place} has a curve and a rate or latency: one or the other")
+                raise self._problem(f"{place} has both a curve and a rate or latency")
             try:
                 return Link.curve(table.curve, kind=kind, doubt=table.doubt)
             except SteelyardError as error:
@@ -210,7 +210,7 @@ class _ClusterReader:
         place = f"device.{printable(name, most=60)}"
         for key in ("host_memory", "host_link"):
             if getattr(table, key) is not None and getattr(scope, key) is not None:
-                raise self._problem(f"{place} and scope.{within} both say {key}")
+                raise self._problem(f"{place} and scope.{within} both set {key}")
         link = table.host_link or scope.host_link
         shared = None if scope.host_memory is None else scope.host_memory // count
         return Device(
@@ -229,7 +229,7 @@ class _ClusterReader:
     def _scope(self, name: str, *, within: tuple[str, ...]) -> TopologyLevel:
         if name in within:
             loop = " > ".join(printable(n, most=30) for n in (*within[within.index(name) :], name))
-            raise self._problem(f"scope.{printable(name, most=60)} holds itself: {loop}")
+            raise self._problem(f"scope.{printable(name, most=60)} contains itself: {loop}")
         if name in self._scopes:
             return self._scopes[name]
         table = self._table("scope", name, ScopeTable)
@@ -257,7 +257,7 @@ class _ClusterReader:
         else:
             of = self._device(member, scope=table, within=name, count=num_members)
         if link is None and num_members > 1:
-            raise self._problem(f"{place}.link is missing: nothing joins its {num_members} members")
+            raise self._problem(f"{place}.link is missing: {num_members} members need a link")
         member_link = None if link is None else self._link(link, f"{place}.link")
         return LevelMember(of=of, count=table.members[member], link=member_link, ports=ports)
 

@@ -59,7 +59,7 @@ def _read_point(given: object) -> object:
     """Parse ``["1 MiB", "120 us"]``; raise BudgetError for anything but a pair."""
     if not isinstance(given, list) or len(given) != 2:
         raise BudgetError(
-            "a point of a curve is a size and a time",
+            "a point of a curve must be a size and a time",
             expected='two texts such as ["1 MiB", "120 us"]',
             remedy="write both",
         )

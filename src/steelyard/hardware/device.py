@@ -55,9 +55,9 @@ class Device:
         known = {"float32": self.flops_per_second, **dict(self.peaks)}
         if dtype not in known:
             raise BadInput(
-                f"the peak of {self.kind} in {dtype} is not known",
+                f"the peak of {self.kind} in {dtype} is unknown",
                 expected=f"one of {', '.join(known)}",
-                remedy=f"declare it: peak.{dtype}, in the cluster file",
+                remedy=f"declare peak.{dtype} in the cluster file",
             )
         return known[dtype]
 
@@ -85,5 +85,5 @@ class Device:
     def rates_said(self) -> str:
         """The rates assumed for a device without measurements, in words."""
         if self.reached is None:
-            return f"{self.kind} at its declared peak, which no program reaches"
+            return f"{self.kind} at its declared peak, which programs do not reach"
         return f"{self.kind} {self.reached.said}"

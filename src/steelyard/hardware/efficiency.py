@@ -32,9 +32,9 @@ class AchievedFraction:
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1 or not 0 < self.attention_share <= 1:
             raise BadInput(
-                f"kernels that reach {self.share:.3g} of a device, {self.attention_share:.3g} of "
-                "that in attention",
-                expected="shares above 0, and of 1 at most",
+                f"kernels have an efficiency of {self.share:.3g}, and of "
+                f"{self.attention_share:.3g} times that in attention",
+                expected="shares above 0 and at most 1",
                 remedy="correct the shares, or declare a faster device",
             )
 
@@ -44,6 +44,6 @@ class AchievedFraction:
         if self.calibration is not None:
             return f"{at}, which was fitted on {self.calibration.fitted.said}"
         if not self.source:
-            return f"{at}, as the cluster file says"
+            return f"{at}, as declared in the cluster file"
         error = "" if self.median_error is None else f"; median error {percent(self.median_error)}"
         return f"{at}: fitted on {self.source}{error}"

@@ -91,17 +91,20 @@ class Link:
 def _check(points: Sequence[Point]) -> None:
     wrong = ""
     if len(points) < 2:
-        wrong = f"has {len(points)} of the two points that it needs at least"
+        wrong = f"has {len(points)} points; at least two are needed"
     for (size, seconds), (larger, longer) in pairwise(points):
         if larger <= size:
-            wrong = f"goes back from {size} to {larger} bytes"
+            wrong = f"has sizes that decrease, from {size} to {larger} bytes"
         elif longer < seconds:
-            wrong = f"falls: {larger} bytes take {longer:g} s, and {size} take {seconds:g} s"
+            wrong = (
+                f"has times that decrease: {larger} bytes take {longer:g} s, but {size} take "
+                f"{seconds:g} s"
+            )
     if not wrong and points[-1][1] <= points[-2][1]:
-        wrong = "is level at its end, as if more bytes took no time"
+        wrong = "is flat at its end, so its bandwidth would be infinite"
     if wrong:
         raise BadInput(
             f"the curve of a link {wrong}",
-            expected="sizes that grow, and times that grow with them",
+            expected="increasing sizes, with increasing times",
             remedy='write it as [["4 KiB", "20 us"], ["1 MiB", "120 us"], ["64 MiB", "6 ms"]]',
         )

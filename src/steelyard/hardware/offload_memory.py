@@ -41,16 +41,16 @@ class OffloadMemory:
         if self.bytes_per_second < _SLOWEST or not self.folder:
             slow = f"a rate of {format_bytes(self.bytes_per_second)}/s"
             raise BudgetError(
-                f"{slow if self.folder else 'an empty name'} is no offload memory",
-                expected="a folder, used at 1 MB/s or more",
+                f"{slow if self.folder else 'an empty name'} cannot be used as offload memory",
+                expected="a folder, and a rate of 1 MB/s or more",
                 remedy="write it as 500MB/s, or "
                 'OffloadMemory("/scratch", rate="500 MB/s", size="20 GiB")',
             )
         object.__setattr__(self, "size_bytes", parse_bytes(size, what="size"))
         if self.size_bytes < OFFLOAD_PAGE_BYTES:
             raise BudgetError(
-                f"a size of {format_bytes(self.size_bytes)} holds no value",
-                expected="room for what is to be moved",
+                f"a size of {format_bytes(self.size_bytes)} is too small to hold a value",
+                expected="a size that holds the offloaded values",
                 remedy="write it as 20GiB",
             )
 

@@ -52,8 +52,8 @@ class SoftwareStack:
         shares = (self.peak_share, self.bandwidth_share, self.attention_share)
         if not all(0 < share <= 1 for share in shares):
             raise BadInput(
-                f"a stack that reaches the shares {shares} of a device",
-                expected="shares above 0, and of 1 at most",
+                f"a software stack cannot reach the shares {shares} of a device",
+                expected="shares above 0 and at most 1",
                 remedy="correct the stack, or declare a faster device",
             )
 

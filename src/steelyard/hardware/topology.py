@@ -47,10 +47,12 @@ class TopologyLevel:
     num_devices: int = field(init=False)
 
     def __post_init__(self) -> None:
-        assert self.members, "a scope of nothing"
-        assert all(m.count > 0 and m.ports > 0 for m in self.members), "a count of none"
+        assert self.members, "a scope has members"
+        assert all(m.count > 0 and m.ports > 0 for m in self.members), (
+            "the count of a member is positive"
+        )
         alone = sum(m.count for m in self.members) == 1
-        assert alone or all(m.link for m in self.members), "nothing joins the members"
+        assert alone or all(m.link for m in self.members), "several members are joined by a link"
         object.__setattr__(self, "num_devices", sum(m.num_devices for m in self.members))
 
     @property
@@ -85,7 +87,7 @@ class TopologyLevel:
             whole, partial = divmod(priced, member.num_devices // member.count)
             prices = [(member.of.usd_per_hour, whole)]
             if partial:
-                assert isinstance(member.of, TopologyLevel), "a device is whole"
+                assert isinstance(member.of, TopologyLevel), "a device has no members"
                 prices.append((member.of.usd_per_hour_of(partial), 1))
             for price, count in prices:
                 if count and price is None:
@@ -162,7 +164,7 @@ class TopologyLevel:
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.num_devices:
             raise BadInput(
-                f"there is no rank {rank} in {self.name}",
+                f"{self.name} has no rank {rank}",
                 expected=f"a rank from 0 to {self.num_devices - 1}: {self.num_devices} devices",
                 remedy="name fewer ranks, or declare a larger cluster",
             )

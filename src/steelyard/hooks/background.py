@@ -83,7 +83,7 @@ def _failed(error: Exception) -> SteelyardError:
     if isinstance(error, SteelyardError):
         return error  # already has a remedy
     return RunFailed(
-        f"gradients did not come from all ranks: {str(error)[:200]}",
-        expected="every rank there until the backward pass is over",
-        remedy="look at the rank that ended first; go on from a checkpoint",
+        f"gradients of some ranks did not arrive: {str(error)[:200]}",
+        expected="every rank to complete the backward pass",
+        remedy="read the output of the rank that ended first, and resume from a checkpoint",
     )

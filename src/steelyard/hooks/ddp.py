@@ -97,9 +97,9 @@ class Buckets:
                 n for n in (*shapes, *expected_shapes) if shapes.get(n) != expected_shapes.get(n)
             )
             raise Mismatch(
-                f"what was lost of {name} has shape {shapes.get(name, 'none')}",
-                expected=f"{expected_shapes.get(name, 'none')}, as this model and code have it",
-                remedy="load what the same model and code saved",
+                f"the saved residual of {name} has shape {shapes.get(name, 'none')}",
+                expected=f"{expected_shapes.get(name, 'none')}, as this model and codec require",
+                remedy="load the state saved with the same model and codec",
             )
         share = 1 / self._group.size()
         self._scale = 1.0

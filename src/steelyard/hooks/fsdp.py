@@ -20,7 +20,7 @@ class CompressedReduceScatter:
     """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __init__(self, codec: Codec) -> None:
-        assert not codec.has_residual, "nothing is kept"
+        assert not codec.has_residual, "this codec has no residual"
         self._codec = codec
 
     def allocate(
@@ -44,9 +44,9 @@ class CompressedReduceScatter:
         ranks = group.size()
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise RunFailed(
-                f"FSDP2 asks for {op} of gradients in codes",
+                f"FSDP2 requested {op} of compressed gradients",
                 expected="their sum or mean",
-                remedy="take set_gradient_divide_factor out, or do not compress",
+                remedy="remove set_gradient_divide_factor, or do not compress",
             )
         total = CompressedReduce(self._codec, group).scattered(input_tensor.view(ranks, -1))
         output_tensor.copy_(total[: output_tensor.numel()].view_as(output_tensor))
@@ -60,7 +60,7 @@ class CompressedReduceScatter:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         if state:
             raise Mismatch(
-                f"what was lost of {len(state)} parameters is to be loaded",
-                expected="nothing: in 8 bits nothing is kept from step to step",
-                remedy="load what the same model and code saved",
+                f"the state holds residuals of {len(state)} parameters",
+                expected="an empty state, because int8 has no residuals",
+                remedy="load the state saved with the same model and codec",
             )

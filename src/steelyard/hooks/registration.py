@@ -57,9 +57,9 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
     codec = _codec_named(code)
     if codec is None:
         raise BadInput(
-            f"{code!r} is no code of gradients",
+            f"unknown gradient codec {code!r}",
             expected=f"one of {', '.join(map(repr, CODECS))}, 'rank 4'",
-            remedy='compress(module, "int8"), for example',
+            remedy='write, for example, compress(module, "int8")',
         )
     _refuse_sparse(module)
     device = torch_device_of(module)
@@ -70,7 +70,7 @@ def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = N
     raise BadInput(
         f"a {type(module).__name__} exchanges no gradients",
         expected="a DistributedDataParallel, or a module that fully_shard was called on",
-        remedy="wrap the model first, then compress what that returns",
+        remedy="wrap the model first, then compress the wrapped model",
     )
 
 
@@ -78,9 +78,9 @@ def _refuse_sparse(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             raise BadInput(
-                f"the gradient of {name} is sparse, and torch hands it to no hook",
-                expected="gradients that are whole",
-                remedy=f"make {name} with sparse=False",
+                f"the gradient of {name} is sparse, and torch passes it to no hook",
+                expected="dense gradients",
+                remedy=f"create {name} with sparse=False",
             )
 
 
@@ -119,9 +119,9 @@ def _check_backend(group: dist.ProcessGroup) -> None:
     backends = dist.get_backend_config(group)
     if "cuda:nccl" not in backends:
         raise BadInput(
-            f"parameters are on a GPU, and its gradients are sent by {backends}",
-            expected="ranks that send by NCCL what is on a GPU",
-            remedy='init_process_group("nccl"), or "cpu:gloo,cuda:nccl"',
+            f"parameters are on a GPU, but the process group has the backends {backends}",
+            expected="the NCCL backend for gradients on a GPU",
+            remedy='call init_process_group("nccl"), or with "cpu:gloo,cuda:nccl"',
         )
 
 
@@ -138,9 +138,11 @@ _send.__annotations__["bucket"] = dist.GradBucket  # type: ignore[attr-defined]
 def _compress_fsdp(module: Any, codec: Codec, device: torch.device) -> Lost:
     if codec is not INT8:
         raise BadInput(
-            f"FSDP2 sends a module's gradients as one, and {codec.name} is not for all of them",
+            f"FSDP2 sends all gradients of a module as one tensor, which {codec.name} does not "
+            "support",
             expected="'int8'",
-            remedy='compress(module, "int8"), or MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)',
+            remedy='call compress(module, "int8"), or use '
+            "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
         )
     if device.type == "cuda":
         for mesh in {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}:
@@ -168,7 +170,7 @@ def _check_ranks_agree(
     different = [rank for rank, other in enumerate(digests.tolist()) if other != int(digests[0])]
     if different:
         raise RanksDiffer(
-            f"rank {different[0]} asks for another code, or has other parameters, than rank 0",
-            expected="the same code and model on all ranks",
+            f"rank {different[0]} has another codec or other parameters than rank 0",
+            expected="the same codec and model on all ranks",
             remedy="start every rank with the same program",
         )

@@ -54,8 +54,8 @@ class ClusterLayout:
         degrees = (self.tensor, self.pipeline, self.data, self.micro_batches, self.virtual)
         if min(degrees) < 1 or self.state_stage not in range(4):
             raise BadInput(
-                f"a layout of degrees {degrees} and state stage {self.state_stage}",
-                expected="degrees of 1 and more, and a stage from 0 to 3",
+                f"a layout cannot have degrees {degrees} and state stage {self.state_stage}",
+                expected="degrees of at least 1, and a stage from 0 to 3",
                 remedy="correct the layout",
             )
 
@@ -74,8 +74,8 @@ class ClusterLayout:
         parts = self.pipeline * self.virtual
         if num_blocks % parts:
             raise BadInput(
-                f"{num_blocks} blocks in {parts} equal runs",
-                expected="as many blocks in each of the stages and virtual stages",
+                f"{num_blocks} blocks cannot be divided into {parts} equal runs",
+                expected="the same number of blocks in each stage and virtual stage",
                 remedy="choose a pipeline and virtual degree that divide the number of blocks",
             )
         return num_blocks // self.pipeline
@@ -84,8 +84,8 @@ class ClusterLayout:
         counts = self.stage_blocks
         if len(counts) != self.pipeline or sum(counts) != num_blocks or min(counts) < 1:
             raise BadInput(
-                f"{num_blocks} blocks in stages of {counts}",
-                expected=f"{self.pipeline} stages of one block and more, with all blocks in them",
+                f"{num_blocks} blocks do not match stages of {counts}",
+                expected=f"{self.pipeline} stages of at least one block, with all blocks assigned",
                 remedy="correct the blocks of the stages",
             )
         return counts

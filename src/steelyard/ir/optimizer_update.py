@@ -47,7 +47,7 @@ def parameters_named(graph: Graph, rule: ParameterRule) -> list[str]:
         raise Mismatch(
             f"{rule.trade} rule for {rule.parameter or 'nothing'} matches {len(found)} parameters "
             "of this model",
-            expected=f"{rule.count}, as the plan says",
+            expected=f"{rule.count}, as in the plan",
             remedy="plan again for this model, or edit parameter or count of that rule",
         )
     return found

@@ -35,9 +35,9 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         if self.shares and (len(self.shares) != self.batch or min(self.shares) < 1):
             raise BadInput(
-                f"the batch is shared as {spelled(self.shares)} among {self.batch} ranks",
-                expected="a share for each rank, each a whole number above 0",
-                remedy="write shares = [2, 1] under [[shard_batch]] for two ranks, for example",
+                f"the shares {spelled(self.shares)} do not match {self.batch} ranks",
+                expected="a whole number above 0 for each rank",
+                remedy="write, for example, shares = [2, 1] under [[shard_batch]] for two ranks",
             )
         # Equal layouts compare equal: equal shares become empty, and others are divided by their
         # gcd.

@@ -69,10 +69,10 @@ def actions_of(cells: Iterable[str]) -> tuple[Action, ...]:
     for cell in cells:
         if not _CELL.fullmatch(cell.strip()):
             raise PlanFileError(
-                f"a schedule says {cell!r}",
-                expected="stage, F, I, W or B, and micro-batch, as 0F1; two that overlap as "
-                "(0F2;1B1)OVERLAP_F_B",
-                remedy="take the table as torch's schedule wrote it",
+                f"a schedule has the invalid action {cell!r}",
+                expected="a stage, F, I, W or B, and a micro-batch, such as 0F1; overlapped "
+                "actions as (0F2;1B1)OVERLAP_F_B",
+                remedy="use the table as torch's schedule wrote it",
             )
         found += [
             Action(stage=int(stage), work=ActionKind(work), micro_batch=int(micro_batch))

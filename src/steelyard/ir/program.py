@@ -368,7 +368,7 @@ class Program:
             ]
             if instruction.sink is None:
                 if instruction.value in have:
-                    found.append(f"{instruction.value} is computed twice under one name")
+                    found.append(f"{instruction.value} is computed twice under the same name")
                 have.add(instruction.value)
         if self.loss and self.loss not in have:
             found.append("the loss is never computed")
@@ -382,7 +382,7 @@ class Program:
             if exchange.wait is None:
                 problems.append(f"nothing waits for {value}")
             problems += [
-                f"{i.value or f'sink of {i.node}'} reads {value} while it is on its way"
+                f"{i.value or f'sink of {i.node}'} reads {value} while it is in flight"
                 for index, i in enumerate(self.instructions)
                 if value in i.inputs and index != exchange.wait
             ]
@@ -396,7 +396,7 @@ class Program:
             if line.sink is not None and line.sink.kind is OutputKind.GRADIENT:
                 missing.discard(f"{SO_FAR}{line.sink.target}")
             found += [
-                f"{line.value or f'sink of {line.node}'} reads {name} before all is added"
+                f"{line.value or f'sink of {line.node}'} reads {name} before all parts are added"
                 for name in line.inputs
                 if name in missing
             ]

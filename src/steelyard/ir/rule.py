@@ -269,7 +269,7 @@ def rule_of(graph: Graph, rules: Sequence[CallRuleT]) -> dict[str, CallRuleT]:
             raise Mismatch(
                 f"{rule.trade} rule for {rule.op} (call {rule.nth}) in {rule.module or 'the loss'} "
                 f"matches {_count_text(len(found))} of this model",
-                expected=f"{_count_text(rule.count)}, as the plan says",
+                expected=f"{_count_text(rule.count)}, as in the plan",
                 remedy="plan again for this model, or edit module, op, nth or count of that rule",
             )
         named.update(dict.fromkeys(found, rule))

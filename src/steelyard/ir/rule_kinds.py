@@ -187,7 +187,7 @@ class PipelineStageEnd(Rule):
     behind: str
 
     def describe(self) -> str:
-        return f"{self.schedule} on {self.ranks} ranks, a stage ends behind {self.behind}"
+        return f"{self.schedule} on {self.ranks} ranks, a stage ends after {self.behind}"
 
 
 class GradientRule(ParameterRule):

@@ -80,7 +80,7 @@ class CostCache:
             if signature in wanted:
                 cost = _valid_cost(figures)
                 if cost is None:
-                    self._note(f"{self.path} holds an impossible cost; it is measured again")
+                    self._note(f"{self.path} holds an invalid cost; it is measured again")
                 else:
                     found[str(signature)] = cost
         return found
@@ -198,11 +198,13 @@ class CostCache:
         except OSError as trouble:
             self._give_up(f"is damaged ({error}) and cannot be moved ({trouble.strerror})")
             return
-        self._note(f"{self.path} was damaged ({error}); moved to {renamed.name} and begun anew")
+        self._note(
+            f"{self.path} was damaged ({error}); moved to {renamed.name}, and a new one was started"
+        )
 
     def _give_up(self, why: str) -> None:
         self._is_usable = False
-        self._note(f"the cost cache {self.path} {why}; costs are measured again each time")
+        self._note(f"the cost cache {self.path} {why}; costs are measured again in every run")
 
     def _note(self, text: str) -> None:
         if text not in self._notes:

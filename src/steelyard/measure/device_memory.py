@@ -18,9 +18,9 @@ def check_is_own(home: torch.device) -> None:
     """
     if home.type == "cuda" and home.index != torch.cuda.current_device():
         raise BadInput(
-            f"the model is on {home}, and the current GPU is {torch.cuda.current_device()}",
-            expected="a model on the GPU that is the current one in its process",
-            remedy=f"torch.cuda.set_device({home.index}), before the model is made",
+            f"the model is on {home}, but the current GPU is {torch.cuda.current_device()}",
+            expected="a model on the current GPU of its process",
+            remedy=f"call torch.cuda.set_device({home.index}) before the model is created",
         )
 
 

@@ -112,7 +112,7 @@ def _gloo() -> DoctorRow:
         name="gloo",
         value="missing",
         verdict=Verdict.NOTE,
-        remedy="install a torch built with gloo to run several ranks on CPUs",
+        remedy="install a torch build with gloo to run several ranks on CPUs",
     )
 
 
@@ -129,7 +129,9 @@ def _speed() -> Iterator[DoctorRow]:
     )
     times = sorted(matmul_seconds(torch.device("cpu"), rounds=30))
     noise = (times[26] - times[3]) / times[15]
-    value = f"{noise:.0%} between the fastest and the slowest tenth of one product's times"
+    value = (
+        f"{noise:.0%} between the fastest and the slowest tenth of the times of one matrix product"
+    )
     if noise <= _MOST_NOISE:
         yield DoctorRow(name="noise", value=value)
     else:
@@ -137,7 +139,8 @@ def _speed() -> Iterator[DoctorRow]:
             name="noise",
             value=value,
             verdict=Verdict.NOTE,
-            remedy="stop what else runs here, or expect wide intervals on predicted times",
+            remedy="stop other processes on this machine, or expect wide intervals on predicted "
+            "times",
         )
 
 
@@ -156,7 +159,7 @@ def _memory() -> DoctorRow:
             name="memory",
             value=value,
             verdict=Verdict.NOTE,
-            remedy="stop what else holds memory: large operators will not be measured",
+            remedy="stop other processes that use memory: large operators will not be measured",
         )
     return DoctorRow(name="memory", value=value)
 
@@ -170,7 +173,7 @@ def _limits() -> Iterator[DoctorRow]:
             name="process limits",
             value=f"{name} = {format_bytes(limit)}",
             verdict=Verdict.NOTE,
-            remedy="give it as --memory too, or raise it with ulimit: beyond it allocations fail",
+            remedy="also use it as --memory, or raise it with ulimit: allocations beyond it fail",
         )
 
 
@@ -212,6 +215,6 @@ def _cache() -> DoctorRow:
             name="cost cache",
             value=file.notes[-1],
             verdict=Verdict.NOTE,
-            remedy="point STEELYARD_CACHE at a file that can be written",
+            remedy="set STEELYARD_CACHE to a writable file",
         )
     return DoctorRow(name="cost cache", value=f"{path}, {format_bytes(path.stat().st_size)}")

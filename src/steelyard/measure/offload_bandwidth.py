@@ -57,8 +57,8 @@ def measured_links(
             verb = "written" if axis == FAR_OUT else "read"
             notes.append(
                 f"offload memory in {offload_memory.folder} is {verb} at "
-                f"{format_bytes(reached)}/s, not at "
-                f"the {format_bytes(rate)}/s declared: predicted with what was measured"
+                f"{format_bytes(reached)}/s, not at the declared {format_bytes(rate)}/s; "
+                "predictions use the measured rate"
             )
             rate = reached
         links[axis] = Link(

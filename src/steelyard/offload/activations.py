@@ -65,8 +65,8 @@ class Slots:
         shape, stride, dtype = self._layouts[slot]
         if not torch.empty_strided(shape, stride, device="meta").is_contiguous():
             raise RunFailed(
-                f"a value to come back in slices has shape {list(shape)}, strides {list(stride)}",
-                expected="rows that lie one behind the other, as torch described it when captured",
+                f"a value to be fetched in slices has shape {list(shape)}, strides {list(stride)}",
+                expected="contiguous rows, as torch described the value when it was captured",
                 remedy="set slices of its offload rule to 0, and report this model",
             )
         matrix = OffloadedMatrix(
@@ -87,8 +87,8 @@ def _layout(x: torch.Tensor) -> _Layout:
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride()))
     if x.numel() and span != x.numel():
         raise RunFailed(
-            f"a value to be moved has gaps: shape {list(x.shape)}, strides {list(x.stride())}",
-            expected="a value that fills its memory, as torch described it when it was captured",
-            remedy="take its offload rule out of the plan, and report this model",
+            f"a value to be offloaded has gaps: shape {list(x.shape)}, strides {list(x.stride())}",
+            expected="a value without gaps in memory, as torch described it when it was captured",
+            remedy="remove its offload rule from the plan, and report this model",
         )
     return x.shape, x.stride(), x.dtype

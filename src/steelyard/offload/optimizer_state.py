@@ -87,8 +87,8 @@ class OffloadedStates:
     def _step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
         if closure is not None:
             raise BadInput(
-                "the optimizer was called with a closure, and what it keeps lies in offload memory",
-                expected="optimizer.step() without one",
+                "the optimizer was called with a closure, but its state is in offload memory",
+                expected="optimizer.step() without a closure",
                 remedy="compute the loss before, or plan without offload memory",
             )
         self.tensors.begin()
@@ -183,7 +183,8 @@ class OffloadedStates:
         x = dict.get(state, key)
         if not isinstance(x, torch.Tensor) or x.nbytes != place.nbytes:
             raise Mismatch(
-                f"the optimizer keeps no {key} of {place.nbytes} bytes for {parameter_of(name)}",
+                f"the optimizer has no state {key} of {place.nbytes} bytes for "
+                f"{parameter_of(name)}",
                 expected="the state that it was planned with",
                 remedy="plan again with the optimizer as it is now",
             )
@@ -335,7 +336,7 @@ def why_undivided(
         except Exception as error:  # noqa: BLE001 - an optimizer may fail in its own way
             return f"the optimizer fails on one parameter at a time ({type(error).__name__})"
     same = len(whole) == len(divided) and all(map(_is_same, whole, divided))
-    return "" if same else "the optimizer's step is another for one parameter at a time"
+    return "" if same else "the optimizer's step gives other results for one parameter at a time"
 
 
 def _probe(
@@ -382,7 +383,7 @@ def why_uncut(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -
         except Exception as error:  # noqa: BLE001 - an optimizer may fail in its own way
             return f"the optimizer fails on some rows of a parameter ({type(error).__name__})"
     same = len(whole) == len(divided) and all(map(_is_same, whole, divided))
-    return "" if same else "the optimizer's step is another for some rows of a parameter"
+    return "" if same else "the optimizer's step gives other results for some rows of a parameter"
 
 
 # So wide that slices begin and end on vector boundaries of any processor.

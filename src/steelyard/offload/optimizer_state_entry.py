@@ -35,7 +35,7 @@ class OffloadedState(dict[str, Any]):
         if key not in self.keys_in_order:
             raise KeyError(key)
         raise Mismatch(
-            f"{key} of this parameter lies in offload memory",
-            expected="to be read between steps through optimizer.state_dict()",
-            remedy="call state_dict(), which brings all of it home, or plan without offload memory",
+            f"{key} of this parameter is in offload memory",
+            expected="access between steps through optimizer.state_dict()",
+            remedy="call state_dict(), which fetches all state, or plan without offload memory",
         )

@@ -98,8 +98,8 @@ class SlicedUpdate:
         )
         if not all(x is not None and x.is_contiguous() for x in offloaded_tensors):
             raise Mismatch(
-                f"parameter {self.name} or its gradient no longer lies row by row",
-                expected="the strides that it was planned with: it is updated in slices",
+                f"parameter {self.name} or its gradient is no longer contiguous",
+                expected="the strides at planning, because it is updated in slices",
                 remedy="plan again for this model",
             )
 
@@ -125,13 +125,13 @@ class SlicedUpdate:
             )  # fmt: skip
             if not (has_same_form if key in self.state_offsets else is_number):
                 raise Mismatch(
-                    f"the optimizer keeps {key} for {self.name} in another form than it did",
-                    expected="the state that it was planned with: it is updated in slices",
+                    f"the optimizer state {key} of {self.name} has changed its shape or dtype",
+                    expected="the state at planning, because it is updated in slices",
                     remedy=_PLAN_AGAIN,
                 )
         if state and (missing := self.state_offsets.keys() - state.keys()):
             raise Mismatch(
-                f"the optimizer keeps no {min(missing)} for {self.name}",
+                f"the optimizer has no state {min(missing)} for {self.name}",
                 expected="the state that it was planned with",
                 remedy=_PLAN_AGAIN,
             )

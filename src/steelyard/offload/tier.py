@@ -58,10 +58,9 @@ class OffloadFile:
         total = self._permanent_bytes + sum(rounded)
         if total > self.offload_memory.size_bytes:
             raise BadInput(
-                f"the plan moves {format_bytes(total)} to {self.offload_memory.folder}, which "
-                "may hold "
-                f"{format_bytes(self.offload_memory.size_bytes)}",
-                expected="an offload memory as large as the plan was made for",
+                f"the plan offloads {format_bytes(total)} to {self.offload_memory.folder}, which "
+                f"may hold {format_bytes(self.offload_memory.size_bytes)}",
+                expected="offload memory of the size that the plan was made for",
                 remedy="allow a larger size, or plan again",
             )
         if total > self._size:
@@ -116,18 +115,18 @@ class OffloadFile:
             if not transfer.done() and stalled_seconds >= patience:
                 raise RunFailed(
                     f"offload memory in {self.offload_memory.folder} stalls: "
-                    f"{format_bytes(OFFLOAD_PIECE_BYTES)} are not through after "
+                    f"{format_bytes(OFFLOAD_PIECE_BYTES)} were not transferred within "
                     f"{format_seconds(stalled_seconds)}",
                     expected=f"~{format_seconds(declared)}, at the declared rate",
-                    remedy="name another folder for offload memory, or plan without",
+                    remedy="use another folder for offload memory, or plan without it",
                 )
         self.waited_seconds += time.perf_counter() - begin
         error = transfer.exception()
         if isinstance(error, OSError):
             raise RunFailed(
                 f"offload memory in {self.offload_memory.folder} failed: {error.strerror or error}",
-                expected="a disk that takes what it is given, and gives it back",
-                remedy="name another folder for offload memory, or plan without",
+                expected="a disk that reads and writes without errors",
+                remedy="use another folder for offload memory, or plan without it",
             ) from error
         if error is not None:
             raise error
@@ -162,14 +161,15 @@ class _Lane:
     def start(self, offset: int, x: torch.Tensor, *, is_write: bool) -> "Future[None]":
         if os.getpid() != self._process:
             raise RunFailed(
-                "offload memory was opened before this process was forked; its threads were not",
+                "offload memory was opened before this process was forked, so its threads do not "
+                "run here",
                 expected="steps in the process in which the plan was applied",
                 remedy="apply the plan here: plan.apply(model)",
             )
         if self._is_stopped.is_set():
             raise RunFailed(
-                "offload memory was closed, and a step moves values to it",
-                expected="to be open while steps are taken",
+                "offload memory was closed, but a step needs it",
+                expected="offload memory that is open during steps",
                 remedy="apply the plan again: plan.apply(model)",
             )
         transfer: Future[None] = Future()
@@ -225,16 +225,16 @@ def _open(offload_memory: OffloadMemory) -> int:
     folder = Path(offload_memory.folder)
     if not folder.is_dir():
         raise BadInput(
-            f"there is no folder {offload_memory.folder} for offload memory",
-            expected="a folder on a disk, with room",
-            remedy="make it, or name another",
+            f"the folder {offload_memory.folder} for offload memory does not exist",
+            expected="a folder on a disk with free space",
+            remedy="create it, or use another folder",
         )
     kind = filesystem_of(folder)
     if kind in _IN_MEMORY:
         raise BadInput(
-            f"{offload_memory.folder} is on {kind}, which is main memory and no disk",
+            f"{offload_memory.folder} is on {kind}, which is main memory, not a disk",
             expected="a folder on a disk",
-            remedy="name another folder",
+            remedy="use another folder",
         )
     try:
         # O_TMPFILE: the file has no name, so nothing is left behind however this process ends.
@@ -246,9 +246,8 @@ def _open(offload_memory: OffloadMemory) -> int:
 def _unusable(offload_memory: OffloadMemory, problem: str, error: OSError) -> BadInput:
     return BadInput(
         f"the offload memory in {offload_memory.folder} {problem}: {error.strerror}",
-        expected="a folder that can be written to, on a disk with room, read past its cache "
-        "(O_TMPFILE and O_DIRECT)",
-        remedy="name another folder, or plan without offload memory",
+        expected="a writable folder on a disk with free space that supports O_TMPFILE and O_DIRECT",
+        remedy="use another folder, or plan without offload memory",
     )
 
 

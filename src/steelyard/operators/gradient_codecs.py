@@ -281,15 +281,15 @@ def _ones(*shape: int, device: torch.device) -> torch.Tensor:
 def _compiled(run: Callable[..., object], examples: Sequence[torch.Tensor]) -> _Compiled:
     if examples[0].device.type == "cpu" and _torch.cpp_compiler() is None:
         raise BadInput(
-            "gradients in codes are compiled, and Inductor finds no C++ compiler",
+            "gradient codecs are compiled, but Inductor finds no C++ compiler",
             expected="g++ or clang++, or CXX naming one",
-            remedy="install one, or take the rules of these gradients out of the plan",
+            remedy="install one, or remove the rules of these gradients from the plan",
         )
     if examples[0].device.type != "cpu" and find_spec("triton") is None:
         raise BadInput(
-            "gradients in codes are compiled, and Inductor finds no Triton for a GPU",
-            expected="the triton that torch's own builds for GPUs bring",
-            remedy="install one, or send gradients in bfloat16 or as factors, which need none",
+            "gradient codecs are compiled, but Inductor finds no Triton for the GPU",
+            expected="triton, which comes with torch's builds for GPUs",
+            remedy="install it, or send gradients in bfloat16 or as factors, which do not need it",
         )
     return _torch.compiled(run, examples)
 

@@ -86,15 +86,15 @@ def encode_decisions(
     script = script or name.removesuffix(".toml").removesuffix(".plan") + ".py"
     check = shlex.join(("steelyard", "plan", script, "--check", name))
     header = (
-        "# The decisions of one Steelyard plan; what they are predicted to cost stands in the JSON",
-        "# file beside this one. Edit them, then check the edit:",
+        "# The decisions of one Steelyard plan; their predicted costs are in the JSON",
+        "# file next to this one. Edit them, then check the edit:",
         f"#   {printable(check, most=1000)}",
     )
     text = "\n".join([*header, *_lines(decisions)]) + "\n"
     # A file that cannot be read back must never be written; the names in a model may be odd.
     sorted_decisions = replace(decisions, rules=tuple(sorted(decisions.rules)))
     if decode_decisions(text, source=name) != sorted_decisions:
-        raise AssertionError(f"{name} does not read back as it was written")
+        raise AssertionError(f"{name} does not read back unchanged")
     return text
 
 
@@ -112,14 +112,14 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
     target = head.target.value()
     if target.ranks % target.hosts:
         text = f"{target.ranks} ranks on {target.hosts} hosts"
-        raise refusal(source, [f"is made for {text}, which are not as many on each"])
+        raise refusal(source, [f"is for {text}, which do not divide equally"])
     if problem := _used_ranks_problem(head.used_ranks, target, ParallelLayout.of(rules).num_ranks):
         raise refusal(source, [problem])
     offload_trade = next((rule.trade for rule in rules if rule.needs_offload_memory), "")
     if head.offload_memory is None and offload_trade:
         raise refusal(
             source,
-            [f"moves values to offload memory ([[{offload_trade}]]) and has no [offload_memory]"],
+            [f"offloads values ([[{offload_trade}]]) but has no [offload_memory]"],
         )
     return Decisions(
         target=target,
@@ -138,13 +138,13 @@ def _used_ranks_problem(used: list[int], target: Target, num_ranks: int) -> str:
     if not used:
         return ""
     if used != sorted(set(used)) or used[-1] >= target.ranks:
-        return f"used_ranks are not numbers below {target.ranks} (target.ranks), ascending"
+        return f"used_ranks must be ascending numbers below {target.ranks} (target.ranks)"
     if len(used) != num_ranks:
-        return f"used_ranks has {len(used)} ranks, and the shard rules lie on {num_ranks}"
+        return f"used_ranks has {len(used)} ranks, but the shard rules need {num_ranks}"
     each = target.ranks_of_a_host
     whole = {rank // each * each + n for rank in used for n in range(each)}
     if target.hosts > 1 and num_ranks > 1 and whole != {*used}:
-        return f"used_ranks has some ranks of a host and not all {each}"
+        return f"used_ranks has some but not all {each} ranks of a host"
     return ""
 
 
@@ -159,8 +159,8 @@ def _check_format(tables: dict[str, Any], source: str) -> None:
     if type(found) is int and found > FORMAT:
         raise refusal(
             source,
-            ["was written by a later steelyard"],
-            remedy="update steelyard, or plan again: steelyard plan train.py",
+            ["was written by a later version of Steelyard"],
+            remedy="update Steelyard, or plan again: steelyard plan train.py",
         )
 
 
@@ -171,10 +171,10 @@ def _rules(tables: dict[str, Any]) -> tuple[tuple[Rule, ...], list[str]]:
         table, of_trade = table_of(kind), list[Rule]()
         given = tables.get(trade, [])
         if not isinstance(given, list):
-            problems.append(f"{trade} is written [[{trade}]], with two brackets")
+            problems.append(f"{trade} must be written as [[{trade}]], with two brackets")
             continue
         if len(given) > kind.most:
-            problems.append(f"{trade} has {len(given)} tables, and at most {kind.most} may stand")
+            problems.append(f"{trade} has {len(given)} tables; at most {kind.most} are allowed")
             continue
         for index, entry in enumerate(given):
             if len(problems) >= _MOST_PROBLEMS:
@@ -190,7 +190,7 @@ def _rules(tables: dict[str, Any]) -> tuple[tuple[Rule, ...], list[str]]:
     rules.sort()
     for rule, next_rule in pairwise(rules):
         if rule == next_rule:
-            problems.append(f"{rule.trade}: {printable(rule.describe())} is twice")
+            problems.append(f"{rule.trade}: the rule {printable(rule.describe())} is duplicated")
     return tuple(rules), problems[:_MOST_PROBLEMS]
 
 

@@ -45,9 +45,9 @@ def refuse_to_lose(path: Path) -> None:
     if not is_ours:
         name = printable(str(path))
         raise BadInput(
-            f"{name} was edited or not written here, and would be overwritten",
-            expected="a plan file as it was last written, or none",
-            remedy=f"keep it and give another name with -o, or delete {name}",
+            f"{name} was edited or written elsewhere, and would be overwritten",
+            expected="an unedited plan file, or none",
+            remedy=f"keep it and choose another name with -o, or delete {name}",
         )
 
 
@@ -91,7 +91,10 @@ def with_reasons(plan: Plan, path: Path) -> Plan:
     if not found.num_offers:
         return plan
     if _peaks(found) != _peaks(plan):
-        note = "the step needs other memory than when it was planned: plan again for the reasons"
+        note = (
+            "the step needs a different amount of memory than when it was planned: plan again to "
+            "get the reasons"
+        )
         return replace(plan, notes=(*plan.notes, note))
     planned_seconds = found.planned_seconds
     if planned_seconds is None and found.predicted.metrics != plan.predicted.metrics:
@@ -171,11 +174,11 @@ def decode_explanation(
         raise PlanFileError(error.happened, expected=_EXPECTED, remedy=remedy) from None
 
 
-_EXPECTED = "the predictions of a plan as steelyard writes them"
+_EXPECTED = "predictions as Steelyard writes them"
 
 
 def _remedy(plan_name: str) -> str:
-    return f"make it anew: steelyard plan train.py --check {printable(shlex.quote(plan_name))}"
+    return f"create it again: steelyard plan train.py --check {printable(shlex.quote(plan_name))}"
 
 
 def _decoded(raw: bytes | str, decisions: Decisions, source: str) -> PlanOnFile:

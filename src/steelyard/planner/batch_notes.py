@@ -14,8 +14,8 @@ from steelyard.ir.rule_kinds import BatchSharding, MicroBatches
 
 # Learning-rate scaling for a larger batch: Goyal et al. (2017), Malladi et al. (2022).
 GROWN = (
-    "where the batch grows, training is another: the usual learning rate grows as much under SGD "
-    "(Goyal et al., 2017), as its square root under Adam (Malladi et al., 2022)"
+    "a larger batch changes training: the learning rate is usually scaled linearly with the batch "
+    "for SGD (Goyal et al., 2017), and with its square root for Adam (Malladi et al., 2022)"
 )
 
 
@@ -29,9 +29,9 @@ def half_precision_note(rules: Sequence[Rule], graph: Graph) -> Iterator[str]:
     )
     if parts > 1 and computes_in_half(graph):
         yield (
-            f"the step computes in half precision, and the gradients of {parts} parts of the batch "
-            "are each rounded to it: training differs from the whole batch's by rounding, and is "
-            "as accurate (docs/models.md)"
+            f"the step computes in half precision, and the gradients of each of {parts} parts of "
+            "the batch are rounded to it: training differs from that on the whole batch by "
+            "rounding, and is as accurate (docs/models.md)"
         )
 
 
@@ -44,6 +44,6 @@ def batch_size_note(layout: ParallelLayout, samples: int) -> Iterator[str]:
         each = f"{spelled(layout.shares)} on ranks 0 to {layout.batch - 1}"
     groups = " group" if layout.num_ranks > layout.batch else ""
     yield (
-        f"the batch is held: {samples} samples a step as on one device, {each}{groups}, and so is "
-        "the learning rate"
+        f"the global batch stays {samples} samples a step, {each}{groups}; the learning rate stays "
+        "the same"
     )

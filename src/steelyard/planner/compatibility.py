@@ -26,22 +26,22 @@ def target_differences(
     of the model's parameters; ``used`` are the ranks of the plan that take the step.
     """
     if ours.batch != theirs.batch:
-        yield "planned for another batch shape; the same rules were predicted anew"
+        yield "planned for another batch shape; its rules were predicted again for this one"
     elif ours.graph != theirs.graph:
         yield (
-            "planned for operators with other arguments (a dropout's rate, a mean or a sum); it is "
-            "the step as it is now that was predicted, and runs"
+            "planned for operators with other arguments (such as a dropout rate, or mean or sum); "
+            "the present step was predicted, and runs"
         )
     if theirs.declared and not ours.declared:
         yield (
-            f"planned for the declared cluster {printable(theirs.declared)}; predicted anew for "
+            f"planned for the declared cluster {printable(theirs.declared)}; predicted again for "
             "this machine, on which it runs"
         )
     elif ours.cluster not in (
         theirs.cluster,
         _used_cluster_fingerprint(theirs, used or range(ours.ranks), home),
     ):
-        yield "planned for another machine or number of threads; predicted anew for this one"
+        yield "planned for another machine or number of threads; predicted again for this one"
 
 
 def _used_cluster_fingerprint(theirs: Target, used: Sequence[int], home: torch.device) -> str:
@@ -68,10 +68,10 @@ def check_cluster(decisions: Decisions, cluster: Cluster) -> None:
     theirs = decisions.target.cluster
     if cluster.fingerprint != theirs:
         raise Mismatch(
-            f"the plan was made for another cluster than {cluster.tree.name} (fingerprint "
+            f"the plan was made for a different cluster than {cluster.tree.name} (fingerprint "
             f"{theirs[:16]}, this one is {cluster.fingerprint})",
-            expected="the cluster that was planned for",
-            remedy="name that one, or plan again for this one",
+            expected="the cluster that the plan was made for",
+            remedy="name that cluster, or plan again for this one",
         )
 
 
@@ -81,7 +81,7 @@ def check_target(decisions: Decisions, ours: Target) -> None:
         raise Mismatch(
             "the plan was made for another model, loss or set of trained parameters "
             f"(fingerprint {theirs.model[:16]}, this one is {ours.model})",
-            expected="the model and loss that were planned",
+            expected="the model and loss that the plan was made for",
             remedy="plan again for this model",
         )
     if ours.torch != theirs.torch:

@@ -82,11 +82,11 @@ def _find_within(session: PlanningSession, budget: Budget) -> tuple[SearchResult
         assert least is not None
         needed = math.ceil(least.peak.nbytes * (1 + _margin(session)))
         raise Infeasible(
-            f"no plan for Inductor was found within memory <= {format_bytes(budget.memory_bytes)}: "
-            f"the smallest of {len(tried)} tries takes ~{format_bytes(least.peak.nbytes)}",
+            f"no plan for Inductor fits within memory <= {format_bytes(budget.memory_bytes)}: the "
+            f"smallest of {len(tried)} plans tried takes ~{format_bytes(least.peak.nbytes)}",
             expected=f"at least ~{format_bytes(needed)}, set by "
             f"{least.peak.at} in {least.peak.path or 'the loss'}",
-            remedy="allow more memory, take the runner python, or use a smaller batch"
+            remedy="allow more memory, use the python runner, or use a smaller batch"
             + _why_not_split(session),
             least_bytes=needed,
         )
@@ -95,7 +95,7 @@ def _find_within(session: PlanningSession, budget: Budget) -> tuple[SearchResult
 
 def _why_not_split(session: PlanningSession) -> str:
     why = session.source.why_not_split()
-    return f" (it cannot be cut into micro-batches: {why})" if why else ""
+    return f" (it cannot be split into micro-batches: {why})" if why else ""
 
 
 def compiled_limit(session: PlanningSession, nbytes: int) -> int:

@@ -92,7 +92,7 @@ class CostProvider:
         subsets = _declared_subsets(cluster)
         skew = None
         if cluster.num_devices > 1 and self._is_here:
-            on_progress("measuring how ranks reach one another")
+            on_progress("measuring the links between ranks")
             measured = measured_ranks(
                 cluster.num_devices, hosts=cluster.hosts, home=home, speeds=cluster.speeds,
                 cache=self._cache,
@@ -160,7 +160,7 @@ class CostProvider:
         if slowdown > 1:
             self.notes.append(
                 f"the control group of this process may use {quota_cores():.2g} of the cores: "
-                f"computing is said to take {slowdown:.2f} times its processor time"
+                f"computation is predicted to take {slowdown:.2f} times its processor time"
             )
         return slowdown
 
@@ -300,7 +300,7 @@ class CostProvider:
         whole = self._calibrated(
             source,
             base.graph.fingerprint,
-            "checking them against a whole step",
+            "calibrating them with a whole step",
             lambda: whole_step(
                 self._runnable(source, base), seconds_budget=_CALIBRATION_SECONDS, device=self._home
             ),
@@ -319,7 +319,7 @@ class CostProvider:
         lead = self._calibrated(
             source,
             f"lead of the host in {base.graph.fingerprint}",
-            "looking how far the host is ahead",
+            "measuring how far the host runs ahead",
             lambda: host_lead(run, device=self._home),
             operators=1.0,
         )
@@ -338,7 +338,7 @@ class CostProvider:
         found = self._calibrated(
             source,
             f"{base.graph.fingerprint} compiled",
-            "compiling a whole step, and checking them against it",
+            "compiling a whole step and calibrating them with it",
             lambda: whole_step(
                 self._runnable(source, base, lowered=lowered),
                 seconds_budget=_CALIBRATION_SECONDS,
@@ -375,7 +375,7 @@ class CostProvider:
             ratio = self._calibrated(
                 source,
                 f"{cut.repeats} x {cut.graph.fingerprint} beside {self._base.graph.fingerprint}",
-                f"checking them against a step in {cut.repeats} micro-batches",
+                f"calibrating them with a step in {cut.repeats} micro-batches",
                 lambda: step_time_ratio(
                     self._runnable(source, cut),
                     self._runnable(source, self._base),
@@ -477,9 +477,9 @@ class CostProvider:
 
 def _profiled(what: str) -> BadInput:
     return BadInput(
-        f"a profiler is on, and {what} would have to be measured for this plan: measuring takes "
-        "the profiler's events away, and the profiler slows down what is measured",
-        expected="no torch.profiler that records, or warms up, while a step is planned",
+        f"a profiler is active, but this plan needs {what} to be measured: measuring would take "
+        "the profiler's events, and the profiler would slow down the measurement",
+        expected="no torch.profiler that records or warms up while a step is planned",
         remedy="call steelyard.plan() before the profiler is started",
     )
 
@@ -600,9 +600,9 @@ class PricedSource:
         for node in graph.nodes:
             if node.body is not None and node.signature in self._prices.failed:
                 raise Mismatch(
-                    f"what {node.path or 'the loss'} makes cannot be carried out in slices",
-                    expected="calls that work on some of the rows as on all",
-                    remedy="take the chunk rule out of the plan, or plan again",
+                    f"the result of {node.path or 'the loss'} cannot be computed in slices",
+                    expected="operators that give the same result on some of the rows as on all",
+                    remedy="remove the chunk rule from the plan, or plan again",
                 )
         return graph
 

@@ -80,7 +80,7 @@ class DeclaredClusterPlanner:
             raise self._too_small(num_ranks, limit)
         if bound is not None and found.step.step_seconds > bound:
             raise Infeasible(
-                f"no plan on {num_ranks} devices keeps step time <= {format_seconds(bound)}: the "
+                f"no plan on {num_ranks} devices has a step time <= {format_seconds(bound)}: the "
                 f"fastest takes ~{format_seconds(found.step.step_seconds)}",
                 expected=f"at least ~{format_seconds(found.step.step_seconds)}",
                 remedy="allow a longer step, or declare more or faster devices",
@@ -105,14 +105,14 @@ class DeclaredClusterPlanner:
             return Infeasible(
                 f"no layout on {num_ranks} devices divides the {self.step.num_samples} samples of "
                 f"the batch and the {self.search.num_blocks} blocks of the model",
-                expected="a number of devices that is a product of what divides them",
+                expected="a number of devices that is a product of divisors of both",
                 remedy="declare another number of devices, or use another batch",
             )
         needed_bytes = max(least, limit + 1)
         return Infeasible(
-            f"no plan fits {format_bytes(limit)} on each of {num_ranks} devices: the least is "
-            f"above ~{format_bytes(needed_bytes)}",
-            expected="a layout whose fullest rank holds no more than a device has",
+            f"no plan fits {format_bytes(limit)} on each of {num_ranks} devices: the step needs "
+            f"more than ~{format_bytes(needed_bytes)}",
+            expected="a layout whose fullest rank fits in the memory of a device",
             remedy="declare more devices or larger ones, or use a smaller batch or model"
             + self._why_not_split(),
             least_bytes=needed_bytes,
@@ -120,7 +120,7 @@ class DeclaredClusterPlanner:
 
     def _why_not_split(self) -> str:
         why = self.search.why_indivisible
-        return f" (it cannot be cut into micro-batches: {why})" if why else ""
+        return f" (it cannot be split into micro-batches: {why})" if why else ""
 
     def target(self) -> Target:
         graph, cluster = self.step.whole.graph, self.request.cluster
@@ -159,8 +159,8 @@ class DeclaredClusterPlanner:
         notes = [*self._rate_notes(chosen), *self._batch_note(chosen)]
         if chosen.step.peak_bytes > limit:
             notes.append(
-                f"does not fit: predicted {format_bytes(chosen.step.peak_bytes)}, a rank may hold "
-                f"{format_bytes(limit)}"
+                f"does not fit: predicted {format_bytes(chosen.step.peak_bytes)}, limit "
+                f"{format_bytes(limit)} a rank"
             )
         plan = Plan(
             title=self._title(chosen),
@@ -215,12 +215,12 @@ class DeclaredClusterPlanner:
 
     def _fewest_text(self, chosen: ClusterPlan) -> str:
         most = self.request.cluster.num_devices
-        return f"{chosen.layout.num_ranks} of {most} devices; no layout on fewer keeps the budget"
+        return f"{chosen.layout.num_ranks} of {most} devices; no layout on fewer fits the budget"
 
     def _next_cent(self, chosen: ClusterPlan, limit: int) -> NextCent | None:
         more = int(limit * _MORE_MEMORY_SHARE)
         other = self.search.fastest(chosen.layout.num_ranks, limit + more)
-        assert other is not None, "what fits in less fits in more"
+        assert other is not None, "a plan that fits in less memory fits in more"
         saved = chosen.step.step_seconds - other.step.step_seconds
         # Plans of nearly equal speed count as equal, and the simpler one is taken.
         is_faster = saved > chosen.step.step_seconds * ALIKE
@@ -253,14 +253,14 @@ class DeclaredClusterPlanner:
         equal_layouts = rivals_said(rivals(self.search, chosen, limit))
         headline = f"none of {count} layouts on {devices} is predicted to be {faster}"
         notes = [
-            f"{headline}, each with any of its blocks computed again",
+            f"{headline}, each with any subset of its blocks recomputed",
             *([equal_layouts] if equal_layouts else []),
             *self._rate_notes(chosen),
-            f"a rank may hold {self._limit_text(limit)}; nothing is reckoned for drivers beside it",
+            f"the limit is {self._limit_text(limit)} a rank; memory of drivers is not included",
         ]
         notes += self._batch_note(chosen)
         if chosen.layout.data > 1 or chosen.layout.micro_batches > 1:
-            notes.append("that samples may be told apart was judged by operators, and not tried")
+            notes.append("independence of samples was inferred from the operators, not tested")
         return notes
 
     def _limit_text(self, limit: int) -> str:
@@ -269,5 +269,5 @@ class DeclaredClusterPlanner:
             for device, _ in self.request.cluster.tree.classes
             if device.memory_bytes < limit
         })  # fmt: skip
-        less = "".join(f", {format_bytes(n)} where its device has no more" for n in smaller)
+        less = "".join(f", {format_bytes(n)} on devices with less memory" for n in smaller)
         return f"{format_bytes(limit)}{less}"

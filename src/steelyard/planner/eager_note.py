@@ -25,8 +25,8 @@ def note_beyond_eager(before: Prediction, predicted: Prediction) -> Iterator[str
     listed = ", ".join(f"{holding.what} {format_bytes(holding.nbytes)}" for holding in largest)
     at = f" at {peak.at} in {peak.path or 'the loss'}, {peak.phase.value} pass" if peak.at else ""
     yield (
-        f"the plan holds ~{format_bytes(peak.nbytes - eager_bytes)} more than eager PyTorch: "
-        f"its peak is{at}"
-        + (f", where most is {listed}" if listed else "")
-        + f"; a budget of {format_bytes(eager_bytes)} asks for no more than eager PyTorch takes"
+        f"the plan needs ~{format_bytes(peak.nbytes - eager_bytes)} more than eager PyTorch: its "
+        f"peak is{at}"
+        + (f", where the largest are {listed}" if listed else "")
+        + f"; a budget of {format_bytes(eager_bytes)} would allow no more than eager PyTorch takes"
     )

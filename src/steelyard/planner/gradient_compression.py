@@ -103,7 +103,10 @@ def _refuse_without_budget(
     )
     is_shared_by_all = layout.batch == session.request.cluster.num_devices
     if is_shared_by_all and waiting_seconds:
-        reason += f"; it could save at most the ~{format_seconds(waiting_seconds)} that ranks wait"
+        reason += (
+            f"; it could save at most the ~{format_seconds(waiting_seconds)} that ranks wait for "
+            "each other"
+        )
     available = _codecs_with_trades(session, refused)
     refused += (Rejection(trade=available[c], label=c.label, reason=reason) for c in available)
     return refused
@@ -126,11 +129,11 @@ def _why_not(
         return reason_small
     if is_judged_later and best is not plain:
         # Each further candidate costs a lowering and the compilation of its kernels.
-        return "was slower than what is taken, at the prices of what was captured"
+        return "is slower than the chosen plan, by the costs of the captured graph"
     if reason := lossy.why_not_probed():
         return reason
     if not is_compiled and seconds >= _step_seconds_of(best):
-        return f"takes ~{format_seconds(seconds)} a step before anything else, what is taken less"
+        return f"alone takes ~{format_seconds(seconds)} a step; the chosen plan takes less"
     return None
 
 
@@ -142,7 +145,7 @@ def refuse_unprobed() -> tuple[Rejection, ...]:
     """Return the rejections of all codecs on a declared cluster, where no loss drift can be
     probed."""
     reason = f"is lossy, and {NOT_PROBED}"
-    label = "gradients in codes"
+    label = "compressed gradients"
     return tuple(
         Rejection(trade=trade, label=label, reason=reason, left=Remaining.NEVER)
         for trade in (trade.name for trade in codec_trades(TRADES))
@@ -153,7 +156,7 @@ def note_on_accuracy(budget: Budget) -> tuple[str, ...]:
     """Return a note that the accuracy budget is unused because the cluster is only declared."""
     if not budget.accuracy_loss:
         return ()
-    return (f"no accuracy is lost, though the budget allows it: {NOT_PROBED}",)
+    return (f"the plan loses no accuracy, although the budget allows it: {NOT_PROBED}",)
 
 
 def available_codecs(session: PlanningSession) -> list[Codec]:
@@ -184,7 +187,7 @@ def _codecs_with_trades(session: PlanningSession, refused: list[Rejection]) -> d
     """Return the available codecs with their trades, and append a rejection of each other codec."""
     codecs = available_codecs(session)
     available: dict[Codec, str] = {}
-    reason = "Inductor finds no C++ compiler to make codes with"
+    reason = "Inductor finds no C++ compiler to compile the codecs"
     for codec, trade in codecs_of(session.request.trades).items():
         if codec in codecs:
             available[codec] = trade.name
@@ -212,7 +215,7 @@ def _candidates(
     """
     if not weighing.codecs:
         return []
-    session.request.on_progress("weighing gradients in codes")
+    session.request.on_progress("comparing gradient codecs")
     found, impossible = weighing.fastest(thoroughly=True)
     found = [
         weighing.gentler(candidate) if may_pay(candidate) else candidate for candidate in found
@@ -238,9 +241,7 @@ def _why_gain_too_small(session: PlanningSession, gain: float, plain: Prediction
     min_gain = max(_MIN_GAIN, _MIN_GAIN_IN_DOUBTS * doubt * waiting_seconds / step)
     if gain > min_gain:
         return None
-    return (
-        f"would gain {gain:.0%}, and less than {min_gain:.0%} may be an error of what is predicted"
-    )
+    return f"would save {gain:.0%}, and less than {min_gain:.0%} is within the prediction error"
 
 
 def _try_candidate(
@@ -268,22 +269,28 @@ def _try_candidate(
     try:
         found = weighing.plan(candidate, search_budget)
     except Infeasible:
-        return "with it no plan fits the budget"
+        return "no plan that uses it fits the budget"
     predicted = session.priced(found.program) if is_compiled else found.prediction
     seconds = _step_seconds_of(predicted)
     if seconds >= _step_seconds_of(best):
-        return f"with what the budget needs besides it would take ~{format_seconds(seconds)} a step"
+        return (
+            "together with the other trades that the budget requires, it would take "
+            f"~{format_seconds(seconds)} a step"
+        )
     too_little = _why_gain_too_small(session, _step_seconds_of(plain) / seconds - 1, plain)
     if too_little:
         return too_little
     if limit is not None and predicted.peak.nbytes > limit:
-        return f"with it the step would take {format_bytes(predicted.peak.nbytes)} when compiled"
+        return f"with it, the compiled step would take {format_bytes(predicted.peak.nbytes)}"
     if (
         limit is not None
         and (fallback_peak := peak_in_less_lossy_codecs(session, found.rules, found.program))
         > limit
     ):
-        return f"with it steps in milder codes or none would take {format_bytes(fallback_peak)}"
+        return (
+            "with it, steps in less lossy codecs or uncompressed would take "
+            f"{format_bytes(fallback_peak)}"
+        )
     drift = _drift_within(lossy, budget, found.rules, found.program)
     if isinstance(drift, str):
         return drift

@@ -28,15 +28,15 @@ def local_cluster(
         return cluster
     if cluster.offload_memory is not None:
         raise BadInput(
-            f"the model is on {home}, and offload memory was given",
-            expected="a model on the CPU: what is moved to a file and back lies there",
+            f"the model is on {home}, but offload memory was given",
+            expected="a model on the CPU: only CPU tensors can be offloaded to a file",
             remedy="plan without offload memory",
         )
     if runner != "python":
         raise BadInput(
-            f"the model is on {home}, and its step is to be compiled by {runner}",
-            expected="the python runner there: of what is compiled, kernels of a CPU are measured",
-            remedy="leave runner= out, or write --runner python",
+            f"the model is on {home}, but the runner is {runner}",
+            expected="the python runner on GPUs: compiled kernels are measured on CPUs only",
+            remedy="leave out runner=, or write --runner python",
         )
     check_is_own(home)
     gpu_of_rank = _gpu(home, cluster.fastest, ranks=cluster.ranks_of_a_host)
@@ -50,11 +50,11 @@ def _gpu(home: torch.device, here: Device, *, ranks: int) -> Device:
     seen, count = torch.cuda.get_device_properties(home), torch.cuda.device_count()
     if ranks > count and not os.environ.get(MAY_SHARE):
         raise BadInput(
-            f"the model is on {home}, {ranks} ranks were asked for, and torch sees {count} GPU"
+            f"the model is on {home} and {ranks} ranks were requested, but torch sees {count} GPU"
             + ("s" if count != 1 else ""),
-            expected="a GPU for each rank, seen by all: what shares one computes at a part of its "
-            "speed",
-            remedy=f"plan for {count}; or, to try things with no true times, {MAY_SHARE}=1",
+            expected="a GPU for each rank, visible to all: ranks that share a GPU share its speed",
+            remedy=f"plan for {count} ranks; or, to experiment without realistic times, set "
+            f"{MAY_SHARE}=1",
         )
     sharers = -(-ranks // count)
     kind = f"cuda {seen.name}" + (f", shared by {sharers} ranks" if sharers > 1 else "")

@@ -35,7 +35,7 @@ from steelyard.predict import peak_bytes
 from steelyard.search import SearchResult, StepSearch
 from steelyard.units import format_bytes
 
-NOT_PROBED = "a step that cannot be run here cannot be probed"
+NOT_PROBED = "a step that cannot run here cannot be probed"
 # A bell-shaped value loses 0.7 % of its norm. A value that loses more than this share has few
 # elements that are far larger than the others, which then share a handful of codes.
 _MAX_ERROR = 0.05
@@ -73,13 +73,13 @@ class LossyPlanner:
         """Return why this step cannot be probed in 8 bits; empty if it can."""
         session, source = self.session, self.session.source
         if trade_of(session.request.trades, ValueCodec) is None:
-            return "a batch that is only imagined cannot be probed"
+            return "a batch without values cannot be probed"
         if source.is_imagined or not session.request.cluster.is_here:
             return f"is lossy, and {NOT_PROBED}"
         if session.request.optimizer is None:
-            return "is lossy, and without an optimizer there is no drift of the loss to probe"
+            return "is lossy, and without an optimizer the drift of the loss cannot be probed"
         if _torch.any_hooks(list(source.model.parameters())):
-            return "is lossy, and a probe would not run the hooks of the parameters"
+            return "is lossy, and a probe does not run the hooks of parameters"
         return ""
 
     def probe_drift(self, rules: Sequence[Rule], program: Program, allowed: float) -> Drift | str:
@@ -98,7 +98,7 @@ class LossyPlanner:
         if key not in self._drifts or len(self._drifts[key].shares) < steps:
             layout = program.layout
             if layout != ParallelLayout(batch=layout.batch, shares=layout.shares):
-                return "only ranks that share the batch, and nothing else, are probed"
+                return "only plans whose ranks share nothing but the batch are probed"
             exact = self._exact_twin(rules)
             peaks = (peak_bytes(p, self.session.prices.costs) for p in (program, exact))
             needed = layout.num_ranks * max(peaks)
@@ -106,8 +106,11 @@ class LossyPlanner:
                 _SHARE_OF_FREE_MEMORY * free_bytes(torch_device_of(self.session.source.model))
             )
             if needed > free:
-                return f"a probe would take {format_bytes(needed)}, and may {format_bytes(free)}"
-            self.session.request.on_progress(f"probing {steps} steps in few bits, and without")
+                return (
+                    f"a probe would take {format_bytes(needed)} of memory; {format_bytes(free)} is "
+                    "allowed"
+                )
+            self.session.request.on_progress(f"probing {steps} steps with and without lossy trades")
             # Overlap and shared-memory transfer do not change a loss, so the twin needs only the
             # batch sharding.
             alone = tuple(r for r in _exact_rules(rules) if r.stage not in BETWEEN_RANKS)
@@ -115,7 +118,7 @@ class LossyPlanner:
                 self._losses[alone, layout] = self._losses_of(exact, steps)
             theirs = self._losses[alone, layout][:steps]
             if not all(map(math.isfinite, theirs)):
-                return f"within {steps} steps the loss is not finite, even without"
+                return f"the loss is not finite within {steps} steps, even without lossy trades"
             ours = self._losses_of(program, steps)
             self._drifts[key] = drift(ours, theirs, source=self.session.source)
         return self._drifts[key]
@@ -159,7 +162,7 @@ class LossyPlanner:
     def _probed(self, budget: Budget) -> tuple[SearchResult, Prediction]:
         errors = self._errors
         allowed = frozenset(site for site, error in errors.items() if error <= _MAX_ERROR)
-        reason = f"no value is within {_MAX_ERROR:.0%} of itself in 8 bits"
+        reason = f"no value has an error below {_MAX_ERROR:.0%} in 8 bits"
         for number in range(_MAX_ROUNDS):
             if not allowed:
                 break
@@ -199,13 +202,15 @@ class LossyPlanner:
             found = search.find(budget)
         except Infeasible as least:
             try:
-                return self.session.search.find(budget, barred="with it no plan fits the budget")
+                return self.session.search.find(
+                    budget, barred="no plan that uses it fits the budget"
+                )
             except Infeasible as exact_least:
                 # Report the smaller of both minima.
                 bytes_of = (least.least_bytes or 0, exact_least.least_bytes or 0)
                 raise least if bytes_of[0] <= bytes_of[1] else exact_least from None
         try:
-            exact = self.session.search.find(budget, barred="with it no plan is faster")
+            exact = self.session.search.find(budget, barred="no plan that uses it is faster")
         except Infeasible:
             return found
         return min((exact, found), key=lambda f: f.prediction.metrics.step_seconds.value)
@@ -224,7 +229,7 @@ class LossyPlanner:
     def _errors(self) -> dict[CallSite, float]:
         """The relative error of each value that could be stored in 8 bits, by call site."""
         session = self.session
-        session.request.on_progress("measuring what 8 bits lose")
+        session.request.on_progress("measuring the error of 8-bit values")
         graph = session.base.graph
         trade = value_codec(session.request.trades)
         offers, _ = trade.offers(session.base, session.source)
@@ -264,9 +269,9 @@ def _exact_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 def _error_text(site_errors: list[float]) -> str:
     if math.inf in site_errors:
-        return "holds something that is not finite in 8 bits"
-    most = f"at most {_MAX_ERROR:.0%} may be lost"
-    return f"loses up to {_percent(max(site_errors))} of its norm in 8 bits, and {most}"
+        return "holds values that are not finite in 8 bits"
+    most = f"at most {_MAX_ERROR:.0%} is allowed"
+    return f"loses up to {_percent(max(site_errors))} of its norm in 8 bits; {most}"
 
 
 def _percent(share: float) -> str:

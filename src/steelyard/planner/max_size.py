@@ -34,7 +34,7 @@ def largest(request: PlanRequest, maximize: Maximize) -> tuple[Planner, Plan]:
     """
     if request.budget.memory_bytes is None:
         raise BudgetError(
-            f"the largest {maximize} needs a budget to stay within",
+            f"the search for the largest {maximize} needs a memory budget",
             expected="a bound on memory",
             remedy='add one: --memory 2GiB, or budget=Budget(memory="2 GiB") in Python',
         )
@@ -46,11 +46,11 @@ def largest(request: PlanRequest, maximize: Maximize) -> tuple[Planner, Plan]:
     if low == 0:
         raise attempts.nothing_fits()
     planner = Planner(attempts.fitting())
-    summary = f"largest {maximize} that fits in one piece: {low} (now {attempts.now})"
+    summary = f"largest {maximize} that fits without splitting: {low} (now {attempts.now})"
     if high in attempts.why:
         summary += f"; {high} is not possible: {attempts.why[high]}"
     if request.budget.accuracy_loss:
-        summary += "; nothing is kept in 8 bits, which cannot be probed on a batch that is imagined"
+        summary += "; no value is kept in 8 bits, because a batch without values cannot be probed"
     return planner, replace(planner.plan(request.budget), largest=summary)
 
 
@@ -96,7 +96,7 @@ class _Attempts:
         return Infeasible(
             f"not even a {self._maximize} of {size} fits {self._request.budget}{impossible}",
             expected=f"at least ~{format_bytes(least)} for {size}" if least else "a possible size",
-            remedy="allow more memory, or take an optimizer with less state",
+            remedy="allow more memory, or use an optimizer with less state",
             least_bytes=least,
         )
 

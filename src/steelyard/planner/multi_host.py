@@ -150,9 +150,9 @@ class HostRendezvous:
             self._poll(started_keys, _START_SECONDS)
         except DistError as error:
             raise RankFailed(
-                "another host does not come to work while this one is measured",
-                expected="all hosts that met, waiting for this one's plan",
-                remedy="look at what the others wrote, and start all again",
+                "another host did not start its load while this one was measured",
+                expected="all hosts to wait for the plan of this one",
+                remedy="read the output of the other hosts, and start all of them again",
                 cause="absent",
             ) from error
 
@@ -180,9 +180,9 @@ class HostRendezvous:
             self.store.set(f"heard/{self.who.rank}", "")
         except DistError as error:
             raise RankFailed(
-                f"rank {self.planner} has told nothing of a plan, and is not there any more",
-                expected="a plan from the host that makes it, or what it found wrong",
-                remedy=f"look at what rank {self.planner} wrote",
+                f"rank {self.planner} exited without sending a plan",
+                expected="a plan or an error from the host that plans",
+                remedy=f"read the output of rank {self.planner}",
                 rank=self.planner,
                 cause="absent",
             ) from error
@@ -216,7 +216,7 @@ class HostRendezvous:
 
         while not self.store.check([_TEXT_KEY]):
             if time.monotonic() > until:
-                raise DistError(f"nothing within {_PLANNING_SECONDS:g} s")
+                raise DistError(f"no message within {_PLANNING_SECONDS:g} s")
             if self.store.check([f"work/{number}"]):
                 request = self.store.get(f"work/{number}").decode(errors="replace")
                 if request not in _REQUESTS:
@@ -252,7 +252,7 @@ class HostRendezvous:
         until = time.monotonic() + seconds
         while not self.store.check(list(keys)):
             if time.monotonic() > until:
-                raise DistError(f"nothing within {seconds:g} s")
+                raise DistError(f"no message within {seconds:g} s")
             time.sleep(_POLL_SECONDS)
 
 
@@ -266,16 +266,16 @@ def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterat
     who = who_am_i(os.environ)
     if who.hosts == 1:
         raise BadInput(
-            f"{who.size} ranks were started on one host to make a plan",
-            expected="ranks on several hosts, as many on each",
-            remedy="torchrun --nnodes 2 --nproc-per-node 1 ...; for ranks of one host, "
-            "steelyard plan --ranks 2 alone",
+            f"{who.size} ranks were started on one host to plan",
+            expected="ranks on several hosts, the same number on each",
+            remedy="start torchrun --nnodes 2 --nproc-per-node 1 ...; for ranks of one host, run "
+            "steelyard plan --ranks 2 without torchrun",
         )
     if who.size % who.hosts:
         raise BadInput(
-            f"{who.size} ranks were started on {who.hosts} hosts to make a plan",
-            expected="as many ranks on each of the hosts",
-            remedy="give all the same --nproc-per-node",
+            f"{who.size} ranks were started on {who.hosts} hosts to plan",
+            expected="the same number of ranks on each host",
+            remedy="use the same --nproc-per-node on all hosts",
         )
     keep_to_own_gpu()
     store = meeting_place(who)
@@ -360,16 +360,18 @@ def check_neighbours(who: RankInfo) -> None:
     for rank, (local_rank, cores) in enumerate(found):
         if local_rank != rank % each:
             raise BadInput(
-                f"rank {rank} is number {local_rank} of its host, and {who.size} ranks were "
+                f"rank {rank} is local rank {local_rank} of its host, but {who.size} ranks were "
                 f"started on {who.hosts} hosts",
-                expected=f"as many on each, the first {each} on the first host and so on",
-                remedy="torchrun starts them so; srun with --distribution=block",
+                expected=f"the same number on each host, the first {each} ranks on the first host "
+                "and so on",
+                remedy="start them with torchrun, or with srun --distribution=block",
             )
         if cores != found[rank - rank % each][1]:
             raise BadInput(
-                f"rank {rank} may use other cores than rank {rank - rank % each} of its host",
-                expected="ranks that may use all that their host gives; each keeps to its part",
-                remedy="start them unbound: srun --cpu-bind=none",
+                f"rank {rank} may use different cores than rank {rank - rank % each} of its host",
+                expected="ranks that may use all cores of their host; Steelyard assigns each its "
+                "part",
+                remedy="start them without binding: srun --cpu-bind=none",
             )
 
 
@@ -434,9 +436,9 @@ def _decompressed(packed: bytes) -> str:
 
 def _no_plan() -> RankFailed:
     return RankFailed(
-        "whoever came as rank 0 tells what no rank of steelyard tells",
-        expected="a plan, packed as steelyard packs it",
-        remedy="install one version on all hosts; who may come there: docs/security.md",
+        "the process connected as rank 0 sent data that is not a plan",
+        expected="a plan, packed as Steelyard packs it",
+        remedy="install the same version on all hosts; docs/security.md says who may connect",
         rank=0,
         cause="absent",
     )
@@ -460,13 +462,13 @@ def check_seen_by_all(folder: Path, coordinator: Coordinator) -> None:
     shown_folder = printable(str(folder))
     if answer.startswith(" "):
         raise CheckpointError(
-            f"the first host cannot save in {shown_folder}:{answer}",
-            expected="a folder that it may write to",
-            remedy="name another one with --checkpoint",
+            f"the first host cannot write to {shown_folder}:{answer}",
+            expected="a folder that the first host can write to",
+            remedy="name another folder with --checkpoint",
         )
     if unseen:
         raise BadInput(
             f"{shown_folder} is not the same folder on all hosts",
-            expected="one that all see: the first host saves there, and all go on from it",
+            expected="a shared folder: the first host saves there, and all hosts resume from it",
             remedy="name a folder on a file system that the hosts share, or leave out --checkpoint",
         )

@@ -24,8 +24,8 @@ def note_on_state(
         return
     adam, momentum = (_state_bytes(trained, state) for state in (_ADAM, _MOMENTUM))
     note = (
-        f"the plan holds no optimizer state: AdamW would add {format_bytes(adam)} (2 tensors like "
-        f"each of the {format_bytes(sum(trained))} of trained parameters), SGD with momentum "
+        f"the plan includes no optimizer state: AdamW would add {format_bytes(adam)} (2 tensors "
+        f"like each of the {format_bytes(sum(trained))} of trained parameters), SGD with momentum "
         f"{format_bytes(momentum)}, SGD without momentum none"
     )
     if limit_bytes is not None:
@@ -41,7 +41,7 @@ def note_on_state(
             note += f"; {least} and does not fit {format_bytes(limit_bytes)}"
             fits = "fits" if fitting else "does not fit either"
             note += f", SGD with momentum {fits}"
-    yield f"{note}; optimizer= plans for it"
+    yield f"{note}; give optimizer= to include it"
 
 
 def _trained_bytes(graph: Graph) -> list[int]:

@@ -118,7 +118,7 @@ class Planner:
         session = self.session
         if plan.frontier and not plan.least_within:
             return plan
-        session.request.on_progress("exploring the whole curve")
+        session.request.on_progress("computing the memory-time curve")
         search = self._search_for(plan.decisions)
         search.explore_all()
         if session.request.runner == "inductor":
@@ -193,7 +193,7 @@ class Planner:
         predicted, allowed = self.session.priced(program), decisions.budget.accuracy_loss
         if not program.is_lossy:
             return predicted, []
-        loss = "ranks send gradients in codes"
+        loss = "ranks send compressed gradients"
         if count := len(program.coded):
             loss = f"{count} value{'s are' if count > 1 else ' is'} kept in 8 bits"
         if not allowed:
@@ -201,7 +201,7 @@ class Planner:
         why_not = self.lossy.why_not_probed()
         drift = why_not or self.lossy.probe_drift(decisions.rules, program, allowed)
         if isinstance(drift, str):
-            return predicted, [f"{loss}, and what that costs is not known: {drift}"]
+            return predicted, [f"{loss}, and the accuracy loss is not known: {drift}"]
         metrics = replace(predicted.metrics, accuracy_loss=str(drift))
         notes = [] if drift.keeps(allowed) else [f"does not fit: {beyond(drift, allowed)}"]
         return replace(predicted, metrics=metrics), notes
@@ -234,9 +234,9 @@ def check_offload_room(decisions: Decisions, program: Program) -> None:
     offload_memory = decisions.offload_memory
     if offload_memory is not None and program.far_bytes > offload_memory.size_bytes:
         raise Mismatch(
-            f"the plan moves {format_bytes(program.far_bytes)} to "
-            f"{printable(offload_memory.folder)}, which "
-            f"may hold {format_bytes(offload_memory.size_bytes)}",
-            expected="an offload memory as large as what is moved",
-            remedy="allow a larger size under [offload_memory], or plan again",
+            f"the plan offloads {format_bytes(program.far_bytes)} to "
+            f"{printable(offload_memory.folder)}, which may hold "
+            f"{format_bytes(offload_memory.size_bytes)}",
+            expected="offload memory of at least that size",
+            remedy="set a larger size under [offload_memory], or plan again",
         )

@@ -54,9 +54,9 @@ def check_offload_memory(cluster: Cluster) -> None:
     free = shutil.disk_usage(offload_memory.folder).free
     if offload_memory.size_bytes > free:
         raise BadInput(
-            f"offload memory of {format_bytes(offload_memory.size_bytes)} in "
-            f"{offload_memory.folder}, whose disk has {format_bytes(free)} free",
+            f"offload memory of {format_bytes(offload_memory.size_bytes)} was requested in "
+            f"{offload_memory.folder}, but its disk has {format_bytes(free)} free",
             expected=f"at most {format_bytes(free)}",
-            remedy="name a smaller size (--offload-size), or a folder on a larger disk "
+            remedy="give a smaller size (--offload-size), or a folder on a larger disk "
             "(--offload-dir)",
         )

@@ -175,7 +175,7 @@ class PlanRequest:
         found |= why_whole(update, is_pointwise=is_pointwise)
         if _torch.any_hooks(list(trained.values())):
             hooked = (name for name, p in trained.items() if _torch.any_hooks([p]))
-            found |= dict.fromkeys(hooked, "it has hooks, which are given its gradient whole")
+            found |= dict.fromkeys(hooked, "it has hooks, which need its whole gradient")
         return found
 
 
@@ -419,8 +419,8 @@ class PlanningSession:
         found = list(self.prices.notes)
         if self.source.twin().has_unknown:
             found.append(
-                "eager PyTorch needs more than is said here: what its oneDNN kernel of a recurrent "
-                "layer keeps is not known"
+                "eager PyTorch needs more memory than stated here: what its oneDNN kernel saves "
+                "for a recurrent layer is unknown"
             )
         update = self.base.update
         graphs = [self.base.graph] if update is None else [self.base.graph, update.graph]
@@ -436,8 +436,9 @@ def _refuse_unequal_stages(layout: ParallelLayout, devices: Sequence[Device]) ->
     ranks = layout.num_ranks
     if layout.pipeline > 1 and len({*devices[:ranks]}) > 1:
         raise Mismatch(
-            f"the plan lays layers on {ranks} ranks, which are of unequal speed here",
-            expected="stages on devices of one class: what others take is not predicted yet",
-            remedy="plan again, which shares the batch unequally; or say that they are equal: "
-            f"speeds = {[1.0] * ranks} under [target]",
+            f"the plan assigns layers to {ranks} ranks, which have unequal speeds here",
+            expected="pipeline stages on devices of one class: unequal devices are not predicted "
+            "yet",
+            remedy="plan again, which shares the batch unequally; or declare equal speeds under "
+            f"[target]: speeds = {[1.0] * ranks}",
         )

@@ -27,20 +27,20 @@ def stored_plan(
     checked against a lower bound of the program's memory, which needs no measurement.
     """
     if path.suffix != ".toml" or not explanation_path(path).exists():
-        return "no predictions stand beside the plan file"
+        return "the plan file has no predictions file beside it"
     try:
         found = read_plan(path)
     except PlanFileError as damaged:
-        return f"the predictions beside the plan file cannot be used: {damaged.happened}"
+        return f"the predictions file of the plan cannot be used: {damaged.happened}"
     plan = found.plan
     if plan is None or found.decisions != decisions:
         return "the plan was edited after it was predicted"
     if plan.predicted_for != session.predicted_for:
         return "it was predicted for another step, machine or optimizer"
     if plan.predicted.peak.nbytes < _least_bytes(session, program):
-        return "the predictions beside the plan file say less memory than its program holds"
+        return "the predictions file states less memory than the program needs"
     if not tree_of(plan).fits:
-        return "it did not keep its budget when it was predicted"
+        return "it exceeded its budget when it was predicted"
     return plan
 
 

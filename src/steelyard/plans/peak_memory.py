@@ -9,7 +9,7 @@ from itertools import pairwise
 from steelyard.ir.graph import Phase, Role
 
 # Memory that a transfer needs in addition to the values of the step.
-PIECES = "pieces on their way to offload memory"
+PIECES = "offload transfer buffers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

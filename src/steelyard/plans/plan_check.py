@@ -28,20 +28,20 @@ def check_file(path: str | Path, decisions: Decisions) -> None:
         )
     if target.decomposition not in DECOMPOSITIONS[target.runner]:
         raise BadInput(
-            f"{path} is for an unknown table of operators, {target.decomposition[:40]!r}",
+            f"{path} has an unknown decomposition, {target.decomposition[:40]!r}",
             expected=" or ".join(DECOMPOSITIONS[target.runner]),
             remedy="plan again with this version",
         )
     ranks = ParallelLayout.of(decisions.rules).num_ranks
     if ranks > target.ranks:
         raise Mismatch(
-            f"{path} lies on {ranks} ranks, and is made for {target.ranks}",
+            f"{path} needs {ranks} ranks, but its target has {target.ranks}",
             expected=f"at most {target.ranks} under [[shard_batch]]",
             remedy=f"plan again with --ranks {ranks}, or set target.ranks to {ranks}",
         )
     if ranks > 1 and target.hosts > 1 and ranks % target.ranks_of_a_host:
         raise Mismatch(
-            f"{path} lies on {ranks} ranks, and each host has {target.ranks_of_a_host}",
+            f"{path} needs {ranks} ranks, but each host has {target.ranks_of_a_host}",
             expected="all ranks of some of the hosts, or one rank",
             remedy="plan again, or correct the degrees of its shard rules",
         )
@@ -57,9 +57,9 @@ def check_startable(path: str | Path, decisions: Decisions) -> None:
     if each > most:
         where = "on each host" if hosts > 1 else "on this machine"
         raise Mismatch(
-            f"{name} lies on {each} ranks {where}, which has {num_cores()} cores",
-            expected=f"at most {most} ranks on so many cores",
-            remedy="run it where it was planned for, or plan again here",
+            f"{name} needs {each} ranks {where}, which has {num_cores()} cores",
+            expected=f"at most {most} ranks on this number of cores",
+            remedy="run it on the machine that it was planned for, or plan again here",
         )
     cluster_for(decisions)
 

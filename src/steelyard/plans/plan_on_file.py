@@ -40,7 +40,7 @@ def explanation_path(path: Path) -> Path:
     """Return the path of a plan file's predictions: ``train.plan.toml`` -> ``train.plan.json``."""
     if path.suffix != ".toml":
         raise BadInput(
-            f"{printable(str(path))} is no name for a plan file",
+            f"{printable(str(path))} is not a valid name for a plan file",
             expected="a name that ends in .toml, such as train.plan.toml",
             remedy=f"call it {printable(path.with_suffix('.plan.toml').name)}",
         )

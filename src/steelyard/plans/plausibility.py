@@ -98,7 +98,7 @@ def _of_plan(plan: Plan) -> Iterator[_Problem]:
     refused = sum(1 for remaining in remainders if remaining is not Remaining.NEVER)
     for what, count in (("taken", len(plan.taken)), ("refused", refused)):
         if count > plan.num_offers:
-            yield (what,), f"has {count} offers, and there were {plan.num_offers}"
+            yield (what,), f"has {count} offers, but the plan had {plan.num_offers}"
 
 
 def _of_prediction(prediction: Prediction) -> Iterator[_Problem]:
@@ -113,19 +113,19 @@ def _of_prediction(prediction: Prediction) -> Iterator[_Problem]:
 
 def _of_metrics(metrics: Metrics) -> Iterator[_Problem]:
     if not is_word(metrics.accuracy_loss):
-        yield ("accuracy_loss",), "is no word for an accuracy loss, such as exact"
+        yield ("accuracy_loss",), "is not a valid accuracy loss, such as exact"
     # The two are estimated separately, so one may be slightly above the other.
     most = 2 * metrics.step_seconds.high
     for name in ("computation_seconds", "exposed_communication_seconds"):
         part: Estimate = getattr(metrics, name)
         if part.value > most:
             took = format_seconds(metrics.step_seconds.value)
-            yield (name,), f"is {format_seconds(part.value)}, in a step of {took}"
+            yield (name,), f"is {format_seconds(part.value)}, longer than the step of {took} allows"
 
 
 def _of_point(point: FrontierPoint) -> Iterator[_Problem]:
     if not is_word(point.accuracy_loss):
-        yield ("accuracy_loss",), "is no word for an accuracy loss, such as exact"
+        yield ("accuracy_loss",), "is not a valid accuracy loss, such as exact"
 
 
 def _of_peak(peak: PeakMemory) -> Iterator[_Problem]:
@@ -140,16 +140,16 @@ def _of_peak(peak: PeakMemory) -> Iterator[_Problem]:
 def _of_timeline(timeline: Timeline) -> Iterator[_Problem]:
     counts = {len(timeline.seconds), len(timeline.nbytes), len(timeline.phases)}
     if len(counts) > 1:
-        yield (), "has not as many seconds as nbytes and phases"
+        yield (), "has different numbers of seconds, nbytes and phases"
     if max(counts) > MOST_INSTANTS:
-        yield (), f"has {max(counts)} instants, and at most {MOST_INSTANTS} may stand"
+        yield (), f"has {max(counts)} instants; at most {MOST_INSTANTS} are allowed"
     if any(a > b for a, b in zip(timeline.seconds, timeline.seconds[1:])):
-        yield ("seconds",), "does not ascend"
+        yield ("seconds",), "is not in ascending order"
 
 
 def _of_measured(measured: RunMeasurement) -> Iterator[_Problem]:
     if measured.first_step > measured.steps + 1:
-        yield ("first_step",), f"is {measured.first_step}, beyond the last, {measured.steps}"
+        yield ("first_step",), f"is {measured.first_step}, after the last step, {measured.steps}"
 
 
 _RELATIONS: dict[type, Callable[..., Iterator[_Problem]]] = {

@@ -122,8 +122,8 @@ def _fitted_share(
 def check_devices(cluster: Cluster, fewest: int, most: int) -> None:
     if not 1 <= fewest <= most <= cluster.num_devices:
         raise BadInput(
-            f"devices {fewest}..{most} of a cluster of {cluster.num_devices}",
-            expected=f"from 1 to {cluster.num_devices}, the fewer ones first",
+            f"devices {fewest}..{most} are not in a cluster of {cluster.num_devices}",
+            expected=f"a range from 1 to {cluster.num_devices}, with the smaller number first",
             remedy="name fewer devices, or declare a larger cluster",
         )
 

@@ -166,8 +166,8 @@ def apply_rules_on_ranks(
         raise Mismatch(
             f"with shares of {spelled(layout.shares)}, ranks {first.rank} and {differing.rank} "
             "would exchange gradients in different orders",
-            expected="steps that differ between shares in their sizes alone",
-            remedy="take other shares under [[shard_batch]], such as larger ones, or equal ones",
+            expected="steps that differ between shares only in sizes",
+            remedy="use other shares under [[shard_batch]], such as larger or equal ones",
         )
     return replace(first, sibling_programs=tuple(others))
 
@@ -176,9 +176,9 @@ def _sharded_source(source: StepSource, layout: ParallelLayout, rank: int) -> Sh
     possible = source.divisors() if layout.shares else source.sharers()
     if layout.shares and layout.units not in possible:
         raise Mismatch(
-            f"the plan shares the batch as {spelled(layout.shares)}",
+            f"the plan has batch shares of {spelled(layout.shares)}",
             expected=f"shares that add up to one of {', '.join(str(k) for k in possible)}",
-            remedy="set shares under [[shard_batch]] to such as do, or plan again",
+            remedy="set shares under [[shard_batch]] accordingly, or plan again",
         )
     if layout.units not in possible:
         raise Mismatch(
@@ -191,9 +191,9 @@ def _sharded_source(source: StepSource, layout: ParallelLayout, rank: int) -> Sh
     reason = why_not() if layout.batch > 1 else None
     if reason is not None:
         raise Mismatch(
-            f"the plan shares the batch among {layout.batch} ranks, which would change what is "
-            f"trained: {reason}",
-            expected="a model and loss whose batch can be cut",
-            remedy="take the shard_batch rule out of the plan, or plan again",
+            f"the plan shares the batch among {layout.batch} ranks, which would change the "
+            f"training result: {reason}",
+            expected="a model and loss whose batch can be split",
+            remedy="remove the shard_batch rule from the plan, or plan again",
         )
     return ShardedSource(source=source, layout=layout, rank=rank)

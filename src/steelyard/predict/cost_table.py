@@ -175,10 +175,10 @@ class CostTable:
             link = self.links.get(DATA, link)
         if link is None and collective.is_pinned:
             raise BadInput(
-                "the plan's exchanges go through memory that ranks share, and these are not known "
-                "to share any",
+                "the plan exchanges data through shared memory, but these ranks have none in "
+                "common",
                 expected="ranks of one host, as Cluster.here finds them",
-                remedy="take the shared_memory_transfer rule out of the plan, or plan again",
+                remedy="remove the shared_memory_transfer rule from the plan, or plan again",
             )
         if link is None:
             raise BadInput(
@@ -203,11 +203,11 @@ class CostTable:
 class Missing(StrEnum):
     """The reason why an operator was not measured."""
 
-    NO_TIME = "the time for measuring was used up"
-    TOO_LARGE = "larger than the memory that is free"
+    NO_TIME = "the measuring time limit was reached"
+    TOO_LARGE = "needs more than the free memory"
     FAILED = "fails when called on its own"
-    EXCHANGES = "speaks to other ranks"
-    PROFILED = "a profiler was on"
+    EXCHANGES = "communicates with other ranks"
+    PROFILED = "a profiler was active"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,8 +92,8 @@ def _label(graph: Graph, instruction: Instruction) -> str:
         return f"{graph.by_name[node.inputs[0]].op} (in 8 bits)"
     if node.op == DECODE:
         (encode,) = node.inputs
-        return f"{graph.by_name[graph.by_name[encode].inputs[0]].op} (read back)"
-    return node.op + (" (again)" if instruction.is_again else "")
+        return f"{graph.by_name[graph.by_name[encode].inputs[0]].op} (dequantized)"
+    return node.op + (" (recomputed)" if instruction.is_again else "")
 
 
 _FETCHES = {
@@ -115,7 +115,7 @@ def held_underway(program: Program) -> list[tuple[Underway, int]]:
 
 
 def _in_flight_tensor(node: Node, nbytes: int) -> LiveTensor:
-    what = f"{node.op} (on its way)"
+    what = f"{node.op} (in flight)"
     return LiveTensor(
         nbytes=nbytes, what=what, path=node.path, line=node.line, phase=node.phase,
         role=Role.ACTIVATION,

@@ -28,11 +28,11 @@ def refuse_uncounted(graphs: Iterable[Graph]) -> None:
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     (op, _), _ = found[0]
     raise CaptureRefused(
-        f"may multiply, and has no formula for its FLOPs: {named}{more}",
-        expected="operators whose FLOPs can be counted, as nothing is measured on a declared "
-        "cluster",
-        remedy=f"register a formula in the script, with {_REGISTER}(torch.ops.{op}), or plan with "
-        "this step on a machine where it can be measured",
+        f"no FLOP formula is known for {named}{more}",
+        expected="operators whose FLOPs can be counted, because nothing is measured on a "
+        "declared cluster",
+        remedy=f"register a formula in the script with {_REGISTER}(torch.ops.{op}), or plan on a "
+        "machine where this step can be measured",
     )
 
 
@@ -46,11 +46,10 @@ def notes_on_uncounted(graphs: Iterable[Graph], costs: CostTable) -> Iterator[st
             calls = f"{len(nodes)} calls" if len(nodes) > 1 else "one call"
             how = "as measured"
             if not all(costs.is_measured(node) for node in nodes):
-                how = "guessed from the bytes that it moves, as it could not be measured"
+                how = "estimated from the bytes that it moves, because it could not be measured"
             yield (
-                f"{op}{_at(path, nodes)} may multiply, and has no formula for its FLOPs: they are "
-                f"counted as none; its {calls} take {format_share(share).lstrip('+')} of what the "
-                f"step computes, {how}"
+                f"{op}{_at(path, nodes)} has no FLOP formula and is counted as 0 FLOPs; its "
+                f"{calls} take {format_share(share).lstrip('+')} of the computation time, {how}"
             )
 
 

@@ -147,7 +147,7 @@ def _passes(program: Program, costs: CostTable) -> list[_Pass]:
                 program=program,
                 liveness=liveness(program, costs, accumulating=True),
                 base_bytes=resident + gradients,
-                base=(LiveTensor.of(gradients, "gradients so far", Role.GRADIENT),),
+                base=(LiveTensor.of(gradients, "accumulated gradients", Role.GRADIENT),),
                 accumulating=True,
             )
         )
@@ -235,9 +235,11 @@ def _resident_tensors(program: Program, costs: CostTable) -> list[LiveTensor]:
         LiveTensor.of(graph.resident_bytes(Role.TANGENT), "the gradient of the loss", Role.TANGENT),
     ]
     if lost := graph.resident_bytes(Role.STATE):
-        tensors.append(LiveTensor.of(lost, "what codes of gradients have lost", Role.STATE))
+        tensors.append(LiveTensor.of(lost, "error feedback of compressed gradients", Role.STATE))
     if slots := _slots_bytes(program, costs):
-        tensors.append(LiveTensor.of(slots, "room for what other ranks write", Role.BUFFER))
+        tensors.append(
+            LiveTensor.of(slots, "receive slots for messages of other ranks", Role.BUFFER)
+        )
     if pieces := _pieces_bytes(program):
         tensors.append(LiveTensor.of(pieces, PIECES, Role.BUFFER))
     if program.update is not None:

@@ -91,7 +91,7 @@ class _Recording(Playing):
     def wait(self, issued: Collective, arrival: float) -> None:
         begin = self.clock
         super().wait(issued, arrival)
-        self._record(WAITING, f"for {issued.kind.value}", issued.axis, begin, self.clock)
+        self._record(WAITING, f"waiting for {issued.kind.value}", issued.axis, begin, self.clock)
 
     def take(self, node: Node, seconds: float) -> None:
         begin = self.clock

@@ -169,5 +169,5 @@ def play_synchronized(
                 reached[index] = player.send(last)
             except StopIteration as end:
                 played.append(end.value)
-    assert len(played) == len(players), "ranks exchange different things"
+    assert len(played) == len(players), "ranks issue different collectives"
     return played

@@ -164,7 +164,7 @@ def _slowdown(plan: Plan) -> str:
 def _probe(plan: Plan) -> list[str]:
     """Return a note that explains the probed accuracy loss of a lossy plan."""
     _, _, probe = plan.predicted.metrics.accuracy_loss.partition(" (")
-    meaning = "how far the loss drifted from that of a twin without; no promise of a final accuracy"
+    meaning = "drift of the loss from an exact twin run; not a bound on the final accuracy"
     return [f"accuracy loss ({probe}: {meaning}"] if probe else []
 
 
@@ -175,7 +175,7 @@ def _verdict(plan: Plan, measured: RunMeasurement | None) -> tuple[str, bool]:
     lost = plan.predicted.metrics.accuracy_loss
     match keeps(lost, bound):
         case None:
-            text += "; how much accuracy it loses is not known"
+            text += "; its accuracy loss is unknown"
         case False:
             short = lost.partition(" (")[0]
             text = f"DOES NOT FIT: accuracy loss {short}, at most {bound * 100:g} % allowed; {text}"
@@ -186,7 +186,7 @@ def _verdict(plan: Plan, measured: RunMeasurement | None) -> tuple[str, bool]:
 def _memory_verdict(plan: Plan, measured: RunMeasurement | None) -> tuple[str, bool]:
     budget = plan.decisions.budget.memory_bytes
     if budget is None:
-        return "no bound on memory was given", True
+        return "no memory budget was given", True
     peak_bytes = plan.predicted.metrics.memory_bytes.value
     figure = f"~{format_bytes(peak_bytes)}"
     if measured is not None and measured.memory_bytes is not None:
@@ -220,7 +220,7 @@ def _paid(taken: SelectedTrade) -> str:
         return f"{seconds}, {memory}" if taken.pays_seconds > 0 else memory
     if kind_named(taken.trade).buys_communication and taken.pays_seconds < -_NO_TIME:
         # The processor time that a collective takes while it runs counts as computation.
-        return f"{seconds} (exchanging fewer bytes takes less of the processor)"
+        return f"{seconds} (exchanging fewer bytes takes less processor time)"
     return seconds
 
 
@@ -235,10 +235,10 @@ def _bought(taken: SelectedTrade) -> str:
 
 def _least_is(plan: Plan) -> str:
     if not plan.least_within:
-        return "is the least found"
+        return "is the least memory found"
     most = plan.least_within
-    cut = "with the batch in one piece" if most == 1 else f"in at most {most} micro-batches"
-    return f"is the least found {cut}"
+    cut = "with the whole batch" if most == 1 else f"in at most {most} micro-batches"
+    return f"is the least memory found {cut}"
 
 
 def _taken_is(plan: Plan) -> str:
@@ -287,7 +287,7 @@ def _as_of(plan: Plan) -> str:
     planned = format_seconds(plan.planned_seconds)
     if planned == format_seconds(plan.predicted.metrics.step_seconds.value):
         return ""
-    return f"offers, curve and next cent are of when it was planned, at ~{planned} a step"
+    return f"offers, curve and next cent are from planning, when a step took ~{planned}"
 
 
 def _next_cent(plan: Plan) -> str:
@@ -310,7 +310,7 @@ def _ran(measured: RunMeasurement) -> tuple[str, ...]:
     if measured.first_loss is not None and measured.last_loss is not None:
         facts.append(f"loss {measured.first_loss:.6g} to {measured.last_loss:.6g}")
     if measured.rss_bytes is not None:
-        facts.append(f"the whole process held {format_bytes(measured.rss_bytes)} (RSS)")
+        facts.append(f"the whole process used {format_bytes(measured.rss_bytes)} (RSS)")
     return tuple(facts)
 
 

@@ -46,7 +46,9 @@ class Failure:
         if isinstance(error, MemoryError) or "allocate memory" in message or "OutOfMemory" in name:
             remedy = "plan with a smaller --memory; see the traceback with --debug"
         elif not where:
-            remedy = "see the traceback with --debug, and report it if it is not yours"
+            remedy = (
+                "see the traceback with --debug, and report the error if it is not in your code"
+            )
         return cls(
             kind=name,
             happened=f"{doing} failed{f' at {where}' if where else ''}\n"

@@ -84,7 +84,7 @@ def write_page(tree: ReportDocument, path: Path | None) -> None:
         raise BadInput(
             f"{printable(str(path))} cannot be written: {error.strerror}",
             expected="a file name in a folder that can be written to",
-            remedy="give another place with --html",
+            remedy="choose another place with --html",
         ) from None
 
 
@@ -108,10 +108,10 @@ def _decisions(found: PlanOnFile, path: Path, width: int) -> list[Line]:
     script = path.name.removesuffix(".toml").removesuffix(".plan") + ".py"
     explanation = explanation_path(path).name
     why = (
-        f"{path.name} was edited: the predictions in {explanation} are of the plan before the edit "
-        "and are not shown"
+        f"{path.name} was edited: the predictions in {explanation} are for the plan before the "
+        "edit and are not shown"
         if found.is_edited
-        else f"there are no predictions beside it ({explanation})"
+        else f"its predictions file does not exist ({explanation})"
     )
     lines = [
         *words(f"plan {decisions.name}  budget: {decisions.budget}", width=width, tone=Tone.STRONG),

@@ -29,7 +29,7 @@ class RankRow:
         step, busy, waits = map(
             format_seconds, (self.step_seconds, self.busy_seconds, self.waiting_seconds)
         )
-        return f"rank {self.rank}  ~{step} a step: computes ~{busy}, waits ~{waits} for others"
+        return f"rank {self.rank}  ~{step} a step: computes ~{busy}, waits ~{waits} for other ranks"
 
     @property
     def figures(self) -> dict[str, float]:

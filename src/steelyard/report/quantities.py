@@ -39,7 +39,7 @@ class Quantity:
         if self.low is None or self.high is None:
             return "measured"
         if self.low == self.high:
-            return "no more and no less"
+            return "exact"
         return f"between {amount(self.low, self.unit)} and {amount(self.high, self.unit)}"
 
 

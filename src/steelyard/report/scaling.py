@@ -11,7 +11,7 @@ from steelyard.report.styled_text import Line, Tone, words
 from steelyard.units import format_seconds, format_share
 
 _LAYOUT = 1
-_TOO_FEW = "no law is fitted to fewer than two numbers of devices"
+_TOO_FEW = "a law needs at least two numbers of devices"
 
 
 def rendered(scaling: Scaling, *, width: int) -> list[Line]:
@@ -38,7 +38,7 @@ def rendered(scaling: Scaling, *, width: int) -> list[Line]:
     lines = [*words(title, width=width, tone=Tone.STRONG)]
     lines += _table("the same batch", "Amdahl", same)
     lines += words(_amdahl(scaling), width=width, tone=Tone.FAINT)
-    lines += _table("the batch grown with the devices", "Gustafson", grown)
+    lines += _table("the batch scaled with the devices", "Gustafson", grown)
     lines += words(_gustafson(scaling), width=width, tone=Tone.FAINT)
     for note in scaling.notes:
         lines += words(f"note  {note}", width=width)
@@ -56,12 +56,12 @@ def _amdahl(scaling: Scaling) -> str:
         if slow is None:
             return _TOO_FEW
         return (
-            f"Amdahl: no share of the step says this: on {slow.devices:,} devices it takes longer "
-            f"than on {first:,}, for their exchanges"
+            f"Amdahl: no serial share fits: {slow.devices:,} devices take longer than {first:,}, "
+            "because of their communication"
         )
     if not share:
-        return "Amdahl: as if all of the step shrank; more devices may compute less again"
-    return f"Amdahl: as if {_unsigned_share(share)} of the step on {first:,} devices did not shrink"
+        return "Amdahl: the serial share is 0 %; more devices may need less recomputation"
+    return f"Amdahl: the serial share is {_unsigned_share(share)} of the step on {first:,} devices"
 
 
 def _gustafson(scaling: Scaling) -> str:
@@ -71,12 +71,12 @@ def _gustafson(scaling: Scaling) -> str:
         if slow is None:
             return _TOO_FEW
         return (
-            f"Gustafson: no share of the step says this: {slow.devices:,} devices take fewer "
-            f"samples a second than {first:,}, for their exchanges"
+            f"Gustafson: no constant share fits: {slow.devices:,} devices process fewer samples a "
+            f"second than {first:,}, because of their communication"
         )
     if not share:
-        return "Gustafson: as if all of the step grew with the batch"
-    return f"Gustafson: as if {_unsigned_share(share)} of the step on any number did not grow"
+        return "Gustafson: the constant share is 0 %"
+    return f"Gustafson: the constant share is {_unsigned_share(share)} of the step"
 
 
 def _unsigned_share(share: float) -> str:

@@ -58,7 +58,7 @@ def timeline(tree: ReportDocument) -> str:
         parts.append(_text(_WIDTH - _RIGHT, y - 5, "budget", "end"))
     parts.append(_peak_mark(plan, axes))
     parts.append(_times(axes, plan.seconds[-1]))
-    return _svg(parts, f"Memory held during one step, peak {format_bytes(max(plan.nbytes))}")
+    return _svg(parts, f"Memory during one step, peak {format_bytes(max(plan.nbytes))}")
 
 
 def curve(points: Sequence[CurvePoint]) -> str:
@@ -88,7 +88,7 @@ def curve(points: Sequence[CurvePoint]) -> str:
         _text(_LEFT - 8, axes.y(value) + 4, f"~{format_seconds(value)}", "end")
         for value in (min(step), max(step))
     ]
-    return _svg(parts, "Step time against peak memory for every plan of the curve")
+    return _svg(parts, "Step time over peak memory for every plan of the curve")
 
 
 def _svg(parts: Sequence[str], label: str) -> str:

@@ -154,7 +154,7 @@ def _taken(tree: ReportDocument, width: int) -> list[Line]:
         return lines + [l for r in tree.rules for l in indented(describe_rule(r), width)]
     head = f"taken ({tree.taken_is})"
     if not tree.taken:
-        return [((head, Tone.STRONG), (": none is needed", Tone.PLAIN))]
+        return [((head, Tone.STRONG), (": none needed", Tone.PLAIN))]
     return [((head, Tone.STRONG),), *_offers_taken(tree.taken, width)]
 
 
@@ -208,7 +208,9 @@ def _refused(tree: ReportDocument, width: int, *, most: int | None = None) -> li
 
 
 def _offers(tree: ReportDocument, width: int) -> list[Line]:
-    lines = headed("", "predicted, with the interval it should be found in", width, Tone.STRONG)
+    lines = headed(
+        "", "predicted, with the interval expected for the measurement", width, Tone.STRONG
+    )
     for row in tree.rows:
         if isinstance(row.plan, Quantity) and row.plan.value:
             lines += indented(f"{row.label}: {row.plan}, {row.plan.interval}", width)
@@ -236,11 +238,11 @@ def _peak(tree: ReportDocument, width: int) -> list[Line]:
     )
     activations = peak.nbytes - peak.resident_bytes - peak.workspace_bytes
     text = (
-        f"~{format_bytes(peak.resident_bytes)} stay for the whole step, "
-        f"~{format_bytes(activations)} live only now"
+        f"~{format_bytes(peak.resident_bytes)} resident for the whole step, "
+        f"~{format_bytes(activations)} temporary"
     )
     if peak.workspace_bytes:
-        text += f", ~{format_bytes(peak.workspace_bytes)} are workspace of the kernel"
+        text += f", ~{format_bytes(peak.workspace_bytes)} workspace of the kernel"
     lines += _column("of which", text, width)
     lines += headed("", "alive at the peak, by module and source line", width, Tone.STRONG)
     lines += _groups(peak.groups, width)
@@ -255,7 +257,7 @@ def _unplanned_peak(tree: ReportDocument, width: int) -> list[Line]:
     peak = tree.unplanned_peak
     if peak is None:
         return []
-    head = f"without trades, ~{format_bytes(peak.nbytes)} at {peak.at}, most of it"
+    head = f"without trades, ~{format_bytes(peak.nbytes)} at {peak.at}; the largest"
     return [*headed("", head, width, Tone.STRONG), *_groups(peak.groups[:_FEW_GROUPS], width)]
 
 
@@ -308,7 +310,7 @@ def _frontier(tree: ReportDocument, width: int) -> list[Line]:
         lines.append(((text, Tone.STRONG if p.is_this_plan else Tone.PLAIN),))
     lines += _plot(tree.curve, width)
     if any(p.is_this_plan for p in tree.curve):
-        legend = "* this plan; FLOPs beside the graph without trades"
+        legend = "* this plan; FLOPs relative to the graph without trades"
         lines += headed("", legend, width, Tone.FAINT)
     lines += _as_of(tree, width)
     return [*lines, *_last(tree, width)]

@@ -83,9 +83,9 @@ class BatchLayout:
         wanted = [name.removeprefix("batch:") for name in self.names]
         if sorted(found) != sorted(wanted) or not _equal_up_to_key_order(self._spec, spec):
             raise Mismatch(
-                f"the batch has another structure: {_first_names(found)}",
+                f"the batch has a different structure: {_first_names(found)}",
                 expected=_first_names(wanted),
-                remedy="give batches as the one that was planned with, or plan again",
+                remedy="give batches with the planned structure, or plan again",
             )
         return [found[name] for name in wanted]
 
@@ -195,7 +195,8 @@ class BoundProgram:
                 raise Mismatch(
                     f"{name} has strides {stride}",
                     expected=f"{planned.stride}, as the step was captured",
-                    remedy="lay batches out alike, for example by .contiguous() when collating",
+                    remedy="use the same memory layout for all batches, for example with "
+                    ".contiguous() when collating",
                 )
 
     def inputs(
@@ -353,8 +354,8 @@ def check_trained(program: Program, model: nn.Module) -> None:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     if planned != trained:
         raise Mismatch(
-            f"the model trains {_first_names(trained - planned) or 'no further parameter'} and not "
-            f"{_first_names(planned - trained) or 'fewer'} than the plan",
+            f"the model also trains {_first_names(trained - planned) or 'no others'}, but does not "
+            f"train {_first_names(planned - trained) or 'none'}, compared with the plan",
             expected="the parameters that the step was captured with",
             remedy="plan again for this model",
         )
@@ -375,8 +376,8 @@ def _checked_tensor(name: str, tensor: Any, planned: tuple[Tensor, ...]) -> Any:
 def _leaf_index(name: str, names: Sequence[str]) -> int:
     if name not in names:
         raise Mismatch(
-            f"the program needs {name.replace(':', ' ', 1)}, which is not there",
-            expected="the model and a batch like the ones the program was captured with",
+            f"the program needs {name.replace(':', ' ', 1)}, which was not found",
+            expected="the model and a batch as captured",
             remedy="plan again for this model and batch",
         )
     return names.index(name)
@@ -394,7 +395,7 @@ def _rows_per_unit(
         rows = planned.shape[0] // size
         if tuple(shape) == (units * rows, *planned.shape[1:]):
             return rows
-    shares = f"{units} equal parts" if size == 1 else f"as many as are {size} of {units} parts"
+    shares = f"{units} equal parts" if size == 1 else f"{size} of {units} equal parts"
     raise Mismatch(
         f"{name} has shape {list(shape)}",
         expected=f"{list(planned.shape)} in {'each of ' if size == 1 else ''}{shares}",
@@ -456,7 +457,7 @@ def _batch_mismatch(name: str, now: str, expected: str) -> Mismatch:
     return Mismatch(
         f"{name} {now}",
         expected=f"{expected}, as the step was captured",
-        remedy="give batches as the one that was planned with, or plan again",
+        remedy="give batches with the planned structure, or plan again",
     )
 
 

@@ -147,8 +147,8 @@ def _slots(program: Program, offload_file: OffloadFile | None) -> Slots | None:
         return None
     if offload_file is None:
         raise BadInput(
-            f"the plan moves {len(sizes)} values to offload memory, and none is named",
-            expected="a folder on a disk for them, as the plan was made for",
+            f"the plan offloads {len(sizes)} values, but no offload memory was given",
+            expected="a folder on a disk, as in the plan",
             remedy="name it: --offload-dir DIR, or, in Python, "
             'Cluster.here(offload_memory=OffloadMemory("/scratch", ...))',
         )
@@ -374,9 +374,10 @@ def as_captured(x: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.
         return x
     if offset:
         raise RunFailed(
-            f"a value lies in memory with strides {x.stride()} at {x.storage_offset()}",
-            expected=f"strides {stride} at {offset}, as torch described it when it was captured",
-            remedy="report this model: an operator in it is described wrongly",
+            f"a value has strides {x.stride()} at offset {x.storage_offset()}",
+            expected=f"strides {stride} at offset {offset}, as torch described the value when it "
+            "was captured",
+            remedy="report this model: torch described one of its operators incorrectly",
         )
     return copy_laid_out(x, list(x.shape), list(stride))
 

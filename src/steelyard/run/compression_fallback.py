@@ -39,7 +39,7 @@ class CompressionFallback:
     """
 
     def __init__(self, rungs: int, *, warm_up: int = 0) -> None:
-        assert rungs > 1, "nothing goes in codes"
+        assert rungs > 1, "a plan with codecs has a fallback order"
         self._rungs, self.max_over_ranks = rungs, cast("MaxOverRanks", list)
         self.warm_up = warm_up
         self._fallbacks = 0
@@ -92,7 +92,8 @@ class CompressionFallback:
     def _reason(self, residual: float, mean: float) -> str:
         if not residual <= MOST_HELD:
             return (
-                f"{residual:.3g} steps' worth of gradients was held back, of {MOST_HELD:g} at most"
+                f"error feedback held {residual:.3g} steps' worth of gradients, above the limit of "
+                f"{MOST_HELD:g}"
             )
         if not math.isfinite(mean):
             return ""  # no codec can repair weights that are not finite

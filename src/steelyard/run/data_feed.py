@@ -44,8 +44,8 @@ class Feed:
         if not self.taken or self._iterator is self._batches:
             raise BadInput(
                 f"the batches ended after {self.taken} of them",
-                expected="batches that can be gone through again",
-                remedy="give a list, a DataLoader, or a function that returns a new iterator",
+                expected="batches that can be iterated several times",
+                remedy="pass a list, a DataLoader, or a function that returns a new iterator",
             )
         self.epoch += 1
         self.taken = 0
@@ -67,7 +67,7 @@ class Feed:
             self.epoch = epoch
         if skipped != taken:
             raise BadInput(
-                f"an epoch has {skipped} batches, and the checkpoint is after {taken}",
+                f"an epoch has {skipped} batches, but the checkpoint is after {taken}",
                 expected="the data of the run that saved the checkpoint",
                 remedy="resume with the same data",
             )

@@ -46,8 +46,8 @@ class NonFiniteValue:
         if self.place < ACTIVATIONS:
             return "part of the batch"
         if self.place < LOSS:
-            return "values on the way to the loss"
-        return "own loss" if self.place == LOSS else "own gradients"
+            return "activations"
+        return "local loss" if self.place == LOSS else "local gradients"
 
 
 # The code of a rank that found nothing.
@@ -210,7 +210,7 @@ def blamed(codes: Sequence[int], *, offset: int = 0) -> Blamed:
     if len(codes) == 1:
         return Blamed()
     if len(ranks) == len(codes):
-        return Blamed(words=f"the {found.what} of every rank alike, {when}")
+        return Blamed(words=f"the {found.what} of every rank, {when}")
     if len(ranks) == 1:
         words = f"the {found.what} of rank {ranks[0]}, {when}"
         return Blamed(words=words, rank=ranks[0], is_batch=is_batch)

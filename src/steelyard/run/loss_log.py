@@ -66,7 +66,7 @@ class Losses:
         checkpoint."""
         try:
             if self._path.exists() and not self._path.is_file():
-                raise OSError(0, "it is no regular file")
+                raise OSError(0, "it is not a regular file")
             if step > 1:
                 _keep_before(step, self._path)
             elif self._path.exists():

@@ -259,17 +259,17 @@ def _other_optimizer(foreign: int, missing: list[str]) -> Mismatch:
     problems = [f"steps {foreign} parameters that the model does not have"] if foreign else []
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        problems.append(f"lacks {missing[0]}{more}")
+        problems.append(f"does not update {missing[0]}{more}")
     return Mismatch(
         f"the optimizer {' and '.join(problems)}",
-        expected="every trainable parameter of the model, and none of another",
-        remedy="make the optimizer from model.parameters(), after the model is final",
+        expected="all trainable parameters of the model, and no others",
+        remedy="create the optimizer from model.parameters() after the last change of the model",
     )
 
 
 def _change(was: bool, is_now: bool, *, is_none: bool) -> str:
     if not is_now:
-        return "is gone"
+        return "was removed"
     if not was:
         return "appeared"
     return "was set to None" if is_none else "was replaced"
@@ -278,9 +278,9 @@ def _change(was: bool, is_now: bool, *, is_none: bool) -> str:
 def _changed(kind: str, name: str, change: str, path: str) -> Mismatch:
     if "hook" in kind:
         return Mismatch(
-            f"a {kind} of {path or 'the model'} {change}, and would never run",
+            f"a {kind} of {path or 'the model'} {change}, but would never run",
             expected="the hooks that the step was captured with",
-            remedy="register it before planning; hooks of parameters may come and go",
+            remedy="register it before planning; hooks of parameters may be added and removed",
         )
     if change.startswith("was replaced") and kind in ("parameter", "buffer"):
         return Mismatch(
@@ -291,7 +291,7 @@ def _changed(kind: str, name: str, change: str, path: str) -> Mismatch:
     return Mismatch(
         f"{kind} {name} {change}",
         expected="the same object that the step was captured with",
-        remedy="put it back, or plan again with the model as it is now",
+        remedy="restore it, or plan again with the present model",
     )
 
 

@@ -51,7 +51,7 @@ def set_random_state(state: RandomState, generators: Generators) -> None:
         raise CheckpointError(
             "the checkpoint was saved with other random generators"
             + (f": {sorted(lacking)[0]} is not in it" if lacking else f" ({cuda} CUDA devices)"),
-            expected="the same kind of data loader and devices as when it was saved",
+            expected="the same kind of data loader and devices as at the save",
             remedy="resume with the script that saved it",
         )
     try:

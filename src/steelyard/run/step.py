@@ -131,7 +131,7 @@ class LiveStep:
             raise BadInput(
                 "LBFGS evaluates the loss several times a step",
                 expected="an optimizer whose step() takes no closure",
-                remedy="use another optimizer, or your own loop with step.backward",
+                remedy="use another optimizer, or write your own loop with step.backward",
             )
         check_trained(program, model)
         self.model = model
@@ -190,7 +190,7 @@ class LiveStep:
             raise Mismatch(
                 f"the scale of the loss is {str(scale)[:40]!r}",
                 expected="a number, or a tensor of one element",
-                remedy="step.backward(batch, 0.5), for example",
+                remedy="write, for example, step.backward(batch, 0.5)",
             )
         bound, leaves = self._prepare(batch)
         loss = self._run_checked(bound, leaves, scale)
@@ -303,28 +303,28 @@ class LiveStep:
         name = next(name for name, p in named if p.requires_grad and _torch.any_hooks([p]))
         return Mismatch(
             f"parameter {name} has a hook, which would run for each of {repeats} micro-batches",
-            expected="no hooks of parameters in a step that was planned in micro-batches",
-            remedy="remove the hook, or plan again with it: the batch is then left whole",
+            expected="no hooks of parameters in a step with micro-batches",
+            remedy="remove the hook, or plan again with it: the batch is then not split",
         )
 
     def _refuse_hooks_of(self, names: Sequence[str]) -> None:
         for name in names:
             if _torch.any_hooks([self.model.get_parameter(name)]):
                 raise Mismatch(
-                    f"parameter {name} has a hook, and its gradient is never here whole",
-                    expected="no hooks of parameters whose gradients the plan makes in slices",
-                    remedy="remove the hook, or plan again with it: that gradient is made whole",
+                    f"parameter {name} has a hook, but its gradient is never whole under this plan",
+                    expected="no hooks of parameters whose gradients are computed in slices",
+                    remedy="remove the hook, or plan again with it: that gradient is then whole",
                 )
 
     def _refuse_modes(self) -> None:
         if torch.is_inference_mode_enabled():
-            raise _unsupported_mode("torch.inference_mode()", "call the step outside of it")
+            raise _unsupported_mode("torch.inference_mode()", "call the step outside of this mode")
         if any(map(torch.is_autocast_enabled, self._devices)):
             raise _unsupported_mode(
                 "torch.autocast", "put autocast inside of the loss function and plan again"
             )
         if torch.compiler.is_compiling():
-            raise _unsupported_mode("torch.compile", "leave the step out of what is compiled")
+            raise _unsupported_mode("torch.compile", "exclude the step from the compiled function")
 
     def _bind_new_shape(self, batch: Any, shapes: Shapes) -> BoundProgram:
         if self._other_shape is None:
@@ -341,9 +341,9 @@ class LiveStep:
         program, constants, reads = self._other_shape(batch)
         if unplanned := self._layout.unread - reads.unread:
             raise Mismatch(
-                f"batch:{sorted(unplanned)} is read in a batch of this shape alone",
-                expected="values that the step reads at every shape, or at none",
-                remedy="leave it out of the batch, or give it as a tensor",
+                f"batch:{sorted(unplanned)} is read only in a batch of this shape",
+                expected="values that the step reads at every shape or at none",
+                remedy="remove it from the batch, or pass it as a tensor",
             )
         check_trained(program, self.model)
         self._reads[self.rung, shapes] = reads
@@ -573,7 +573,7 @@ class LiveStep:
     ) -> torch.Tensor:
         """Return the gradient of the scaled batch loss with respect to one micro-batch's loss."""
         planned = bound.tangent
-        assert planned is not None, "a step that trains has a tangent"
+        assert planned is not None, "a training step has a tangent"
         dtype = getattr(torch, planned.dtype)
         if isinstance(scale, torch.Tensor):
             tensor = scale.detach().to(dtype).reshape(planned.shape)
@@ -619,9 +619,9 @@ def _scaled(value: torch.Tensor, share: float) -> torch.Tensor:
 
 def _no_targets(whose: str) -> Mismatch:
     return Mismatch(
-        f"no target of {whose} counts in the loss",
+        f"{whose} has no target that counts in the loss",
         expected="at least one target that is not ignored in each part of the batch",
-        remedy="shuffle or pad the batch so that every part holds some, or skip this batch",
+        remedy="shuffle or pad the batch so that every part has some, or skip this batch",
     )
 
 
@@ -637,14 +637,14 @@ def _not_dense(name: str, leaf: torch.Tensor) -> Mismatch:
     return Mismatch(
         f"{name} is {'a nested tensor' if leaf.is_nested else f'of layout {leaf.layout}'}",
         expected="a dense tensor, as the step was captured with",
-        remedy="pad it (to_padded_tensor)" if leaf.is_nested else "give it as .to_dense()",
+        remedy="pad it (to_padded_tensor)" if leaf.is_nested else "pass it as .to_dense()",
     )
 
 
 def _unsupported_mode(name: str, remedy: str) -> BadInput:
     return BadInput(
-        f"the step was called under {name}, which its captured graph knows nothing of",
-        expected="to be called as the step was captured",
+        f"the step was called under {name}, which was not active when it was captured",
+        expected="the same modes as when the step was captured",
         remedy=remedy,
     )
 

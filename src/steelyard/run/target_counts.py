@@ -48,8 +48,9 @@ def shares(
             raise Mismatch(
                 f"the micro-batches count {min(part)} to {max(part)} targets each, so that the "
                 "mean of their losses is not the loss of the batch",
-                expected="equally many targets that are not ignored in each micro-batch",
-                remedy="take the accumulate rule out of the plan, or pad the batches alike",
+                expected="the same number of counted targets in each micro-batch",
+                remedy="remove the accumulate rule from the plan, or pad all batches to the same "
+                "number of targets",
             )
     return [size / sum(sizes) for size in sizes]
 
@@ -63,6 +64,6 @@ def _conflicting_means(counts: Sequence[int], others: Sequence[int]) -> Mismatch
         f"micro-batch {index + 1} of {len(counts)} holds {counts[index]} of the {sum(counts)} "
         f"targets that one mean in the loss counts and {others[index]} of {sum(others)} of another",
         expected="the same share of the targets of every mean, in each micro-batch",
-        remedy="plan again with this batch, which is then left whole, or take the accumulate rule "
-        "out of the plan",
+        remedy="plan again with this batch, which is then not split, or remove the accumulate "
+        "rule from the plan",
     )

@@ -105,7 +105,7 @@ def train(
         run.begin()
         first, warm_up = run.step, step.guard.warm_up if step.guard else 0
         if first >= steps:
-            run.tell(f"no step was taken: the checkpoint is at step {first}, of {steps} to take")
+            run.tell(f"no step was taken: the checkpoint is at step {first} of {steps}")
         while run.step < steps and not (stopped_by := coordinator.stopping(signals.received)):
             step_meter = meter if run.step >= first + 1 + warm_up else None
             report = _one_step(run, step_meter, may_meter, steps, predicted_bytes)
@@ -242,7 +242,7 @@ class _TrainingRun:
         else:
             if self.saved is not None:
                 folder = shlex.quote(str(self.saved.parent))
-                then(error, f"step {self.step} is saved, go on with --resume {folder}")
+                then(error, f"step {self.step} is saved; continue with --resume {folder}")
 
     def record(self, loss: float) -> None:
         self.step += 1
@@ -260,7 +260,7 @@ class _TrainingRun:
         resume = f"resume from {self.saved}" if self.saved else "start again"
         repair = "lower the learning rate or clip gradients"
         if first.is_batch:
-            repair = "look in the data for what is not finite"
+            repair = "look for non-finite values in the data"
         origin = f"; first not finite: {first.words}" if first.words else ""
         return NonFinite(
             f"the loss is {loss} at step {self.step}{origin}",
@@ -277,7 +277,7 @@ class _TrainingRun:
         except CheckpointError as error:
             if not isinstance(error.__cause__, OSError):
                 raise
-            self.tell(f"{error.happened}; training goes on, {error.remedy}")
+            self.tell(f"{error.happened}; training continues; {error.remedy}")
 
     def save_last(self, position: Position | None = None) -> None:
         if self._folder is None or self.step == 0:
@@ -338,7 +338,8 @@ class _TrainingRun:
                 error = CheckpointError(
                     error.happened,
                     expected=error.expected,
-                    remedy=f"resume from the one before it: --resume {shlex.quote(str(before))}",
+                    remedy="resume from the previous checkpoint: --resume "
+                    f"{shlex.quote(str(before))}",
                 )
             raise error from None
         with self.live.whole(), self.live.states_loading() as empty_for:
@@ -351,8 +352,8 @@ class _TrainingRun:
             )
         if unrestored := self.live.restore_residuals(state.residuals_in(chosen)):
             self.tell(
-                f"what codes had lost of {len(unrestored)} gradients is not made up for: this plan "
-                "leaves no rank all of them"
+                f"the error feedback of {len(unrestored)} gradients is dropped: under this plan no "
+                "rank holds them whole"
             )
         self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
         set_random_state(position.now, self.feed.generators)
@@ -361,7 +362,7 @@ class _TrainingRun:
         self.step = self._first = self.live.taken = position.step
         self.saved = chosen
         for path in folder.go_on_from(chosen) if self._coordinator.saves else ():
-            self.tell(f"set aside {path.name}: it is later than {chosen.name}")
+            self.tell(f"renamed {path.name}, because it is later than {chosen.name}")
 
 
 class _Signals:

@@ -33,8 +33,8 @@ def beyond_budget(
     assert budget.memory_bytes is not None
     in_parts = f" with {parts} micro-batches" if parts > 1 else ""
     return Infeasible(
-        f"no plan fits memory <= {format_bytes(budget.memory_bytes)}: the least this step can run "
-        f"in is ~{format_bytes(peak.nbytes)}{in_parts}",
+        f"no plan fits memory <= {format_bytes(budget.memory_bytes)}: this step needs at least "
+        f"~{format_bytes(peak.nbytes)}{in_parts}",
         expected=f"at least ~{format_bytes(peak.nbytes)}, set by {_describe_peak(peak)}",
         remedy=_remedy(
             peak,
@@ -50,10 +50,13 @@ def beyond_budget(
 
 def _describe_peak(peak: PeakMemory) -> str:
     if not peak.at:
-        return "what stays for the whole step"
+        return "memory that is resident for the whole step"
     text = f"{peak.at} in {peak.path or 'the loss'}"
     text += f" ({peak.line})" if peak.line else ""
-    return f"{text}, {peak.phase.value} pass, of which ~{format_bytes(peak.resident_bytes)} stay"
+    return (
+        f"{text}, {peak.phase.value} pass, of which ~{format_bytes(peak.resident_bytes)} are "
+        "resident"
+    )
 
 
 def _remedy(
@@ -76,12 +79,12 @@ def _remedy(
     if peak.resident_bytes >= limit_bytes:
         state_refusal = _refusal_of(StateOffload, refusals)
         if has_state and has_offload_memory and state_refusal is not None:
-            state_hint = f", which stays near: {state_refusal.reason}"
+            state_hint = f"; the optimizer state cannot be offloaded: {state_refusal.reason}"
         what = "parameters, buffers, batch and optimizer state"
         if piece_bytes:
             what = f"{what}, with {format_bytes(piece_bytes)} of {PIECES},"
         return (
-            f"{what} alone hold ~{format_bytes(peak.resident_bytes)}: use a smaller model, or an "
+            f"{what} alone take ~{format_bytes(peak.resident_bytes)}: use a smaller model, or an "
             f"optimizer with less state{state_hint}"
         )
     if peak.phase is Phase.UPDATE and piece_bytes:
@@ -99,12 +102,12 @@ def _remedy(
     offload_hint = "" if has_offload_memory else ", or give offload memory (--offload-dir)"
     refusal = _refusal_of(MicroBatches, refusals)
     if refusal is not None:
-        reason = f"it cannot be cut into micro-batches: {refusal.reason}"
+        reason = f"it cannot be split into micro-batches: {refusal.reason}"
         return f"use a smaller batch ({reason}){offload_hint}"
     if parts > 1:
         return (
-            "use a smaller model or shorter sequences (cutting the batch further does not help)"
-            f"{offload_hint}"
+            "use a smaller model or shorter sequences (more micro-batches do not "
+            f"help){offload_hint}"
         )
     return f"use a smaller batch, a smaller model or more memory{offload_hint}"
 

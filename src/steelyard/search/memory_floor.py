@@ -72,9 +72,9 @@ class Floor:
         by_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
         offload_text = f", with {format_bytes(far_bytes)} in offload memory" if far_bytes else ""
         raise Infeasible(
-            f"no plan fits memory <= {format_bytes(limit)}{by_rank}: what stays for the whole step "
-            f"takes at least {format_bytes(least)}{by_rank}{offload_text}, which is "
-            f"{format_bytes(least - limit)} more",
+            f"no plan fits memory <= {format_bytes(limit)}{by_rank}: memory that is resident for "
+            f"the whole step takes at least {format_bytes(least)}{by_rank}{offload_text}, which "
+            f"is {format_bytes(least - limit)} more",
             expected=f"at least {format_bytes(least)}, before any activation: {listed}",
             remedy=self._remedy(limit, ranks=ranks, far_bytes=far_bytes),
         )
@@ -91,7 +91,7 @@ class Floor:
             remedies.append("offload memory for weights and optimizer state (--offload-dir)")
             remedies.append("more ranks that each hold a share (--ranks)")
         elif far_bytes:
-            remedies.append("a larger offload memory")
+            remedies.append("larger offload memory")
         else:
             remedies.append("more ranks")
         return f"allow more memory, or {', '.join(remedies[:-1])} or {remedies[-1]}"

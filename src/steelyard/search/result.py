@@ -33,19 +33,20 @@ class Gap:
         return self.step_seconds / self.least_seconds - 1 if self.least_seconds else 0.0
 
     def __str__(self) -> str:
+        value = "them" if self.is_often else "it"
         alternatives = [
             f" or {action}"
             for action, is_allowed in (
-                ("moving it to offload memory", self.has_offload_memory),
-                ("keeping it in 8 bits", self.has_codes),
+                (f"offload {value}", self.has_offload_memory),
+                (f"keep {value} in 8 bits", self.has_codes),
             )
             if is_allowed
         ]
-        once = "" if self.is_often else " each value at most once"
+        once = " values" if self.is_often else " each value at most once"
         distance = f"within {format_share(self.share).lstrip('+')} of"
         if self.share >= 1:  # the bound ignores the cost of offload transfers
             distance = f"at most {1 + self.share:.1f} times"
-        return f"{distance} the fastest possible by recomputing{once}{''.join(alternatives)}"
+        return f"{distance} the lower bound for plans that recompute{once}{''.join(alternatives)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

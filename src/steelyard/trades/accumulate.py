@@ -41,7 +41,7 @@ class Accumulate:
         source: StepSource,
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         parts = [k for k in source.divisors() if k > 1]
-        reason = source.why_not_split() if parts else "the batch has only one example"
+        reason = source.why_not_split() if parts else "the batch has only one sample"
         if reason is not None:
             label = "the batch in equal parts"
             return (), (Rejection(trade=self.name, label=label, reason=reason),)
@@ -73,16 +73,16 @@ class Accumulate:
         if len(degrees) > 1 or degrees[0] not in possible:
             wanted = " and ".join(str(d) for d in degrees)
             raise Mismatch(
-                f"the plan runs the batch in {wanted} parts",
+                f"the plan splits the batch into {wanted} parts",
                 expected=f"one of {', '.join(str(k) for k in possible)} equal parts",
                 remedy="set micro_batches under [[accumulate]] to one of these, or plan again",
             )
         reason = source.why_not_split() if degrees[0] > 1 else None
         if reason is not None:
             raise Mismatch(
-                f"the plan runs the batch in {degrees[0]} parts, which would change what is "
-                f"trained: {reason}",
-                expected="a model and loss whose batch can be cut",
-                remedy="take the accumulate rule out of the plan, or plan again",
+                f"the plan splits the batch into {degrees[0]} parts, which would change the "
+                f"training result: {reason}",
+                expected="a model and loss whose batch can be split",
+                remedy="remove the accumulate rule from the plan, or plan again",
             )
         return degrees[0]

@@ -101,14 +101,14 @@ class Chunk:
 
 
 _NONE = "a large value in slices"
-_WHY_NOTHING_LARGE = "no value of the forward pass is large beside the others"
+_WHY_NOTHING_LARGE = "no value of the forward pass is much larger than the others"
 
 
 def _region(graph: Graph, maker: Node) -> SlicedRegion:
     from steelyard.operators import is_pointwise
 
     if graph.decomposition.startswith("inductor"):
-        raise Unsliceable("Inductor, which compiles a stretch as one, would merge slices again")
+        raise Unsliceable("Inductor, which compiles a region as a whole, would merge slices again")
     return stretch_around(graph, maker, is_pointwise=is_pointwise)
 
 
@@ -145,8 +145,8 @@ def _with_sliced_region(graph: Graph, maker: Node, *, num_slices: int) -> Graph:
 def _mismatch(maker: Node, why: str) -> Mismatch:
     return Mismatch(
         f"chunk rule: {maker.op} in {maker.path or 'the loss'} {why}",
-        expected="a value that is made and read row by row, and a number of slices of its rows",
-        remedy="take the rule out of the plan, or plan again",
+        expected="a value that is computed and read row by row, and a number of slices of its rows",
+        remedy="remove the rule from the plan, or plan again",
     )
 
 

@@ -172,7 +172,7 @@ class _CompressGradients:
                 rules = _rules_for(self.rule_in(codec), program.graph, names)
                 offers.append(Offer(trade=self.name, label=codec.label, rules=rules))
             else:
-                reason = "no gradient that ranks sum up is a large matrix of float32"
+                reason = "no gradient that ranks sum is a large float32 matrix"
                 refused.append(Rejection(trade=self.name, label=codec.label, reason=reason))
         return tuple(offers), tuple(refused)
 
@@ -260,24 +260,24 @@ def _compressed(
     """Return the program that exchanges the gradients of these rules in their codecs."""
     if not rules:
         return program
-    assert not program.again, "what is exchanged is changed before anything is computed again"
+    assert not program.again, "gradient compression is applied before recompute"
     layout = program.layout
     if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1:
         others = layout.pipeline > 1 or layout.tensor > 1
         raise Mismatch(
-            f"the plan sends gradients in codes ({rules[0].trade})"
-            + (", and ranks share layers or tensors" if others else ""),
-            expected="ranks that share the batch, and nothing else",
-            remedy=f"take the {rules[0].trade} rules out of the plan, or plan again",
+            f"the plan compresses gradients ({rules[0].trade})"
+            + (", but ranks share layers or tensors" if others else ""),
+            expected="ranks that share only the batch",
+            remedy=f"remove the {rules[0].trade} rules from the plan, or plan again",
         )
     codecs = dict(_codecs_by_name(program.graph, rules))
     exchanged = {m.target for bucket in buckets(program.graph) for m in bucket.members}
     if unsupported := sorted(codecs.keys() - exchanged):
         raise Mismatch(
-            f"the plan sends the gradient of {unsupported[0].removeprefix(WEIGHT)} in codes, and "
-            "ranks do not sum it up by itself, or twice in codes",
-            expected="parameters that every rank holds as a whole, each in one rule",
-            remedy=f"take it out of the {rules[0].trade} rules, or plan again",
+            f"the plan compresses the gradient of {unsupported[0].removeprefix(WEIGHT)}, which "
+            "ranks do not sum, or which two rules compress",
+            expected="unsharded parameters, each in one rule",
+            remedy=f"remove it from the {rules[0].trade} rules, or plan again",
         )
     graph = coded(program.graph, codecs, num_ranks=layout.batch, transport=source.transport)
     return program.with_graph(source.rewritten(graph))
@@ -292,9 +292,10 @@ def _codecs_by_name(
             if not _is_codable(graph.by_name[name], codec, least_bytes=1):
                 factors = f", much larger than factors of rank {codec.rank}" if codec.rank else ""
                 raise Mismatch(
-                    f"the plan sends the gradient of {name.removeprefix(WEIGHT)} in codes",
+                    f"the gradient of {name.removeprefix(WEIGHT)} cannot be compressed with this "
+                    "codec",
                     expected=f"gradients of float32 with two dimensions or more{factors}",
-                    remedy=f"take it out of the {rule.trade} rules, or plan again",
+                    remedy=f"remove it from the {rule.trade} rules, or plan again",
                 )
             yield name, codec
 

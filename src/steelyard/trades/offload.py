@@ -62,9 +62,12 @@ class Offload:
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         graph = program.graph
         offers = offers_of(OffloadRule, graph, saved_for_backward(program))
-        reason = "no value of the forward pass is large, whole and read by the backward pass"
+        reason = "no value of the forward pass is large, unsliced and read by the backward pass"
         if graph.decomposition.startswith("inductor"):
-            reason = "Inductor compiles each pass as one, and would begin it with what comes back"
+            reason = (
+                "Inductor compiles each pass as a whole, and would fetch all offloaded values at "
+                "its beginning"
+            )
         elif offers:
             return (*offers, *_offers_in_slices(program)), ()
         return (), (Rejection(trade=self.name, label="everything", reason=reason),)
@@ -81,8 +84,8 @@ class Offload:
         if len(chosen) < sum(rule.count for rule in rules):
             raise Mismatch(
                 "two offload rules name the same value",
-                expected="each value in one rule: it is sent off once",
-                remedy="take one of them out of the plan, or plan again",
+                expected="each value in one rule, because it is offloaded once",
+                remedy="remove one of them from the plan, or plan again",
             )
         recomputed = {i.node for i in program.again}
         impossible = [name for name in chosen if name in recomputed] or sorted(
@@ -92,12 +95,12 @@ class Offload:
         )
         if impossible:
             node = program.graph.by_name[impossible[0]]
-            problem = "is computed again" if impossible[0] in recomputed else "cannot be sent off"
+            problem = "is recomputed" if impossible[0] in recomputed else "cannot be offloaded"
             problem = "is kept in 8 bits" if impossible[0] in program.coded else problem
             raise Mismatch(
                 f"offload rule for {node.op} in {node.path or 'the top level'}, which {problem}",
                 expected="rules for values that the backward pass reads, once each",
-                remedy="take the rule out of the plan, or plan again",
+                remedy="remove the rule from the plan, or plan again",
             )
         slices = {name: rule.slices for name, rule in chosen.items() if rule.slices > 1}
         unsliceable = sorted(slices.keys() - sliceable_inputs(program, slices).keys())
@@ -105,9 +108,9 @@ class Offload:
             node, count = program.graph.by_name[unsliceable[0]], slices[unsliceable[0]]
             raise Mismatch(
                 f"offload rule for {node.op} in {node.path or 'the top level'} asks for {count} "
-                "slices, and it comes back whole",
-                expected="slices of a value whose rows lie one behind the other, and that nothing "
-                "in the backward pass reads but products that are sums over them",
+                "slices, but the value is fetched whole",
+                expected="slices of a value with contiguous rows that the backward pass reads "
+                "only in products that are sums over its rows",
                 remedy="set slices of that rule to 0, or plan again",
             )
         program = with_transfers(program, {n: (r.lag, r.lead) for n, r in chosen.items()}, slices)

@@ -36,9 +36,9 @@ GRADIENTS: StatePart = "gradient"
 WEIGHTS: StatePart = "weight"
 MOVABLE = (OPTIMIZER, GRADIENTS, WEIGHTS)
 _NOTHING_LARGE = {
-    OPTIMIZER: "the optimizer keeps nothing large",
-    GRADIENTS: "no gradient is large and whole",
-    WEIGHTS: "no weight is large, whole and only read",
+    OPTIMIZER: "no optimizer state is large",
+    GRADIENTS: "no gradient is large and unsharded",
+    WEIGHTS: "no weight is large, unsharded and only read",
 }
 # Limits for fetching a weight in slices: with few, the transfers of the first and the last slice
 # stay exposed; many take least memory but make products slow. Two slices are resident at a time,
@@ -53,7 +53,7 @@ _TRAINED_SLICE_BYTES, _UPDATE_SLICE_BYTES = 8 << 20, 2 << 20
 _LEADS = {OPTIMIZER: 1, GRADIENTS: 2, WEIGHTS: 2}
 _LEAD_OF_SLICES = 1
 
-_NOT_ON_RANKS = "is not tried where ranks exchange gradients"
+_NOT_ON_RANKS = "is not searched if ranks exchange gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +140,10 @@ class OffloadState:
             return program
         if program.layout.num_ranks > 1:
             raise Mismatch(
-                f"the plan lies on {program.layout.num_ranks} ranks and moves weights, gradients "
-                "or what the optimizer keeps",
-                expected="one of the two",
-                remedy="take the offload_state rules out of the plan, or plan again",
+                f"the plan needs {program.layout.num_ranks} ranks and offloads weights, gradients "
+                "or optimizer state",
+                expected="a plan with one rank, or without offload_state rules",
+                remedy="remove the offload_state rules from the plan, or plan again",
             )
         from steelyard.operators import is_pointwise
 
@@ -204,7 +204,7 @@ def _why_not(program: Program) -> str:
     """Return the reason why no updated tensor can be offloaded; empty if some can."""
     update = program.update
     if program.graph.decomposition.startswith("inductor"):
-        return "offload memory is used by the runner python alone"
+        return "only the python runner uses offload memory"
     if update is None:
         return "there is no optimizer in the plan"
     if update.undivided:
@@ -268,7 +268,7 @@ def _slice_limits(
         reasons = (
             _why_not_sliceable(program, p, offloadable)
             if p in read
-            else "not only products read it of which it is the right side, or the left one turned"
+            else "it is read other than as a right or a transposed left operand of products"
             for p in sorted(parameters)
         )
         if reason := next(filter(None, reasons), ""):
@@ -283,7 +283,7 @@ def _slice_limits(
             if parameter in made:
                 found[GRADIENTS][parameter] = (nbytes // _TRAINED_SLICE_BYTES,)
             elif parameter in offloadable[GRADIENTS]:
-                whole[f"gradient of {pattern}"] = "no single product makes it"
+                whole[f"gradient of {pattern}"] = "it is not the result of a single product"
     return _SliceLimits(of=found, whole=whole)
 
 
@@ -303,11 +303,11 @@ def _why_not_sliceable(
         return ""
     assert program.update is not None
     if parameter not in offloadable[GRADIENTS]:
-        return "its gradient cannot be moved"
+        return "its gradient cannot be offloaded"
     if _resident_states(
         program.update.graph, parameter, is_offloaded=parameter in offloadable[OPTIMIZER]
     ):
-        return "what the optimizer keeps for it cannot be moved"
+        return "its optimizer state cannot be offloaded"
     return program.update.uncut.get(parameter, "")
 
 
@@ -345,17 +345,17 @@ def _updated_in_slices(
         assert program.update is not None
         reason = program.update.uncut.get(parameter, "")
         if parameter not in slices[WEIGHTS]:
-            reason = "its weight does not move in slices"
+            reason = "its weight is not offloaded in slices"
         elif parameter not in leads[GRADIENTS]:
-            reason = "its gradient does not move"
+            reason = "its gradient is not offloaded"
         elif _resident_states(
             program.update.graph, parameter, is_offloaded=parameter in slices[OPTIMIZER]
         ):
-            reason = "what the optimizer keeps for it does not move in slices"
+            reason = "its optimizer state is not offloaded in slices"
         if reason:
             raise Mismatch(
-                f"the plan updates {parameter} in slices, and {reason}",
-                expected="slices for weight and optimizer alike, and the gradient moved",
+                f"the plan updates {parameter} in slices, but {reason}",
+                expected="weight and optimizer state in slices, and an offloaded gradient",
                 remedy="set slices of its rules to 0, or plan again",
             )
     return {p: max(given.get(p, 0) for given in slices.values()) for p in sliced}
@@ -442,15 +442,15 @@ def _leads(
             reason = _why_not(program)
             raise Mismatch(
                 f"offload_state rule for {rule.what} of {rule.parameter} matches {len(named)} "
-                f"parameters of which it can be moved{f': {reason}' if reason else ''}",
-                expected=f"{rule.count}, as the plan says",
+                f"parameters for which it can be offloaded{f': {reason}' if reason else ''}",
+                expected=f"{rule.count}, as in the plan",
                 remedy="plan again for this model, or edit parameter or count of that rule",
             )
         if twice := next((p for p in named if p in leads), None):
             raise Mismatch(
                 f"two offload_state rules name {rule.what} of {twice}",
                 expected="each parameter in one rule",
-                remedy="take one of them out of the plan, or plan again",
+                remedy="remove one of them from the plan, or plan again",
             )
         leads |= dict.fromkeys(named, rule.lead)
     return {parameter: leads[parameter] for parameter in offloadable if parameter in leads}

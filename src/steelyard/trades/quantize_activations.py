@@ -26,7 +26,9 @@ from steelyard.ir.step_source import StepSource
 from steelyard.plans.offers import offers_of
 from steelyard.plans.trade import Offer, Rejection
 
-_NOT_UNDER_INDUCTOR = "only plans for generated Python are probed, and none is believed without"
+_NOT_UNDER_INDUCTOR = (
+    "only plans for generated Python are probed, and an unprobed plan is not accepted"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class QuantizeActivations:
         if not graph.decomposition.startswith("inductor"):
             if offers:
                 return offers, ()
-            reason = "no floating-point value is large, whole and read by the backward pass alone"
+            reason = "no floating-point value is large, unsliced and read only by the backward pass"
         return (), (Rejection(trade=self.name, label="everything", reason=reason),)
 
     def rewrite(
@@ -72,15 +74,15 @@ class QuantizeActivations:
         if program.graph.decomposition.startswith("inductor"):
             raise Mismatch(
                 f"quantize_activations rules in a plan for Inductor: {_NOT_UNDER_INDUCTOR}",
-                expected="a plan for the runner python",
-                remedy="take the quantize_activations rules out of the plan, or plan again",
+                expected="a plan for the python runner",
+                remedy="remove the quantize_activations rules from the plan, or plan again",
             )
         chosen = matching(program.graph, rules)
         if len(chosen) < sum(rule.count for rule in rules):
             raise Mismatch(
                 "two quantize_activations rules name the same value",
-                expected="each value in one rule: it is written down once",
-                remedy="take one of them out of the plan, or plan again",
+                expected="each value in one rule, because it is quantized once",
+                remedy="remove one of them from the plan, or plan again",
             )
         recomputed = {i.node for i in program.again}
         # A smaller batch may shrink values below the worthwhile size; they are encoded all the
@@ -90,23 +92,22 @@ class QuantizeActivations:
         )
         if impossible:
             node = program.graph.by_name[impossible[0]]
-            problem = (
-                "is computed again" if impossible[0] in recomputed else "cannot be kept in 8 bits"
-            )
+            problem = "is recomputed" if impossible[0] in recomputed else "cannot be kept in 8 bits"
             raise Mismatch(
                 f"quantize_activations rule for {node.op} in {node.path or 'the top level'}, "
                 f"which {problem}",
                 expected="rules for floating-point values that the backward pass reads, once each",
-                remedy="take the rule out of the plan, or plan again",
+                remedy="remove the rule from the plan, or plan again",
             )
         coded = with_codes(program, chosen)
         inexact = _inexact_choice(coded)
         if inexact is not None:
             raise Mismatch(
-                f"{inexact.op} in {inexact.path or 'the top level'} would choose by what is "
-                "computed again from 8 bits, and otherwise than the forward pass did",
-                expected="what is compared or sorted as it was, or nothing above it in 8 bits",
-                remedy="take the recompute rules of what it reads out of the plan, or plan again",
+                f"{inexact.op} in {inexact.path or 'the top level'} would compare values "
+                "recomputed from 8 bits, and could choose differently than the forward pass",
+                expected="compared and sorted values that are not recomputed, or none of their "
+                "inputs in 8 bits",
+                remedy="remove the recompute rules of its inputs from the plan, or plan again",
             )
         return coded
 

@@ -64,15 +64,15 @@ class Recompute:
             node = program.graph.by_name[min(impossible)]
             raise Mismatch(
                 f"recompute rule for {node.op} in {node.path or 'the top level'}, which cannot be "
-                "computed again",
+                "recomputed",
                 expected="rules for values that the backward pass reads and that are not random",
-                remedy="take the rule out of the plan, or plan again",
+                remedy="remove the rule from the plan, or plan again",
             )
         if len(named) < sum(rule.count for rule in rules) and any(r.times > 1 for r in rules):
             raise Mismatch(
-                "two recompute rules name the same value, and one of them says how many times",
-                expected="each value in one rule, where any is to be made again more than once",
-                remedy="take one of them out of the plan, or plan again",
+                "two recompute rules name the same value, and one of them gives a number of times",
+                expected="each value in one rule, if any is recomputed more than once",
+                remedy="remove one of them from the plan, or plan again",
             )
         if not named:
             return program
@@ -284,22 +284,22 @@ def _why_not_recomputable(graph: Graph, node: Node) -> str | None:
         is_torchs = node.op.startswith(("aten.", "steelyard."))
         return f"{'is' if is_torchs else 'may be'} random: a second call would draw other numbers"
     if node.collective is not None or node.op.startswith("_c10d_functional"):
-        return "communicates: every rank would have to call it again"
+        return "communicates: every rank would have to repeat it"
     if node.is_packing:
-        return "belongs to what is exchanged, which is not exchanged again"
+        return "is part of a collective, which is not repeated"
     if node.body is not None:
-        return "is carried out in slices, gradients and all"
+        return "is computed in slices, together with its gradients"
     if node.mutates:
         return "writes into its argument"
     if graph.written.intersection(s for i in node.inputs for s in graph.storages_of(i)):
         return "reads what another operator overwrites"
     own = list(graph.storages_of(node.name))
     if len({t.storage for t in node.outputs}) != len(node.outputs):
-        return "gives two results on one storage"
+        return "returns two results in one storage"
     if any(s in graph.storages_of(i) for i in node.inputs for s in own):
-        return "gives one of its arguments back"
+        return "returns one of its arguments"
     if any(u for u in graph.users[node.name] if _reads_whole(graph, node, u)):
-        return "is read as a whole by the backward pass"
+        return "is read whole by the backward pass"
     return None
 
 

@@ -34,12 +34,12 @@ class ShardBatchRule(BatchSharding):
 
     def describe(self) -> str:
         ranks = f"{self.ranks} ranks" + (f" as {spelled(self.shares)}" if self.shares else "")
-        return f"{ranks}, {format_bytes(self.bucket)} at a time"
+        return f"{ranks}, buckets of {format_bytes(self.bucket)}"
 
     @classmethod
     def problems(cls, rules: Sequence[Self]) -> list[str]:
         return [
-            f"shard_batch is among {rule.ranks} ranks and has {len(rule.shares)} shares"
+            f"shard_batch has {rule.ranks} ranks but {len(rule.shares)} shares"
             for rule in rules
             if rule.shares and len(rule.shares) != rule.ranks
         ]
@@ -59,15 +59,18 @@ class ShardBatch:
         self, program: Program, source: StepSource
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         shares = [k for k in source.sharers() if k > 1]
-        reason = source.why_not_shared() if shares else "the batch has too few examples"
+        reason = source.why_not_shared() if shares else "the batch has too few samples"
         reason = reason or why_not_reduced(program.graph)
         if reason is not None:
             label = "the batch among ranks"
             return (), (Rejection(trade=self.name, label=label, reason=reason),)
         refusals: tuple[Rejection, ...] = ()
         if normalising(program.graph):
-            label = "with BatchNorm's statistics of each rank's own samples"
-            lossy = "is lossy, each rank would normalise otherwise; those of all samples are taken"
+            label = "with BatchNorm statistics over each rank's own samples"
+            lossy = (
+                "is lossy, because each rank would normalize differently; statistics over all "
+                "samples are used"
+            )
             refusals = (Rejection(trade=self.name, label=label, reason=lossy),)
         offers = (
             Offer(

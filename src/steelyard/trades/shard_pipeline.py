@@ -83,16 +83,17 @@ class ShardPipeline:
         settings = {(rule.ranks, rule.schedule) for rule in rules}
         if len(settings) > 1:
             raise Mismatch(
-                "the shard_pipeline rules do not agree on ranks or schedule",
-                expected="the same of both in each, as all are ends of stages of one pipeline",
-                remedy="give all the same ranks and schedule, or plan again",
+                "the shard_pipeline rules have different ranks or schedules",
+                expected="the same ranks and schedule in each rule, because all are stage ends "
+                "of one pipeline",
+                remedy="set the same ranks and schedule in all rules, or plan again",
             )
         reason = _why_not(program)
         if reason:
             raise Mismatch(
-                f"the plan lays the layers on {ranks} ranks, and {reason}",
-                expected="a step whose micro-batches go through stages one after another",
-                remedy="take the shard_pipeline rules out of the plan, or plan again",
+                f"the plan assigns layers to {ranks} ranks, but {reason}",
+                expected="a step whose micro-batches run through pipeline stages in sequence",
+                remedy="remove the shard_pipeline rules from the plan, or plan again",
             )
         pipeline = source.in_stages(
             program,
@@ -110,9 +111,9 @@ def rules_for(ends: Sequence[str], *, schedule: str, ranks: int) -> tuple[Rule, 
 
 def _why_not(program: Program) -> str:
     if program.layout.shares:
-        return "groups of ranks that share layers share the batch equally or not at all"
+        return "groups of pipeline ranks need equal shares of the batch"
     if program.is_moving or program.coded:
-        return "values that wait in offload memory or in 8 bits do not go through stages yet"
+        return "offloaded and 8-bit values are not supported with pipeline stages yet"
     if program.update is not None and program.update.undivided:
         return program.update.undivided
     if program.graph.decomposition.startswith("inductor"):

@@ -42,7 +42,7 @@ class ShardStatesRule(StateSharding):
 
     def describe(self) -> str:
         twice = ", gathered twice" if self.gathers > 1 else ""
-        bucket = f", {format_bytes(self.bucket)} at a time" if self.bucket else ""
+        bucket = f", buckets of {format_bytes(self.bucket)}" if self.bucket else ""
         return f"{self.parameter} ({self.count}) among {self.ranks} ranks{twice}{bucket}"
 
 
@@ -83,7 +83,7 @@ class ShardStates:
         if offers:
             return offers, ()
         reason = reason or f"no large parameter has rows that divide among {ranks} ranks"
-        label = f"weights among {ranks} ranks"
+        label = f"weights over {ranks} ranks"
         return (), (Rejection(trade=self.name, label=label, reason=reason),)
 
     def rewrite(
@@ -95,28 +95,28 @@ class ShardStates:
         layout, update = program.layout, program.update
         if any(rule.ranks != layout.batch for rule in rules) or layout.batch == 1:
             raise Mismatch(
-                f"the plan shares weights among {rules[0].ranks} ranks, and the batch among "
+                f"the plan shards weights over {rules[0].ranks} ranks, but the batch over "
                 f"{layout.batch}",
                 expected="the same number of ranks for both",
-                remedy="set ranks under [[shard_states]] to that under [[shard_batch]]",
+                remedy="set ranks under [[shard_states]] to the value under [[shard_batch]]",
             )
         if any(rule.what for rule in rules):
             raise Mismatch(
-                "the plan holds weights whole, and what belongs to them in shares",
-                expected="weights in shares too, which is what runs here",
-                remedy="take `what` out of the shard_states rules, or plan for this machine",
+                "the plan shards gradients or optimizer state, but not the weights",
+                expected="weights that are sharded as well",
+                remedy="remove `what` from the shard_states rules, or plan for this machine",
             )
         if update is not None and update.unparted:
             raise Mismatch(
-                f"the plan shares weights among ranks, and {update.unparted}",
-                expected="an optimizer that changes each element by its own gradient and state",
-                remedy="take the shard_states rules out of the plan, or plan again",
+                f"the plan shards weights over ranks, but {update.unparted}",
+                expected="an optimizer that updates each element from its own gradient and state",
+                remedy="remove the shard_states rules from the plan, or plan again",
             )
         if layout.pipeline > 1 and any(rule.gathers > 1 or rule.bucket for rule in rules):
             raise Mismatch(
-                "the plan has stages gather weights twice a step, or several at once",
-                expected="once, each by itself, in front of all micro-batches, as stages do",
-                remedy="take `gathers` and `bucket` out of the shard_states rules, or plan again",
+                "the plan gathers weights of pipeline stages twice a step or in buckets",
+                expected="weights gathered once, one by one, before all micro-batches",
+                remedy="remove `gathers` and `bucket` from the shard_states rules, or plan again",
             )
         named = [(name, rule) for rule in rules for name in parameters_named(program.graph, rule)]
         names = [name for name, _ in named]

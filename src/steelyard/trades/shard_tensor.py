@@ -58,9 +58,9 @@ class ShardTensor:
                     for name, placement in region.inputs
                 )
                 by_pattern.setdefault(pattern, []).append(region)
-            reason = "" if by_pattern else "no operators go together that could work on parts"
+            reason = "" if by_pattern else "no operators form a region that can be sharded"
         if reason:
-            label = f"tensors among {ranks} ranks"
+            label = f"tensors over {ranks} ranks"
             return (), (Rejection(trade=self.name, label=label, reason=reason),)
         cheapest = sorted(by_pattern.values(), key=_exchanged_bytes_per_flop)
         return tuple(_offer(program.graph, regions, ranks) for regions in cheapest), ()
@@ -74,9 +74,9 @@ class ShardTensor:
         assert not program.again, "shard_tensor changes the graph, so it is applied early"
         if program.update is not None and program.update.unparted:
             raise Mismatch(
-                f"the plan cuts weights, and {program.update.unparted}",
-                expected="an optimizer that changes each element by its own gradient and state",
-                remedy="take the shard_tensor rules out of the plan, or plan again",
+                f"the plan shards weights, but {program.update.unparted}",
+                expected="an optimizer that updates each element from its own gradient and state",
+                remedy="remove the shard_tensor rules from the plan, or plan again",
             )
         choice = ShardingChoice(
             axis=TENSOR, num_ranks=ranks, inputs=tuple(_placements(program.graph, rules))
@@ -137,15 +137,15 @@ def _placements(graph: Graph, rules: Iterable[ShardTensorRule]) -> list[tuple[st
             raise Mismatch(
                 f"shard_tensor rule for {rule.parameter} matches {len(found)} tensors of this "
                 "model",
-                expected=f"{rule.count}, as the plan says",
+                expected=f"{rule.count}, as in the plan",
                 remedy="plan again for this model, or edit parameter or count of that rule",
             )
         for key in found:
             if key in placements:
                 raise Mismatch(
-                    f"{names[key]} is cut by two shard_tensor rules",
+                    f"{names[key]} is sharded by two shard_tensor rules",
                     expected="one rule for each tensor",
-                    remedy="take one of them out of the plan",
+                    remedy="remove one of them from the plan",
                 )
             placements[key] = Shard(rule.dim, rule.groups)
     return list(placements.items())

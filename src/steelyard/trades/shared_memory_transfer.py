@@ -48,14 +48,14 @@ class SharedMemoryTransfer:
         source: StepSource,  # noqa: ARG002 - the program says what is sent
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         if program.pipeline is not None:
-            what, kind = "messages of stages", STAGES
+            what, kind = "pipeline messages", STAGES
         elif _rank_collectives(program.graph):
             what, kind = "exchanges", EXCHANGES
         else:
             return (), ()
         offer = Offer(
             trade=self.name,
-            label=f"{what} through slots",
+            label=f"{what} through shared memory",
             rules=(SharedMemoryTransferRule(messages=kind),),
         )
         return (offer,), ()
@@ -76,8 +76,8 @@ class SharedMemoryTransfer:
         what, needs = _NEEDS[kind]
         raise Mismatch(
             f"the plan has shared_memory_transfer for {what}",
-            expected=f"{needs} beside it",
-            remedy="take the shared_memory_transfer rule out of the plan, or plan again",
+            expected=f"{needs} in the same plan",
+            remedy="remove the shared_memory_transfer rule from the plan, or plan again",
         )
 
 
@@ -106,7 +106,7 @@ def _through_slots(node: Node) -> Node:
 STAGES: MessageKind = "stages"
 EXCHANGES: MessageKind = "exchanges"
 _NEEDS = {
-    STAGES: ("the messages of stages, and lays no stages", "[[shard_pipeline]] rules"),
-    EXCHANGES: ("exchanges, and ranks do not share its batch or its tensors, or do so in stages",
+    STAGES: ("pipeline messages, but has no pipeline stages", "[[shard_pipeline]] rules"),
+    EXCHANGES: ("collectives, but has no ranks that share its batch or tensors, or has stages",
                 "[[shard_batch]] or [[shard_tensor]] rules and no [[shard_pipeline]]"),
 }  # fmt: skip

@@ -69,21 +69,21 @@ class SparseGradients:
     ) -> Program:
         if not rules:
             return program
-        assert not program.again, "what is exchanged is changed before anything is computed again"
+        assert not program.again, "sparse gradients are applied before recompute"
         layout = program.layout
         if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1 or layout.shares:
             raise Mismatch(
-                "the plan sends rows of gradients (sparse_gradients)",
-                expected="ranks that share the batch equally, and nothing else",
-                remedy="take the sparse_gradients rules out of the plan, or plan again",
+                "the plan sends sparse gradients (sparse_gradients)",
+                expected="ranks that share only the batch, in equal shares",
+                remedy="remove the sparse_gradients rules from the plan, or plan again",
             )
         possible = {t.target for t in tables(program.graph) if not t.why_whole}
         named = [name for rule in rules for name in parameters_named(program.graph, rule)]
         if unsupported := sorted(set(named) - possible):
             raise Mismatch(
                 f"the plan sends rows of the gradient of {unsupported[0].removeprefix(WEIGHT)}",
-                expected="a table that is looked up and read in no other way, in one micro-batch",
-                remedy="take it out of the sparse_gradients rules, or plan again",
+                expected="a table that is read only by one lookup, in one micro-batch",
+                remedy="remove it from the sparse_gradients rules, or plan again",
             )
         graph = in_rows(program.graph, named, num_ranks=layout.batch, transport=source.transport)
         return program.with_graph(source.rewritten(graph))
@@ -98,4 +98,7 @@ def _why_not_fewer(table: Table, ranks: int) -> str:
     ring_bytes = 2 * (ranks - 1) / ranks * table.num_rows * table.row_bytes
     if row_bytes_sent < ring_bytes:
         return ""
-    return f"{ranks} ranks look {table.looked_up} rows up each, and the table has {table.num_rows}"
+    return (
+        f"{ranks} ranks look up {table.looked_up} rows each, and the table has only "
+        f"{table.num_rows}"
+    )

@@ -68,7 +68,7 @@ def test_plain_pytorch_dies_and_the_plan_gives_its_losses_under_the_same_limit(
     ok, receipt = demo(lines.append, scene=SMALL)
     said = "\n".join(lines)
     assert ok, said
-    assert "died in step 1 of 2:" in said
+    assert "failed in step 1 of 2:" in said
     assert said.count("equal to the bit") == SMALL.steps
     assert receipt.measured.memory_bytes is not None
     assert receipt.measured.memory_bytes <= SMALL.budget_bytes
@@ -124,7 +124,7 @@ def outcome(stage: Stage) -> tuple[bool, str]:
 def test_it_held() -> None:
     ok, said = outcome(told(plain=DIED, ours=[3.0, 2.0], memory_bytes=100 * _MIB))
     assert ok
-    assert "died in step 2 of 2" in said
+    assert "failed in step 2 of 2" in said
     assert "432 MiB  the limit" in said
 
 

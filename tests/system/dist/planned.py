@@ -408,7 +408,7 @@ def _added_up(step: Any, batch: Any) -> float:
 
 def _refused_without_an_optimizer(path: Path, model: nn.Module, loss: Loss, batch: Any) -> None:
     """One's own could look at the whole of a parameter, of which there is a part."""
-    with pytest.raises(BadInput, match="what updates them is not known"):
+    with pytest.raises(BadInput, match="no optimizer was given"):
         sy.load(path, model, loss, batch).apply()
 
 

@@ -1,4 +1,4 @@
-"""Exchanges through memory that ranks share, beside torch's own.
+"""Exchanges through shared memory, beside torch's own.
 
 Not the judgement: that is the tests'.
 """

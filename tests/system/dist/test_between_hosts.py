@@ -153,7 +153,7 @@ def test_who_loses_the_other_host_says_so(
         for one in started:
             one.kill()
     said = _said(folders[0])
-    assert "rank 0 lost another in the middle of an exchange" in said
+    assert "rank 0 lost the connection to another rank during a collective" in said
     assert "\nexpected: " in said
     assert "\nnext: " in said
 

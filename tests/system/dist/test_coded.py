@@ -40,6 +40,6 @@ def test_ranks_that_send_codes_train_as_was_meant(
         assert one["losses"][-1] < one["losses"][0], name
         # Where a value lies between two levels, the order of a sum decides.
         assert one["apart"] < 2e-3, name
-        assert any(note.startswith("wrote gradients down and read") for note in one["notes"]), name
+        assert any(note.startswith("encoded and decoded gradients") for note in one["notes"]), name
         whole = 2 * (count - 1) / count * one["gradient_bytes"]
         assert one["sent_bytes"] < whole * _MOST[codec_in(name)], name

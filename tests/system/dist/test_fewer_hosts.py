@@ -121,7 +121,7 @@ def test_all_that_met_are_started_and_the_one_that_is_not_used_says_so_and_ends(
     assert _ended(three, folders, "run", "train.py", "--steps", "8") == [0, 0, 0], "".join(
         map(_said, folders)
     )
-    assert "the plan lies on hosts 1 and 2 of 3: host 0 only holds the place where those meet" in (
+    assert "the plan uses hosts 1 and 2 of 3: host 0 only serves the rendezvous of the others" in (
         _said(folders[0])
     )
     # The first of those that train tells what came of it.

@@ -24,7 +24,7 @@ def test_what_an_impostor_sends_is_refused_and_never_runs() -> None:
         assert len(lines) == 3, (name, error)
         assert lines[0].startswith("rank 1 "), (name, error)
     for name in ("too long", "a little too long", "negative", "empty"):
-        assert "announces a message of" in said[name], name
+        assert "announced a message of" in said[name], name
 
 
 def test_ranks_tell_each_other_values_of_many_lengths() -> None:
@@ -77,4 +77,4 @@ def test_the_first_host_ends_in_three_lines_when_an_impostor_takes_the_second_s_
     # Torch's own store complains, besides, when the other end of a connection goes.
     told = [line for line in lines[begin:] if not line.startswith("[W")]
     assert len(told) == 3, said
-    assert ("does not know this rank's STEELYARD_TOKEN" if token else "is refused") in told[0]
+    assert ("does not have this rank's STEELYARD_TOKEN" if token else "is refused") in told[0]

@@ -65,8 +65,8 @@ def test_hosts_that_all_could_do_and_no_others() -> None:
 def test_who_is_not_reached_is_named_to_all() -> None:
     one, other = on_two_ranks("tests.system.dist.remote:refused")
     assert one == other
-    assert "on rank 1 its carrier says nixlBackendError" in one["no agent"]
-    assert "its carrier says OSError: [Errno 99]" in one["no way"], "no such address"
+    assert "on rank 1, its NIXL proxy process failed: nixlBackendError" in one["no agent"]
+    assert "its NIXL proxy process failed OSError: [Errno 99]" in one["no way"], "no such address"
     for said in one.values():
         assert len(said.rstrip().splitlines()) == 3, said
         assert "/memfd" not in said, "what was made stays open"
@@ -98,7 +98,7 @@ def test_stages_are_one_device() -> None:
 
 def test_a_silent_rank_is_waited_for_as_long_as_the_group_says() -> None:
     said, _ = on_two_ranks("tests.system.dist.remote:silent")
-    assert said.startswith("nothing came from rank 1 within 1")
+    assert said.startswith("no message from rank 1 within 1")
 
 
 def test_a_rank_that_dies_over_a_slot_is_named(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_a_rank_that_is_given_another_batch_is_named(folder: Path) -> None:
     odd = steelyard(folder, "run", "train.py", "--steps", "6", "--rank-timeout", "4s", ODD="1")
     assert odd.returncode == 2, odd.stderr
     said = " ".join(odd.stderr.split())
-    assert "rank 1 has another batch, and the other ranks have not: at step 5" in said
+    assert "rank 1 has a different batch than the other ranks: at step 5" in said
     assert "has shape [12, 16], not [8, 16]" in said
     assert "started again" not in said
 
@@ -250,7 +250,7 @@ def test_so_is_one_whose_ranks_hand_weights_to_one_another(folder: Path) -> None
     odd = steelyard(folder, *given, "--rank-timeout", "4s", ODD="1", DROPOUT="0")
     assert odd.returncode == 2, odd.stderr
     said = " ".join(odd.stderr.split())
-    assert "rank 1 has another batch, and the other ranks have not: at step 5" in said
+    assert "rank 1 has a different batch than the other ranks: at step 5" in said
     assert "has shape [12, 16], not [8, 16]" in said
     assert "started again" not in said
 
@@ -282,7 +282,7 @@ def test_ctrl_c_stops_all_ranks_after_one_step_and_saves_it(folder: Path) -> Non
     assert process.returncode == 130, said
     saved = sorted(path.name for path in (folder / "slow").glob("step-*"))
     assert "step-000006" not in saved
-    assert f"after step {int(saved[-1][-6:])} of 6; go on with --resume slow" in said
+    assert f"after step {int(saved[-1][-6:])} of 6; continue with --resume slow" in said
 
 
 def _family(pid: int) -> list[int]:

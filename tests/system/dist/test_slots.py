@@ -56,13 +56,13 @@ def test_ranks_that_share_no_memory_are_all_told_which_one_does_not() -> None:
         assert "/memfd" not in said, "what was made stays open"
         assert "pipe:" not in said, "a pipe stays open"
     assert "on rank 0 another rank is on another host, or kept apart" in one["another host"]
-    assert "on rank 1 no 8.00 KiB to share can be had: Cannot allocate memory" in one["no memory"]
-    assert "on rank 0 what another rank made cannot be opened: No such file" in one["not seen"]
+    assert "on rank 1, 8.00 KiB of shared memory cannot be allocated: Cannot allocate memory" in one["no memory"]
+    assert "on rank 0 memory of another rank cannot be opened: No such file" in one["not seen"]
 
 
 def test_a_silent_rank_is_waited_for_as_long_as_the_group_says() -> None:
     said, _ = on_two_ranks("tests.system.dist.slots:silent")
-    assert said.startswith("nothing came from rank 1 within 1")
+    assert said.startswith("no message from rank 1 within 1")
     assert len(said.splitlines()) == 3
 
 
@@ -80,8 +80,8 @@ def test_ranks_on_gpus_wait_for_what_these_have_yet_to_do() -> None:
             assert all(found["made there"]["places"][when] for when in _THERE)
         assert found["broken off"] == [True, True]
         assert found["apart"] == [True, True]
-        assert "on rank 1 no 8.00 KiB of its GPU can be shared: full\n" in found["refused"]["no memory"]
-        assert "the GPU of rank 1 does not reach all others" in found["refused"]["out of reach"]
+        assert "on rank 1, 8.00 KiB of its GPU cannot be shared: full\n" in found["refused"]["no memory"]
+        assert "the GPU of rank 1 cannot access all others" in found["refused"]["out of reach"]
         for said in found["refused"].values():
             assert len(said.splitlines()) == 3, said
 

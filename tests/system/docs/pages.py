@@ -205,7 +205,7 @@ def _compare_keys(shown: Any, real: Any, where: str) -> None:
 # Lines that depend on what the machine measured just then.
 _SOMETIMES = (
     *("note", "next cent", "reasons"),
-    *("* #", "* this plan; FLOPs beside the graph without trades"),  # if it is on the curve
+    *("* #", "* this plan; FLOPs relative to the graph without trades"),  # if it is on the curve
 )
 
 

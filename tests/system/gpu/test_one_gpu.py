@@ -77,7 +77,7 @@ def test_more_ranks_than_gpus_are_refused_or_share_one(
     ranks, seen = torch.cuda.device_count() + 1, torch.cuda.get_device_properties(gpu)
     alone = local_cluster(gpu, Cluster.here(ranks=1), cache=CostCache()).fastest
     monkeypatch.delenv(MAY_SHARE, raising=False)
-    with pytest.raises(BadInput, match=f"{ranks} ranks were asked for, and torch sees"):
+    with pytest.raises(BadInput, match=f"{ranks} ranks were requested, but torch sees"):
         local_cluster(gpu, Cluster.here(ranks=ranks), cache=CostCache())
     monkeypatch.setenv(MAY_SHARE, "1")
     shared = local_cluster(gpu, Cluster.here(ranks=ranks), cache=CostCache())
@@ -93,7 +93,7 @@ def test_more_ranks_than_gpus_are_refused_or_share_one(
 def test_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
     there, cache = torch.device("cuda", 0), CostCache()
     offload_memory = OffloadMemory(tmp_path, "1GB/s", "1MiB")
-    with pytest.raises(BadInput, match="is on cuda:0, and offload memory was given"):
+    with pytest.raises(BadInput, match="is on cuda:0, but offload memory was given"):
         local_cluster(there, Cluster.here(offload_memory=offload_memory), cache=cache)
     with pytest.raises(BadInput, match="its step is to be compiled by inductor"):
         local_cluster(there, Cluster.here(), runner="inductor", cache=cache)

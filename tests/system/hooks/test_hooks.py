@@ -108,7 +108,7 @@ def test_what_was_lost_is_saved_and_comes_after_all(
         assert rank["apart"] < 1e-4
         assert rank["came"] > 0.1 * rank["norm"] / count
         assert rank["kept"] < 1e-4
-        assert rank["refused"].startswith("what was lost of first has shape (2, 2)")
+        assert rank["refused"].startswith("the saved residual of first has shape (2, 2)")
 
 
 def test_what_cannot_be_is_refused_on_every_rank(device: str) -> None:
@@ -123,8 +123,8 @@ def test_what_cannot_be_is_refused_on_every_rank(device: str) -> None:
 
 def test_an_exchange_that_fails_is_told_by_the_backward_pass(device: str) -> None:
     for said in _found("breaks", device):
-        assert "gradients did not come from all ranks: connection closed by peer" in said
-        assert "look at the rank that ended first" in said
+        assert "gradients of some ranks did not arrive: connection closed by peer" in said
+        assert "read the output of the rank that ended first" in said
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -230,7 +230,7 @@ def test_what_is_summed_where_it_lies_may_lie_on_nothing_that_stays() -> None:
     assert len(run([staying, torch.ones(2)])) == 2
     assert alive == [False]
     shared = inductor._checked(compiled, [replace(apart, place=1, outputs=(0,))])
-    with pytest.raises(RunFailed, match="on memory of another value"):
+    with pytest.raises(RunFailed, match="in the memory of another value"):
         shared([staying, torch.ones(2)])
 
 

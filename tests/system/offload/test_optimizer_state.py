@@ -208,7 +208,9 @@ def test_it_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) 
     assert fitting.predicted.communication_bytes.value > 0
     assert "offload_state" in str(fitting)
     assert fitting.why_not("offload_state").startswith("offload_state was applied")
-    assert "the budget does not ask for" in adam.what_if(memory="1 GiB").why_not("offload_state")
+    assert "which the budget does not require" in adam.what_if(memory="1 GiB").why_not(
+        "offload_state"
+    )
     model, x = made()
     fitting.save(tmp_path / "a.plan.toml")
     again = sy.load(tmp_path / "a.plan.toml", model, loss, x, optimizer=ADAM)
@@ -265,7 +267,7 @@ def test_what_lies_far_says_so_when_it_is_read_and_comes_home_when_asked(
         step(x)
     optimizer, weight = optimizer_of(ours), ours.live.model.get_parameter("tall.weight")
     assert optimizer.state[weight]["step"] == 1
-    with pytest.raises(Mismatch, match="exp_avg of this parameter lies in offload memory"):
+    with pytest.raises(Mismatch, match="exp_avg of this parameter is in offload memory"):
         optimizer.state[weight]["exp_avg"]
     with pytest.raises(KeyError):
         optimizer.state[weight]["no such key"]
@@ -359,8 +361,8 @@ class Drawing(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (partial(Bounded, lr=0.1, momentum=0.9), "is another for one parameter at a time"),
-        (partial(Drawing, lr=0.1, momentum=0.9), "is another for one parameter at a time"),
+        (partial(Bounded, lr=0.1, momentum=0.9), "gives other results for one parameter at a time"),
+        (partial(Drawing, lr=0.1, momentum=0.9), "gives other results for one parameter at a time"),
         (partial(Counting, lr=0.1, momentum=0.9), ""),
         *((make, "") for make in OPTIMIZERS.values()),
     ],
@@ -378,8 +380,8 @@ def test_an_optimizer_that_needs_all_parameters_at_once_is_told_from_others(
     ("make", "said"),
     [
         (partial(torch.optim.AdamW, foreach=True), "several parameters at once"),
-        (partial(Drawing, lr=0.1, momentum=0.9), "is another for one parameter at a time"),
-        (partial(torch.optim.SGD, lr=0.1), "the optimizer keeps nothing large"),
+        (partial(Drawing, lr=0.1, momentum=0.9), "gives other results for one parameter at a time"),
+        (partial(torch.optim.SGD, lr=0.1), "no optimizer state is large"),
         (None, "there is no optimizer in the plan"),
     ],
 )

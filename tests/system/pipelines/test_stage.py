@@ -73,7 +73,7 @@ def test_stages_one_after_the_other_are_the_whole_step(case: Case) -> None:
         try:
             stages = cut_into_stages(captured.graph, cut)
         except BadInput as refusal:
-            is_late = "behind the loss" in refusal.happened
+            is_late = "after the loss" in refusal.happened
             assert case.name in _REFUSED or is_late, refusal  # noqa: PT017 - refused cuts are no law
             continue
         given = _given(captured.graph, source)
@@ -201,8 +201,8 @@ def test_the_two_parts_of_a_backward_pass_are_the_whole_of_it() -> None:
 @pytest.mark.parametrize(
     ("ends", "says"),
     [
-        (["blocks.1", "blocks.0"], "the stages end behind"),
-        (["blocks.0", "blocks.0"], "the stages end behind"),
+        (["blocks.1", "blocks.0"], "the stages end after"),
+        (["blocks.0", "blocks.0"], "the stages end after"),
         (["nowhere"], "computes nothing"),
     ],
 )
@@ -218,5 +218,5 @@ def test_a_stage_behind_the_loss_is_refused() -> None:
     model, loss, batch = zoo.case("mlp").make()
     graph = CapturedStep(model=model, loss=loss, batch=batch).graph(micro_batches=1)
     (end,) = (o.node for o in graph.outputs if o.kind is OutputKind.LOSS)
-    with pytest.raises(BadInput, match="behind the loss"):
+    with pytest.raises(BadInput, match="after the loss"):
         cut_into_stages(graph, [end])

@@ -107,7 +107,7 @@ def test_it_fits_where_nothing_exact_does(planned: sy.Planned) -> None:
     assert planned.why_not("quantize_activations").startswith("quantize_activations was applied: ")
     said = str(planned)
     assert word.partition(" (")[0] in said
-    assert "no promise of a final accuracy" in " ".join(said.split())
+    assert "not a bound on the final accuracy" in " ".join(said.split())
     document = to_json(tree_of(planned.plan))
     assert document["amounts"]["accuracy_loss"]["plan"] == word.partition(" (")[0]
 
@@ -174,8 +174,8 @@ def test_a_budget_of_no_loss_says_what_it_would_buy(
     assert exact.predicted.accuracy_loss == "exact"
     reason = exact.why_not("quantize_activations")
     assert "is lossy and the accuracy budget is 0" in reason
-    assert "would alone buy ~" in reason
-    assert " MiB of memory" in reason
+    assert "alone would save ~" in reason
+    assert " MiB, but" in reason
     left = [r for r in exact.plan.refused if r.trade == "quantize_activations"]
     assert len(left) == 1
     with pytest.raises(Infeasible):
@@ -242,7 +242,7 @@ def test_without_an_optimizer_nothing_can_be_probed() -> None:
     between = (least(whole) + whole.plan.predicted.peak.nbytes) // 2
     refused = whole.what_if(memory=between, accuracy_loss="1%")
     assert refused.predicted.accuracy_loss == "exact"
-    assert "without an optimizer there is no drift" in refused.why_not("quantize_activations")
+    assert "without an optimizer the drift of the loss" in refused.why_not("quantize_activations")
 
 
 def test_a_loss_that_is_not_finite_anyway_is_said_once() -> None:
@@ -255,7 +255,7 @@ def test_a_loss_that_is_not_finite_anyway_is_said_once() -> None:
     low, high = least(whole), whole.plan.predicted.peak.nbytes
     refused = whole.what_if(memory=low + (high - low) // 10, accuracy_loss="1%")
     assert refused.predicted.accuracy_loss == "exact"
-    assert "the loss is not finite, even without" in refused.why_not("quantize_activations")
+    assert "the loss is not finite within" in refused.why_not("quantize_activations")
 
 
 def test_a_loss_that_is_not_finite_is_no_small_drift() -> None:
@@ -284,7 +284,7 @@ def test_the_plan_file_holds_them_and_is_probed_anew(planned: sy.Planned, tmp_pa
     blind = sy.load(path, model, loss, x)
     assert blind.predicted.accuracy_loss == "unknown"
     assert any("is not known" in note for note in blind.plan.notes)
-    assert "how much accuracy it loses is not known" in " ".join(str(blind).split())
+    assert "its accuracy loss is unknown" in " ".join(str(blind).split())
 
 
 def test_a_file_whose_budget_allows_no_loss_is_a_stated_breach(
@@ -347,7 +347,7 @@ def test_the_largest_batch_is_found_without(tight: int) -> None:
         budget=sy.Budget(memory=4 * tight, accuracy_loss="1%"),
     )  # fmt: skip
     assert found.predicted.accuracy_loss == "exact"
-    assert "nothing is kept in 8 bits" in found.plan.largest
+    assert "no value is kept in 8 bits" in found.plan.largest
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def test_far_memory_and_ranks_lower_it() -> None:
         WEIGHTS.check(Budget(memory="39 MiB"), ranks=2)
     with pytest.raises(Infeasible, match=r"with 10\.0 MiB in offload memory") as refused:
         WEIGHTS.check(Budget(memory="50 MiB"), far_bytes=10 * MIB)
-    assert "a larger offload memory" in refused.value.remedy
+    assert "larger offload memory" in refused.value.remedy
 
 
 def test_what_is_exactly_enough_is_not_refused() -> None:

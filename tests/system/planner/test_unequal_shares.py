@@ -198,12 +198,15 @@ def test_the_batch_is_shared_by_declared_speeds_and_it_is_said_why() -> None:
     found = layouts(costs(1, 0.5, rate=1e12), num_ranks=2).find(Budget())
     assert of_batch(found) == ParallelLayout(batch=2, shares=(2, 1))
     (taken,) = (t for t in found.taken if t.trade == "shard_batch")
-    assert taken.label.startswith("among 2 ranks as 2 : 1 (rank 1 computes at 0.50 of rank 0), ")
+    assert taken.label.startswith(
+        "among 2 ranks as 2 : 1 (rank 1 computes at 0.50 times the speed of rank 0), "
+    )
     refused = {r.label: r.reason for r in found.refused}
-    assert refused["among 2 ranks, in equal shares"].startswith("takes ~")
-    for label in ("parts on 2 ranks", "layers on 2 ranks"):
+    assert refused["among 2 ranks, in equal shares"].startswith("alone takes ~")
+    for label in ("sharded over 2 ranks", "layers on 2 ranks"):
         assert refused[label] == (
-            "all would wait for the slowest: rank 1 computes at 0.50 of rank 0"
+            "all ranks would wait for the slowest: rank 1 computes at 0.50 times the speed of "
+            "rank 0"
         )
 
 

@@ -52,13 +52,13 @@ def test_where_it_is_faster_it_is_in_the_plan_with_what_it_buys(
     assert _RULE in plan.plan.decisions.rules
     (taken,) = (t for t in plan.plan.taken if t.trade == "shared_memory_transfer")
     assert taken.rules == (_RULE,)
-    assert taken.label == "exchanges through slots"
+    assert taken.label == "collectives through shared memory"
     assert taken.buys_seconds > 1e-3
     assert taken.buys_bytes < 0, "the slots are there all the time"
     left = [refusal.left for refusal in plan.plan.refused]
     assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
     peak = plan.plan.predicted.peak
-    assert any(h.what == "room for what other ranks write" for h in peak.alive)
+    assert any(h.what == "receive slots for messages of other ranks" for h in peak.alive)
     plan.save(path := tmp_path / "train.plan.toml")
     assert '[[shared_memory_transfer]]\nmessages = "exchanges"' in path.read_text()
     assert read_decisions(path).rules == plan.plan.decisions.rules
@@ -72,7 +72,7 @@ def test_where_it_is_slower_the_plan_says_by_how_much(
     (refusal,) = (r for r in plan.plan.refused if r.trade == "shared_memory_transfer")
     assert refusal.left is Remaining.WHOLE
     assert "would take ~" in refusal.reason
-    assert "without them ~" in refusal.reason
+    assert "without it, a step takes ~" in refusal.reason
     left = [r.left for r in plan.plan.refused]
     assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
 

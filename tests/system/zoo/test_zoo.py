@@ -94,15 +94,15 @@ def _check_peak(source: CapturedStep, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- what must be refused -------------------------------------------------------------------------
 
-_VALUE = r"a number is read out of a tensor"
+_VALUE = r"a number is read from a tensor"
 _SHAPE = r"a shape depends on tensor values"
-_STATE = r"changes Python state"
+_STATE = r"has side effects on Python state"
 SAYS = {
     "hook_with_side_effect": r"a forward hook of model\.0$",
     "full_backward_hook": r"module 0 has a backward hook",
     "linalg": r"at edge\.py:\d+: .*torch\.linalg|has operators that check",
     "trainable_loss": r"trains temperature, which is no parameter",
-    "compiled_model": r"has been through torch\.compile",
+    "compiled_model": r"was compiled by torch\.compile",
     "branch_on_value": rf"at edge\.py:\d+: {_VALUE}",
     "branch_on_item": rf"at edge\.py:\d+: {_VALUE}",
     "item_as_factor": rf"at edge\.py:\d+: {_VALUE}",

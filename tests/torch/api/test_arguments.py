@@ -32,7 +32,7 @@ def test_planning_names_the_argument(given: dict[str, Any]) -> None:
 
 
 def test_a_plan_names_the_argument() -> None:
-    with pytest.raises(BadInput, match="there is no trade 3"):
+    with pytest.raises(BadInput, match="unknown trade 3"):
         PLANNED.why_not(3)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="path is 3"):
         PLANNED.save(3)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def test_a_profiler_around_each_step_sees_every_step_alike(step: Step) -> None:
     assert counts[1] == counts[2] == counts[3]
     receipt = step.receipt()
     assert receipt.measured.memory_bytes is None
-    said = "no step's memory was measured: a profiler was on in 3 of them"
+    said = "no step's memory was measured: a profiler was active in 3 of them"
     assert any(note.startswith(said) for note in receipt.measured.notes)
     step(BATCH)
     receipt = step.receipt()
@@ -162,7 +162,7 @@ def test_planning_measures_nothing_while_a_profiler_is_on(
     with profiled() as seen:
         torch.ones(8).add(1)
         with pytest.raises(
-            sy.SteelyardError, match=r"a profiler is on, and \d+ operators"
+            sy.SteelyardError, match=r"a profiler is active, but \d+ operators"
         ) as error:
             sy.plan(model, square, BATCH)
         torch.ones(8).add(1)
@@ -184,4 +184,4 @@ def test_a_batch_of_another_shape_is_run_while_a_profiler_is_on(
         step(BATCH[:5])
     assert len(seen.events()) > 20
     (note,) = (n for n in step.receipt().measured.notes if n.startswith("also ran"))
-    assert "operators of it were not measured" in note
+    assert "of its operators were not measured" in note

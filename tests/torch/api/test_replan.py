@@ -124,4 +124,4 @@ def test_a_turn_says_which_link_became_another() -> None:
     assert own._change_text(fast, slow) == (
         "host 1's link now carries 5.9 MB/s, 118 MB/s when the plan was made"
     )
-    assert own._change_text(slow, slow) == "other plans were compared over the present links"
+    assert own._change_text(slow, slow) == "plans were compared for the present links"

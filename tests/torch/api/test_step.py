@@ -39,7 +39,7 @@ def test_gradients_that_are_kept_are_metered_and_noted(set_to_none: bool) -> Non
     more = kept_gradients_bytes(program, costs)
     assert more > predicted // 20
     assert measured == pytest.approx(predicted + (0 if set_to_none else more), rel=0.001)
-    said = f"gradients kept from one step to the next add ~{format_bytes(more)} to the plan"
+    said = f"gradients kept between steps add ~{format_bytes(more)} to the plan"
     assert (said in str(step.receipt())) == (not set_to_none)
     assert kept_gradients_bytes(program.repeated(2), costs) == 0, "parts add into them anyway"
 

@@ -100,8 +100,8 @@ def test_a_plan_with_an_optimizer_is_compared_with_passes_and_updates(whose: str
     said = [note for note in measured.notes if note.startswith("the optimizer that stepped is")]
     if whose == "another":
         kept = format_bytes(STATES + 8 * 4)
-        which = "the optimizer that stepped is another AdamW than the plan's"
-        assert said == [f"{which}; what it keeps, {kept}, is in the memory"]
+        which = "the optimizer that stepped is a different AdamW than the plan's"
+        assert said == [f"{which}; its state, {kept}, is in the memory"]
     else:
         assert said == []
 
@@ -117,8 +117,8 @@ def test_an_update_by_hand_leaves_the_step_of_such_a_plan_unmeasured_and_says_so
     measured = step.receipt().measured
     assert (measured.steps, measured.passes) == (4, 4)
     assert (measured.memory_bytes, measured.step_seconds) == (None, None)
-    said = note_of(measured, "no optimizer's step was observed")
-    assert said.startswith("forward and backward pass held ")
+    said = note_of(measured, "no optimizer step was observed")
+    assert said.startswith("forward and backward pass took ")
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -131,7 +131,7 @@ def test_passes_that_add_up_are_one_step(set_to_none: bool) -> None:
     # What is kept from pass to pass is measured, where only a pass that begins with it can tell.
     assert measured.memory_bytes is not None
     assert measured.memory_bytes > 1.2 * step.plan.predicted.peak.nbytes
-    assert note_of(measured, "gradients kept from one step to the next add")
+    assert note_of(measured, "gradients kept between steps add")
 
 
 def test_steps_of_several_optimizers_are_of_one_update() -> None:
@@ -161,8 +161,8 @@ def test_a_closure_that_calls_the_pass_is_no_update_with_a_peak() -> None:
     measured = step.receipt().measured
     assert measured.passes == measured.steps >= 6
     assert measured.memory_bytes == pytest.approx(step.plan.predicted.peak.nbytes, rel=0.01)
-    assert "at the peak of passes" in note_of(measured, "kept by your LBFGS")
-    assert "and updates" not in note_of(measured, "kept by your LBFGS")
+    assert "at the peak of passes" in note_of(measured, "your LBFGS holds")
+    assert "and updates" not in note_of(measured, "your LBFGS holds")
 
 
 def test_an_optimizer_of_another_model_is_none_of_the_steps() -> None:

@@ -48,7 +48,7 @@ def test_ranks_can_take_statistics_together(
     said: dict[str, Any], loss: Any, reduction: Reduction
 ) -> None:
     sample = normed(**said), loss, data()
-    assert "takes its statistics over the whole batch" in verdict(sample).reason
+    assert "computes its statistics over the whole batch" in verdict(sample).reason
     assert shared(sample) == Splitting(reduction=reduction)
 
 
@@ -76,7 +76,7 @@ class Folded(nn.Module):
 
 
 def test_statistics_along_another_dim_are_seen() -> None:
-    assert "takes statistics of samples" in shared((Folded(), class_loss, data())).reason
+    assert "computes statistics over samples" in shared((Folded(), class_loss, data())).reason
     assert verdict((Folded(), class_loss, data())).reason
 
 

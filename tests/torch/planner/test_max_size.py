@@ -59,7 +59,7 @@ def test_few_sizes_are_tried(
         budget=Budget(memory=budget), on_progress=lambda _: None,
     )  # fmt: skip
     said = largest(request, Maximize.SEQUENCE)[1].largest
-    assert said.startswith(f"largest sequence that fits in one piece: {answer} (now 48)")
+    assert said.startswith(f"largest sequence that fits without splitting: {answer} (now 48)")
     assert (f"{answer + 1} is not possible: no row" in said) == (answer == possible)
     assert len(tried) == len(set(tried)) <= 14, tried
 

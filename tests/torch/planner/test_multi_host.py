@@ -246,7 +246,7 @@ def test_cores_are_a_ranks_own_while_it_measures_and_all_of_them_later() -> None
     [
         ((0, 0, 1, 1), ({0}, {0}, {0}, {0}), "rank 1 is number 0 of its host"),
         # A part of a part would be less than each was given.
-        ((0, 1, 0, 1), ({0, 1}, {0, 1}, {0}, {1}), "rank 3 may use other cores than rank 2"),
+        ((0, 1, 0, 1), ({0, 1}, {0, 1}, {0}, {1}), "rank 3 may use different cores than rank 2"),
     ],
 )
 def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
@@ -264,9 +264,9 @@ def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
 def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
     RankInfo(size=2, hosts=2).check_size(2, planned_hosts=2)
     RankInfo(size=2).check_size(2)
-    with pytest.raises(Mismatch, match="for 2 hosts, and the ranks are on 1"):
+    with pytest.raises(Mismatch, match="for 2 hosts, but the ranks are on 1"):
         RankInfo(size=2).check_size(2, planned_hosts=2)
-    with pytest.raises(Mismatch, match="for ranks of one host, and the ranks are on 2"):
+    with pytest.raises(Mismatch, match="for ranks of one host, but the ranks are on 2"):
         RankInfo(size=2, hosts=2).check_size(2)
 
 
@@ -366,7 +366,7 @@ def test_what_no_first_host_tells_is_refused_in_three_lines(count: str, piece: s
     store.set("told", count)
     with (
         mock.patch("steelyard.planner.multi_host._MAX_TEXT_BYTES", 1 << 20),
-        pytest.raises(RankFailed, match="tells what no rank of steelyard tells") as refused,
+        pytest.raises(RankFailed, match="sent data that is not a plan") as refused,
     ):
         second.receive()
     assert len(str(refused.value).splitlines()) == 3
@@ -583,7 +583,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_on_all(tmp_path: Path) -> N
     told: list[str] = []
     for saves in (True, False):
         one = _OneOfTwo(saves=saves, told=told, unseen=[])
-        with pytest.raises(CheckpointError, match=r"cannot save in .* Not a dir"):
+        with pytest.raises(CheckpointError, match=r"cannot write to .* Not a dir"):
             check_seen_by_all(tmp_path / "a file" / "saved", one)  # type: ignore[arg-type]
 
 

@@ -44,7 +44,7 @@ def test_a_budget_below_the_weights_is_refused_before_the_capture(
     memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CapturedStep, "graph", never("captured"))
-    with pytest.raises(Infeasible, match="what stays for the whole step") as refused:
+    with pytest.raises(Infeasible, match="memory that is resident for the whole step") as refused:
         sy.plan(*_asked(), optimizer=ADAM, budget=sy.Budget(memory=memory))
     assert "parameters 129 KiB, the batch 2.00 KiB" in refused.value.expected
 
@@ -53,7 +53,7 @@ def test_a_budget_below_the_optimizer_state_is_refused_before_anything_is_measur
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(session_module, "CostProvider", never("measured"))
-    with pytest.raises(Infeasible, match="what stays for the whole step") as refused:
+    with pytest.raises(Infeasible, match="memory that is resident for the whole step") as refused:
         sy.plan(*_asked(), optimizer=ADAM, budget=sy.Budget(memory="400 KiB"))
     assert "gradients 129 KiB, optimizer state 259 KiB" in refused.value.expected
 
@@ -65,7 +65,7 @@ def test_another_budget_for_the_same_step_is_refused_without_a_search(
     monkeypatch.setattr(pricing, "_CALIBRATION_SECONDS", 1.0)
     planned = sy.plan(*_asked(), optimizer=ADAM)
     monkeypatch.setattr(StepSearch, "find", never("searched"))
-    with pytest.raises(Infeasible, match="what stays for the whole step"):
+    with pytest.raises(Infeasible, match="memory that is resident for the whole step"):
         planned.what_if(memory="400 KiB")
 
 
@@ -100,5 +100,7 @@ def test_a_far_memory_larger_than_its_disk_is_refused_at_once(
 ) -> None:
     monkeypatch.setattr(CapturedStep, "graph", never("captured"))
     offload_memory = sy.OffloadMemory(tmp_path, rate="500 MB/s", size="999 TiB")
-    with pytest.raises(BadInput, match=r"offload memory of 999 TiB in .*, whose disk has .* free"):
+    with pytest.raises(
+        BadInput, match=r"offload memory of 999 TiB was requested in .*, but its disk has .* free"
+    ):
         sy.plan(*_asked(), cluster=sy.Cluster.here(offload_memory=offload_memory))

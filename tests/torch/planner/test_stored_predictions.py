@@ -90,7 +90,7 @@ def test_what_is_asked_later_is_measured_then(planned: sy.Planned, path: Path) -
 def test_without_predictions_they_are_made_anew(path: Path, told: list[str]) -> None:
     path.with_suffix(".json").unlink()
     again = sy.load(path, *made(), optimizer=ADAM, on_progress=told.append)
-    assert "predicting anew: no predictions stand beside the plan file" in told
+    assert "predicting again: the plan file has no predictions file beside it" in told
     assert again.plan.predicted.peak.nbytes > 0
 
 
@@ -109,7 +109,7 @@ def test_predictions_that_promise_less_than_the_program_holds_are_made_anew(
     beside.write_text(text.replace(f'"nbytes":{peak},', f'"nbytes":{peak // 2},'))
     assert beside.read_text() != text
     again = sy.load(path, *made(), optimizer=ADAM, on_progress=told.append)
-    assert any(said.startswith("predicting anew") for said in told)
+    assert any(said.startswith("predicting again") for said in told)
     assert again.plan.predicted.peak.nbytes == peak
 
 
@@ -124,4 +124,4 @@ def test_another_optimizer_is_predicted_anew(path: Path, told: list[str]) -> Non
 def test_an_edited_plan_is_predicted_anew(path: Path, told: list[str]) -> None:
     path.write_text(path.read_text().replace('memory = "1 MiB"', 'memory = "2 MiB"'))
     sy.load(path, *made(), optimizer=ADAM, on_progress=told.append)
-    assert "predicting anew: the plan was edited after it was predicted" in told
+    assert "predicting again: the plan was edited after it was predicted" in told

@@ -80,7 +80,7 @@ def test_the_first_in_time_is_to_blame_or_all_that_are_alike() -> None:
     stages = [code(5, GRADIENTS - 0), code(5, GRADIENTS - 1)]
     assert blamed(stages).rank == 1, "the last stage is the first to go back"
     alike = blamed([code(5, LOSS)] * 3)
-    assert (alike.rank, alike.words) == (-1, "the own loss of every rank alike, in step 5")
+    assert (alike.rank, alike.words) == (-1, "the own loss of every rank, in step 5")
     two = blamed([NOTHING, code(5, LOSS), code(5, LOSS)])
     assert (two.rank, two.words) == (-1, "the own loss of ranks 1, 2, in step 5")
     assert blamed([NOTHING, NOTHING]).words == ""

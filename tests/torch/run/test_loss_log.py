@@ -98,7 +98,7 @@ def test_what_cannot_be_written_is_told_once_and_stops_nothing(tmp_path: Path) -
     for step in (1, 2):
         losses.add(step=step, loss=2.0, seconds=0.5, lr=None)
     losses.close()
-    assert told == ["losses are not written to train.losses.jsonl: it is no regular file"]
+    assert told == ["losses are not written to train.losses.jsonl: it is not a regular file"]
 
 
 def test_a_full_disk_is_told_and_stops_nothing(

@@ -209,7 +209,7 @@ def test_what_nothing_looks_at_in_a_batch_may_be_anything() -> None:
     step(batch(step=None, files=()))
     with pytest.raises(Mismatch, match=r"batch:\['double'\] is False"):
         step({**batch(step=1, files=[]), "double": False})
-    with pytest.raises(Mismatch, match="another structure"):
+    with pytest.raises(Mismatch, match="a different structure"):
         step(batch(step=1))
 
 
@@ -292,9 +292,9 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "flag": (batch_of(flag=False), "is False"),
     "flag of another type": (batch_of(flag=1), "is 1"),
     "number": (batch_of(rate=0.25), r"is 0\.25"),
-    "key": ({**batch_of(), "z": 1}, "another structure"),
-    "list": (batch_of(y=(torch.ones(6),)), "another structure"),
-    "length": (batch_of(y=[torch.ones(6), torch.ones(6)]), "another structure"),
+    "key": ({**batch_of(), "z": 1}, "a different structure"),
+    "list": (batch_of(y=(torch.ones(6),)), "a different structure"),
+    "length": (batch_of(y=[torch.ones(6), torch.ones(6)]), "a different structure"),
 }
 
 

@@ -134,8 +134,8 @@ def test_resuming_from_an_older_checkpoint_sets_later_ones_aside(tmp_path: Path)
     train(straight, listed(), steps=6, seed=0)
     assert_same_model(straight.model, step.model)
     assert [n.split(":")[0] for n in notes] == [
-        "set aside aside-step-000004",
-        "set aside aside-step-000006",
+        "renamed aside-step-000004",
+        "renamed aside-step-000006",
     ]
 
 
@@ -239,7 +239,7 @@ def test_a_step_that_fails_costs_none_of_those_before_it(
     settings = Checkpoints(folder=tmp_path, every=100)
     with pytest.raises((OSError, Mismatch, RuntimeError)) as error:
         train(step, failing, steps=9, seed=0, checkpoints=settings)
-    assert afterwards(error.value) == [f"step 3 is saved, go on with --resume {tmp_path}"]
+    assert afterwards(error.value) == [f"step 3 is saved; continue with --resume {tmp_path}"]
     straight, again = a_run(), a_run()
     train(straight, listed(), steps=9, seed=0)
     resume = Checkpoints(folder=tmp_path, every=100, resume=True)

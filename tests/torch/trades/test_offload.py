@@ -141,14 +141,14 @@ def test_what_is_made_again_is_not_moved_as_well() -> None:
     graph = tower(3)
     program = with_copies(Program.plain(graph), ["blocks.1:act"])
     rules = to_rules(graph, ["blocks.1:act"], OffloadRule)
-    with pytest.raises(Mismatch, match="computed again"):
+    with pytest.raises(Mismatch, match="is recomputed"):
         Offload().rewrite(program, rules, Whole(graph))
 
 
 def test_what_cannot_leave_is_named() -> None:
     graph = tower(3)
     rules = (OffloadRule(module="", op="aten.sum"),)
-    with pytest.raises(Mismatch, match=r"aten\.sum in the top level, which cannot be sent off"):
+    with pytest.raises(Mismatch, match=r"aten\.sum in the top level, which cannot be offloaded"):
         Offload().rewrite(Program.plain(graph), rules, Whole(graph))
 
 

@@ -116,11 +116,11 @@ def _lines_between(program: Program) -> int:
     [
         ((replace(MLP[0], count=3),), "matches 2 tensors"),
         ((replace(MLP[0], parameter="blocks.*.mlp.upwards"),), "matches 0 tensors"),
-        ((MLP[0], replace(MLP[0], dim=1)), "cut by two shard_tensor rules"),
-        ((replace(MLP[0], ranks=3),), "cannot lie as"),
-        ((replace(MLP[0], dim=7),), "cannot lie as"),
+        ((MLP[0], replace(MLP[0], dim=1)), "sharded by two shard_tensor rules"),
+        ((replace(MLP[0], ranks=3),), "cannot be sharded as"),
+        ((replace(MLP[0], dim=7),), "cannot be sharded as"),
         ((states(2),), "and the batch among 1"),
-        ((states(4), batch(2)), "among 4 ranks, and the batch among 2"),
+        ((states(4), batch(2)), "over 4 ranks, but the batch over 2"),
         ((states(2, count=1), batch(2)), "matches 2 parameters"),
         ((states(8, "position.weight", 1), batch(8)), None),
         ((states(2, f"{UP}.bias"), batch(2)), None),
@@ -144,7 +144,7 @@ def test_optimizers_that_go_by_elements_work_on_parts(optimizer: str) -> None:
 
 def test_an_optimizer_that_looks_at_the_whole_is_refused() -> None:
     reason = why_unparted(functools.partial(torch.optim.Adafactor, lr=0.1))
-    assert reason == "the optimizer's step is another on a part of a parameter"
+    assert reason == "the optimizer's step gives other results on a shard of a parameter"
     source = trial().source
     update = replace(trial().plain, loss="", unparted=reason)
     for trade, layout in (
@@ -156,7 +156,7 @@ def test_an_optimizer_that_looks_at_the_whole_is_refused() -> None:
         assert not offers
         assert refusal.reason == reason
         rules = MLP if layout.tensor > 1 else (states(2),)
-        with pytest.raises(Mismatch, match="another on a part of a parameter"):
+        with pytest.raises(Mismatch, match="other results on a shard of a parameter"):
             trade.rewrite(program, rules, source)
 
 
@@ -186,7 +186,7 @@ def test_memory_that_sharing_the_batch_does_not_save_is_saved_by_parts() -> None
     free = among_two.find(Budget())
     assert {rule.trade for rule in free.rules} == {"overlap", "shard_batch"}
     reasons = {r.label: r.reason for r in free.refused if r.trade == "shard_tensor"}
-    assert "takes ~" in reasons["parts on 2 ranks"]
+    assert "takes ~" in reasons["sharded over 2 ranks"]
     shared_out = [
         among_two.search_by(way.rules)
         for way in among_two.ways.of(ParallelLayout(batch=2))

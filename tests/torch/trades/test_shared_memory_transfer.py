@@ -60,13 +60,13 @@ def test_it_is_offered_to_stages_alone() -> None:
     assert offer.rules == (SLOTS,)
     assert SharedMemoryTransfer().offers(plain(), trial().source) == ((), ())
     assert refused == ()
-    with pytest.raises(Mismatch, match="lays no stages") as error:
+    with pytest.raises(Mismatch, match="has no pipeline stages") as error:
         apply_rules(plain(), [SLOTS], trades=TRADES, source=trial().source)
     assert len(str(error.value).splitlines()) == 3
 
 
 def test_a_plan_for_ranks_that_share_memory_is_refused_of_others() -> None:
-    with pytest.raises(BadInput, match="not known to share any") as error:
+    with pytest.raises(BadInput, match="have none in common") as error:
         predict(pinned(stages("blocks.1")), costs())
     assert len(str(error.value).splitlines()) == 3
 

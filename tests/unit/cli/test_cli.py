@@ -169,7 +169,7 @@ def test_the_first_of_several_hosts_plans_and_the_others_have_its_plan(
     for name in ("train.plan.toml", "train.plan.json"):
         one, other = ((folder / name).read_text() for folder in folders)
         assert one == other
-    assert "as the first host planned it" in capsys.readouterr().out
+    assert "received from the first host" in capsys.readouterr().out
 
 
 def test_what_the_first_host_found_wrong_ends_all(
@@ -187,7 +187,7 @@ def test_what_the_first_host_found_wrong_ends_all(
     assert "it branches" in fails(capsys, "plan", "train.py", code=2)
     folder = as_host(1)
     said = fails(capsys, "plan", "train.py", code=2)
-    assert "the first host made no plan: it branches" in said
+    assert "planning failed on the first host: it branches" in said
     assert not list(folder.glob("*.plan.*"))
 
 
@@ -209,7 +209,7 @@ def test_a_plan_for_several_hosts_is_not_started_by_one(
 ) -> None:
     write_plan(planned, _among_hosts(2, ShardBatchRule(ranks=2, bucket=1 << 20)))
     said = fails(capsys, "run", "train.py", code=2)
-    assert "the plan is for 2 hosts, and this process was started alone" in said
+    assert "the plan is for 2 hosts, but this process was started alone" in said
     assert "torchrun --nnodes 2" in said
 
 
@@ -295,7 +295,7 @@ def test_a_host_that_is_not_used_says_so_and_ends(
         monkeypatch.setenv(name, str(value))
     assert main(["run", "train.py", "--steps", "3"]) == 0
     said = capsys.readouterr().out
-    assert "the plan lies on hosts 0 and 2 of 3: host 1 has nothing to do" in said
+    assert "the plan uses hosts 0 and 2 of 3: host 1 has nothing to do" in said
     assert "run_workload" not in [name for name, _ in fake_api.ASKED]
 
 
@@ -317,7 +317,7 @@ def test_a_rank_on_which_nothing_lies_does_nothing(
         write_plan(Path("train.plan.toml"), _among_hosts(2))
         assert main(["run", "train.py", "--steps", "3"]) == 0
     assert [name for name, _ in fake_api.ASKED].count("run_workload") == 1
-    assert "the plan lies on host 0 of 2: host 1 has nothing to do" in capsys.readouterr().out
+    assert "the plan uses host 0 of 2: host 1 has nothing to do" in capsys.readouterr().out
 
 
 def test_every_bound_of_the_budget_reaches_the_search(api: fake_api.Fake) -> None:
@@ -471,7 +471,7 @@ def test_weights_that_are_not_kept_are_mentioned(
     api: fake_api.Fake, planned: Path, flags: str, is_said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "train.py", "--steps", "2", *flags.split()]) == 0
-    assert ("weights were not kept: --checkpoint DIR" in capsys.readouterr().out) is is_said
+    assert ("weights were not saved: --checkpoint DIR" in capsys.readouterr().out) is is_said
 
 
 def test_a_log_has_the_notes_only(
@@ -548,7 +548,7 @@ def test_simulate_writes_a_trace_and_says_what_each_rank_does(
 ) -> None:
     capsys.readouterr()
     assert main(["simulate", "train.py", "--trace", "trace.json"]) == 0
-    said = "rank 0  ~3.00 ms a step: computes ~1.00 ms, waits ~2.00 ms for others\n"
+    said = "rank 0  ~3.00 ms a step: computes ~1.00 ms, waits ~2.00 ms for other ranks\n"
     assert said in capsys.readouterr().out
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     assert [e["name"] for e in events if e["ph"] == "X"] == ["aten.mm.default", "for all-reduce"]
@@ -578,10 +578,10 @@ def test_simulate_takes_a_plan_by_itself_with_what_it_was_asked_for(
     said = fails(
         capsys, "simulate", "x.plan.toml", "--plan", "y.plan.toml", "--trace", "t.json", code=2
     )
-    assert "x.plan.toml is a plan file, and so is what --plan names" in said
+    assert "x.plan.toml is a plan file, and --plan names one too" in said
     Path("x.plan.json").unlink()
     said = fails(capsys, "simulate", "x.plan.toml", "--trace", "t.json", code=2)
-    assert "beside x.plan.toml stands no name of its script" in said
+    assert "the predictions file of x.plan.toml does not name its script" in said
 
 
 def test_scale_asks_for_devices_and_a_length(
@@ -601,8 +601,8 @@ def test_scale_asks_for_devices_and_a_length(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--devices", "2-8"], "--devices 2-8 is no range"),
-        (["--devices", "2..8", "--tokens", "1B", "--samples", "9"], "both say how long"),
+        (["--devices", "2-8"], "--devices 2-8 is not a range"),
+        (["--devices", "2..8", "--tokens", "1B", "--samples", "9"], "both give the length"),
         (["--devices", "2..8", "--tokens", "many"], "tokens"),
     ],
 )
@@ -653,7 +653,7 @@ def test_scale_over_more_devices_than_there_are_is_refused_before_the_script_is_
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scale", "train.py", "--cluster", "dgx-h100", "--devices", "1..9"]) == 2
-    assert "devices 1..9 of a cluster of 8" in capsys.readouterr().err
+    assert "devices 1..9 are not in a cluster of 8" in capsys.readouterr().err
     assert not fake_api.ASKED
 
 
@@ -691,7 +691,7 @@ def test_explain_without_predictions_says_how_to_get_them(
     planned.with_suffix(".json").unlink()
     assert main(["explain", str(planned)]) == 0
     out = capsys.readouterr().out
-    assert "there are no predictions beside it" in out
+    assert "its predictions file does not exist" in out
     assert "blocks.*.mlp" in out
     assert main(["explain", str(planned), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "not predicted"
@@ -705,8 +705,8 @@ def test_explain_without_predictions_says_how_to_get_them(
     [
         ("plan", "requires an argument"),
         ("pln train.py", "Did you mean"),
-        ("plan .", ". is a folder, and no script"),
-        ("run .", ". is a folder, and no script"),
+        ("plan .", ". is a folder, not a script"),
+        ("run .", ". is a folder, not a script"),
         (f"run train.py --plan {'x' * 300}.toml", "File name too long"),
         ("plan train.py --memry 3GiB", "Did you mean"),
         ("plan train.py --memory 2gigs", "unknown unit 'gigs'"),
@@ -728,23 +728,23 @@ def test_explain_without_predictions_says_how_to_get_them(
         (f"run train.py --steps {10**40}", "of more than 30 digits is not possible"),
         (f"run train.py --seed {2**70}", f"--seed {2**70} is not possible"),
         ("run train.py --seed -1", "--seed -1 is not possible"),
-        ("run train.py --seed 0.5", "--seed 0.5 is no whole number"),
-        ("run train.py --steps 0x10", "--steps 0x10 is no whole number"),
+        ("run train.py --seed 0.5", "--seed 0.5 is not a whole number"),
+        ("run train.py --steps 0x10", "--steps 0x10 is not a whole number"),
         pytest.param(f"run train.py --steps {'9' * 5000}", "--steps 999", id="five thousand 9"),
-        ("run train.py --checkpoint c --checkpoint-every 1.0", "1.0 is no whole number"),
+        ("run train.py --checkpoint c --checkpoint-every 1.0", "1.0 is not a whole number"),
         ("run train.py --rank-timeout nan", "--rank-timeout = 'nan' is not an amount"),
         ("run train.py --rank-timeout inf", "--rank-timeout = 'inf' is not an amount"),
         ("run train.py --rank-timeout 0", "--rank-timeout = '0' is not a possible amount"),
         ("run train.py --rank-timeout -1", "--rank-timeout"),
         ("run train.py --rank-timeout 1us", "--rank-timeout 1us is not possible"),
         ("run train.py --rank-timeout 1e9h", "--rank-timeout 1e9h is not possible"),
-        ("run train.py --checkpoint-every 10", "nothing says where to"),
+        ("run train.py --checkpoint-every 10", "was given without --checkpoint"),
         ("run train.py --checkpoint-every 0 --checkpoint c", "--checkpoint-every 0 is not"),
         ("run train.py --checkpoint-every -1 --checkpoint c", "--checkpoint-every -1 is not"),
-        ("run train.py --checkpoint train.py", "--checkpoint train.py is no folder"),
-        ("run train.py --html train.plan.json", "would overwrite a file that is read"),
-        ("run train.py --html train.py", "would overwrite a file that is read"),
-        ("plan train.py --html train.plan.toml", "would overwrite a file that is read"),
+        ("run train.py --checkpoint train.py", "--checkpoint train.py is not a folder"),
+        ("run train.py --html train.plan.json", "would overwrite an input file"),
+        ("run train.py --html train.py", "would overwrite an input file"),
+        ("plan train.py --html train.plan.toml", "would overwrite an input file"),
         ("plan train.py --ranks 0", "--ranks 0 is not possible"),
         ("plan train.py --ranks -2 --cluster dgx-h100", "--ranks -2 is not possible"),
         ("plan train.py --ranks nan", "nan"),
@@ -758,13 +758,13 @@ def test_explain_without_predictions_says_how_to_get_them(
         ("plan train.py --computation inf", "not an amount"),
         ("plan train.py --accuracy-loss nan", "not an amount"),
         ("plan train.py --accuracy-loss=-1%", "accuracy_loss"),
-        ("plan train.py --accuracy-loss 101%", "more than there is"),
+        ("plan train.py --accuracy-loss 101%", "more than 100 %"),
         ("plan train.py --ranks 2 --speeds nan,1", "speeds"),
         ("plan train.py --ranks 2 --speeds inf,1", "speeds"),
         ("plan train.py --ranks 2 --speeds 0,1", "speeds"),
         ("plan train.py --ranks 2 --speeds 1e-300,1", "speeds (1e-300, 1.0) of 2 ranks"),
-        ("plan train.py --ranks 3 --speeds 1,1", "write --speeds 1,1,1 where they are alike"),
-        ("plan train.py --ranks 3 --speeds 1,fast,1", "is no list of numbers"),
+        ("plan train.py --ranks 3 --speeds 1,1", "write --speeds 1,1,1 for equal ranks"),
+        ("plan train.py --ranks 3 --speeds 1,fast,1", "is not a list of numbers"),
         ("plan train.py --speeds 1,0.5", "write --ranks 2 as well"),
         ("plan train.py --offload-dir . --offload-rate nan --offload-size 1GiB", "not an amount"),
         (
@@ -774,21 +774,21 @@ def test_explain_without_predictions_says_how_to_get_them(
         ("plan train.py --offload-dir . --offload-rate 1GB/s", "--offload-size is missing"),
         ("plan train.py --what-if memory=nan", "not an amount"),
         ("plan train.py --why-not recomputing", "did you mean recompute?"),
-        ("plan train.py --maximize batch --minimize devices", "opposite things"),
+        ("plan train.py --maximize batch --minimize devices", "exclude each other"),
         ("plan train.py --maximize batch --ranks 2", "--ranks gives several"),
         ("plan train.py --maximize batch --cluster dgx-h100", "--cluster gives several"),
-        ("plan train.py --minimize devices", "no --cluster is given"),
-        ("plan train.py --runner inductor --cluster dgx-h100", "--cluster is not here"),
+        ("plan train.py --minimize devices", "no --cluster was given"),
+        ("plan train.py --runner inductor --cluster dgx-h100", "--cluster declares other devices"),
         ("plan train.py --check none.toml", "does not exist"),
         ("plan train.py --check none.toml --runner inductor", "takes its budget from the plan"),
-        ("scale train.py --cluster dgx-h100 --devices 0..8", "is a range of nothing"),
-        ("scale train.py --cluster dgx-h100 --devices 8..1", "is a range of nothing"),
-        ("scale train.py --cluster dgx-h100 --devices ²..8", "is no range"),
-        (f"scale train.py --cluster dgx-h100 --devices 1..{10**20}", "is no range"),
+        ("scale train.py --cluster dgx-h100 --devices 0..8", "is an empty range"),
+        ("scale train.py --cluster dgx-h100 --devices 8..1", "is an empty range"),
+        ("scale train.py --cluster dgx-h100 --devices ²..8", "is not a range"),
+        (f"scale train.py --cluster dgx-h100 --devices 1..{10**20}", "is not a range"),
         ("scale train.py --cluster dgx-h100 --devices 1..8 --tokens nan", "not an amount"),
         ("scale train.py --cluster dgx-h100 --devices 1..8 --samples 0", "not a possible amount"),
-        ("run train.py --resume", "does not say from where"),
-        ("run train.py --resume c --checkpoint d", "are two folders"),
+        ("run train.py --resume", "--resume names no folder"),
+        ("run train.py --resume c --checkpoint d", "are different folders"),
         ("explain none.toml", "does not exist"),
         ("explain none.toml --html", "html"),
         ("explain .", "is not a file"),
@@ -817,17 +817,17 @@ def _binary(path: Path) -> None:
     ("name", "make", "said"),
     [
         ("missing.py", None, "missing.py does not exist"),
-        ("missing", None, "missing is no script"),
-        ("folder.py", _folder, "folder.py is a folder, and no script"),
-        ("program.py", _binary, "program.py is no Python"),
-        ("text.py", lambda path: path.write_text("train(\n\n"), "text.py is no Python, line 1"),
-        ("latin.py", lambda path: path.write_bytes(b"x = '\xe9'"), "latin.py is no Python"),
-        ("deep.py", lambda path: path.write_text("(" * 10**5), "deep.py is no Python"),
+        ("missing", None, "missing is not a script"),
+        ("folder.py", _folder, "folder.py is a folder, not a script"),
+        ("program.py", _binary, "program.py is not Python"),
+        ("text.py", lambda path: path.write_text("train(\n\n"), "text.py is not Python, line 1"),
+        ("latin.py", lambda path: path.write_bytes(b"x = '\xe9'"), "latin.py is not Python"),
+        ("deep.py", lambda path: path.write_text("(" * 10**5), "deep.py is not Python"),
         ("train.sh", lambda path: path.write_text("x = 1"), "does not end in .py"),
-        ("pipe.py", os.mkfifo, "pipe.py is no file that can be read"),
+        ("pipe.py", os.mkfifo, "pipe.py is not a regular file"),
         ("loop.py", lambda path: path.symlink_to(path.name), "loop.py does not exist"),
-        ("", None, "no script"),
-        (":name", None, "is no script"),
+        ("", None, "not a script"),
+        (":name", None, "is not a script"),
     ],
 )
 def test_what_is_no_script_is_refused_before_torch_is_imported(
@@ -855,7 +855,7 @@ def test_a_plan_file_in_place_of_its_script_is_called_one(
 ) -> None:
     more = ["--cluster", "dgx-h100", "--devices", "1..8"] if verb == "scale" else []
     said = fails(capsys, verb, "train.plan.toml", *more, code=2)
-    assert "is a plan or a cluster file, and no script" in said
+    assert "is a plan or cluster file, not a script" in said
 
 
 def test_run_takes_a_plan_by_itself(
@@ -882,16 +882,16 @@ def test_run_of_a_plan_without_its_script_is_three_lines(
         return fails(capsys, "run", *more, code=2)
 
     # As it was saved by a program, which has no script.
-    assert "stands no name of its script" in said("train.plan.toml")
+    assert "does not name its script" in said("train.plan.toml")
     assert "steelyard run train.py --plan train.plan.toml" in said("train.plan.toml")
-    assert "is a plan file, and so is what --plan names" in said(
+    assert "is a plan file, and --plan names one too" in said(
         "train.plan.toml", "--plan", "train.plan.toml"
     )
     assert "does not exist" in said("none.plan.toml")
     write_plan(planned, PLAN, asked=Asked(script="gone.py"))
     assert "gone.py does not exist" in said("train.plan.toml")
     write_plan(planned, PLAN, asked=Asked(script="train.py", cluster="dgx-h100"))
-    assert "is for the declared cluster" in said("train.plan.toml")
+    assert "is a plan for the declared cluster" in said("train.plan.toml")
     Path("folder.plan.toml").mkdir()
     assert "is not a file" in said("folder.plan.toml")
     Path("cluster.toml").write_text("[cluster]\n")
@@ -976,7 +976,7 @@ def test_debug_shows_the_traceback(api: fake_api.Fake, capsys: pytest.CaptureFix
 def test_what_a_failed_run_has_saved_is_said_last(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    then(error, "step 3 is saved, go on with --resume c")
+    then(error, "step 3 is saved; continue with --resume c")
 
     def outcome() -> None:
         if fake_api.ASKED[-1][0] == "run_workload":
@@ -985,7 +985,7 @@ def test_what_a_failed_run_has_saved_is_said_last(
     api.outcome = outcome
     code = 2 if isinstance(error, Mismatch) else 4
     said = fails(capsys, "run", "train.py", "--steps", "2", code=code)
-    assert " ".join(said.split()).endswith("; step 3 is saved, go on with --resume c")
+    assert " ".join(said.split()).endswith("; step 3 is saved; continue with --resume c")
 
 
 def test_memory_that_ran_out_is_called_by_its_name(
@@ -1002,11 +1002,14 @@ def test_memory_that_ran_out_is_called_by_its_name(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("explain train.plan.toml --html no/such/folder/x.html", "there is no folder no/such"),
+        (
+            "explain train.plan.toml --html no/such/folder/x.html",
+            "the folder no/such/folder does not exist",
+        ),
         ("run train.py --html .", "is a directory"),
         ("frontier train.py --html no/x.html", "cannot be written"),
         ("plan train.py --html no/x.html", "cannot be written"),
-        ("plan train.py -o no/x.toml", "there is no folder no"),
+        ("plan train.py -o no/x.toml", "the folder no does not exist"),
         ("plan train.py -o folder.toml", "folder.toml is a directory"),
     ],
 )
@@ -1124,7 +1127,7 @@ def test_a_run_that_sigterm_stopped_shows_its_receipt_and_exits_with_143(
     assert main(["run", "train.py", "--steps", "4", "--checkpoint", "c", "--quiet"]) == 143
     captured = capsys.readouterr()
     assert "<- largest miss" in captured.out
-    again = "; go on with --resume c" if saved else ""
+    again = "; continue with --resume c" if saved else ""
     assert captured.err == f"steelyard: interrupted after step 4 of 4{again}\n"
 
 

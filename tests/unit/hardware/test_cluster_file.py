@@ -80,15 +80,15 @@ def test_what_is_declared_is_what_is_there() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("mine = 8", "rack = 8", "scope.node holds itself: node > rack > node"),
-        ("mine = 8", "node = 8", "scope.node holds itself: node > node"),
-        ("node = 4", "rack = 4", "scope.rack holds itself: rack > rack"),
+        ("mine = 8", "rack = 8", "scope.node contains itself: node > rack > node"),
+        ("mine = 8", "node = 8", "scope.node contains itself: node > node"),
+        ("node = 4", "rack = 4", "scope.rack contains itself: rack > rack"),
         ("[scope.rack]", "[scope.a]\nmembers = {b = 1}\n[scope.b]\nmembers = {a = 1}\n[scope.rack]",
-         "scope.a holds itself: a > b > a"),
-        ("mine = 8", "mina = 8", "names mina, which nothing declares; did you mean mine?"),
-        ("mine = 8", '"" = 8', "names , which nothing declares"),
-        ('link = "inside"', "", "scope.node.link is missing: nothing joins its 8 members"),
-        ('link = "inside"', 'link = "insid"', "names insid, which nothing declares; did you mean"),
+         "scope.a contains itself: a > b > a"),
+        ("mine = 8", "mina = 8", "names mina, which is not declared; did you mean mine?"),
+        ("mine = 8", '"" = 8', "names , which is not declared"),
+        ('link = "inside"', "", "scope.node.link is missing: 8 members need a link"),
+        ('link = "inside"', 'link = "insid"', "names insid, which is not declared; did you mean"),
         ("[scope.rack]", "[scope.other]\nmembers = {mine = 1}\n[scope.rack]", "2 roots"),
         ("mine = 8", "mine = 0", "members.mine is 0, not 1 or more"),
         ("mine = 8", "mine = -1", "members.mine is -1, not 1 or more"),
@@ -104,7 +104,7 @@ def test_what_is_declared_is_what_is_there() -> None:
         ('"80 GiB"', "true", "device.mine.memory is true, not a whole number"),
         ('"3 us"', "3", "time = '3' has no unit"),
         ("price =", 'reached = { share = "0 %" }\nprice =', "share is '0 %', not more than 0"),
-        ("price =", 'reached = { share = "120 %" }\nprice =', "120 %, more than there is"),
+        ("price =", 'reached = { share = "120 %" }\nprice =', "120 %, more than 100 %"),
         ("price =", 'reached = { share = 0.8 }\nprice =', "share = '0.8' has no unit"),
         ("price =", 'reached = "80 %"\nprice =', "reached"),
         ("price =", 'reached = { call = "9 us" }\nprice =', "reached.share is missing"),
@@ -116,7 +116,7 @@ def test_what_is_declared_is_what_is_there() -> None:
         ('"312 TFLOP/s"', '"312 TB/s"', "unknown unit"),
         ("USD", "EUR", "unknown unit 'EUR'"),
         ('"6 ms"', '"100 us"', "the curve of a link falls"),
-        ('"6 ms"', '"120 us"', "level at its end"),
+        ('"6 ms"', '"120 us"', "flat at its end"),
         ('["4 KiB", "20 us"]', '["4 KiB"]', "a size and a time"),
         ('["4 KiB", "20 us"]', '["4 KiB", 20]', "time = '20' has no unit"),
         ("curve =", 'rate = "1 GB/s"\ncurve =', "a curve and a rate or latency"),
@@ -125,12 +125,12 @@ def test_what_is_declared_is_what_is_there() -> None:
         ("[link.", "[links.", "links is not a known key; did you mean link?"),
         ("[device.mine]", "[device.mine]\npreset = 'A100'", "A100-SXM4-40GB or A100-SXM4-80GB"),
         ("[device.mine]", "[scope.mine]\nmembers = {T4 = 1}\n[device.mine]", "both a device and a"),
-        ("[device.mine]", "preset = 'dgx-a100'\n[device.mine]", "and declares scopes as well"),
-        ("[device.mine]", "format = 2\n[device.mine]", "later steelyard"),
+        ("[device.mine]", "preset = 'dgx-a100'\n[device.mine]", "and also declares scopes"),
+        ("[device.mine]", "format = 2\n[device.mine]", "later version of Steelyard"),
         ("[device.mine]", "[link.x]\nlatency = '1 us'\n[device.mine]", "link.x.rate is missing"),
         ("[scope.rack]", "[scope.rack]\nhost_link = 3", "scope.rack.host_link is 3, not a text"),
         ('price = "2.5', 'host_memory = "1 GiB"\nprice = "2.5', "both say host_memory"),
-        (GOOD, "", "declares no scope"),
+        (GOOD, "", "declares neither a scope"),
         (GOOD, "scope = 3", "scope is 3, not a table"),
         (GOOD, "[scope]\nx = 3", "scope.x is not a table"),
         (GOOD, "preset = 'dgx-h10'", "did you mean dgx-h100?"),
@@ -231,14 +231,16 @@ def test_what_is_reached_is_the_presets_unless_the_file_says_it() -> None:
     assert unknown.reached is None
     assert "which was fitted on" in preset.rates_said
     assert "Megatron-LM" in preset.rates_said
-    assert mine.rates_said.endswith("at 55 % of its declared rates, as the cluster file says")
-    assert "which no program reaches" in unknown.rates_said
+    assert mine.rates_said.endswith(
+        "at 55 % of its declared rates, as declared in the cluster file"
+    )
+    assert "which programs do not reach" in unknown.rates_said
     assert mine.identity != replace(mine, reached=None).identity
     # What nobody said of it changes no plan's fingerprint.
     known = replace(unknown, reached=AchievedFraction(share=1.0)).identity
     assert known.startswith(unknown.identity.removesuffix(")"))
     for share in (0.0, 1.5):
-        with pytest.raises(BadInput, match="shares above 0, and of 1 at most"):
+        with pytest.raises(BadInput, match="shares above 0 and at most 1"):
             AchievedFraction(share=share)
 
 
@@ -300,7 +302,7 @@ def test_a_newer_generation_is_no_slower() -> None:
 
 
 def test_a_name_that_is_no_machine_is_refused() -> None:
-    with pytest.raises(ClusterFileError, match="there is no ready-made machine dgx-h10"):
+    with pytest.raises(ClusterFileError, match="unknown cluster preset dgx-h10"):
         Cluster.named("dgx-h10")
 
 

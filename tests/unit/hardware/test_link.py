@@ -70,10 +70,10 @@ def test_nothing_sent_takes_nothing() -> None:
     ("points", "said"),
     [
         ([(1, 1.0)], "two points"),
-        ([(1, 1.0), (1, 2.0)], "goes back"),
-        ([(2, 1.0), (1, 2.0)], "goes back"),
+        ([(1, 1.0), (1, 2.0)], "sizes that decrease"),
+        ([(2, 1.0), (1, 2.0)], "sizes that decrease"),
         ([(1, 2.0), (2, 1.0), (3, 4.0)], "falls"),
-        ([(1, 1.0), (2, 1.0)], "level at its end"),
+        ([(1, 1.0), (2, 1.0)], "flat at its end"),
     ],
 )
 def test_what_is_no_curve_is_refused(points: list[tuple[int, float]], said: str) -> None:

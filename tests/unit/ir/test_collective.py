@@ -80,7 +80,7 @@ def test_a_program_must_wait_before_it_reads() -> None:
         for i in program.instructions
     )
     assert replace(program, instructions=early).problems() == [
-        "sink of bucket_0_reduced_waited reads bucket_0_reduced while it is on its way"
+        "sink of bucket_0_reduced_waited reads bucket_0_reduced while it is in flight"
     ]
 
 

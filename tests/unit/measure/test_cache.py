@@ -223,7 +223,7 @@ def refused(path: Path) -> str:
     assert cache.read("here", ["relu"]) == {}
     assert (path.read_bytes() if path.is_file() else b"") == before
     (note,) = cache.notes
-    assert note.endswith("costs are measured again each time")
+    assert note.endswith("costs are measured again in every run")
     return note
 
 

@@ -153,8 +153,8 @@ def test_it_reads_as_a_person_would_write_it() -> None:
     assert (
         GOOD
         == """\
-# The decisions of one Steelyard plan; what they are predicted to cost stands in the JSON
-# file beside this one. Edit them, then check the edit:
+# The decisions of one Steelyard plan; their predicted costs are in the JSON
+# file next to this one. Edit them, then check the edit:
 #   steelyard plan train.py --check train.plan.toml
 format = 2
 
@@ -313,7 +313,7 @@ def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) ->
         ('"300 MiB"', "true", "budget.memory is true, not a whole number"),
         ('"0 %"', "nan", "budget.accuracy_loss is nan, not"),
         ('"0 %"', "-0.1", "budget.accuracy_loss is -0.1, not 0 or more"),
-        ("format = 2", "format = 3", "written by a later steelyard"),
+        ("format = 2", "format = 3", "written by a later version of Steelyard"),
         ("format = 2", "format = 1", "was written in format 1, whose tables"),
         ("format = 2", "format = true", "format is true, not a whole number"),
         ("format = 2\n", "", "format is missing"),
@@ -329,8 +329,8 @@ def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) ->
         ("[8, 256]", '[8, "x"]', "target.batch 1: shape 2 is 'x', not a whole number"),
         ("[8, 256]", f"[{'1,' * 65}]", "an array of at most 64"),
         ('"int64"', '"\\u001b[31mred"', ""),
-        ('"2.13.0+cpu"', f'"{"x" * 20_000}"', "a text of at most 16384 characters"),
-        ("blocks.*.mlp", '"""x', "holds a string over several lines"),
+        ('"2.13.0+cpu"', f'"{"x" * 20_000}"', "a string of at most 16384 characters"),
+        ("blocks.*.mlp", '"""x', "has a multi-line string"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(old: str, new: str, said: str) -> None:
@@ -465,7 +465,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_the_json_can_never_replace_the_plan_file() -> None:
     assert explanation_path(Path("a/train.plan.toml")) == Path("a/train.plan.json")
-    with pytest.raises(BadInput, match="no name for a plan file"):
+    with pytest.raises(BadInput, match="not a valid name for a plan file"):
         explanation_path(Path("train.json"))
 
 
@@ -516,9 +516,9 @@ def test_damaged_json_is_a_plan_file_error_or_harmless(data: st.DataObject) -> N
     [
         ('"title"', '"titel"', "plan.titel is not a known key; did you mean title?"),
         ('"nbytes":', '"nbyte":', "is not a known key; did you mean nbytes?"),
-        ('"flops":1000000000000', '"flops":NaN', "NaN is no number"),
+        ('"flops":1000000000000', '"flops":NaN', "NaN is not a number"),
         ('"flops":1000000000000', '"flops":1e400', "plan.before.flops is inf, not"),
-        ('"low":', '"low":1e30,"low":', "the key 'low' stands twice in one object"),
+        ('"low":', '"low":1e30,"low":', "the key 'low' is duplicated in one object"),
         ('"low":', '"low":1e30,"lows":', "is not a known key; did you mean low?"),
         ('"phase":"forward"', '"phase":"sideways"', "not one of 'forward', 'backward' or 'update'"),
         ('"format":2', '"format":3', "format is 3, not 2 or less"),

@@ -88,8 +88,8 @@ def read_or_refused(raw: str) -> PlanOnFile | PlanFileError:
         refused = error
     assert refused.exit_code == 2
     assert len(str(refused).splitlines()) <= 9
-    assert "the predictions of a plan" in refused.expected
-    assert refused.remedy.startswith("make it anew: steelyard plan train.py --check ")
+    assert "predictions as Steelyard writes them" in refused.expected
+    assert refused.remedy.startswith("create it again: steelyard plan train.py --check ")
     return refused
 
 
@@ -129,16 +129,16 @@ def _set(*place: str | int, to: object) -> Callable[[], str]:
         (_set("plan", "predicted", "peak", "nbytes", to=7), "outside the interval of memory_bytes"),
         (_set("plan", "predicted", "peak", "resident_bytes", to=2**40), "more than the peak"),
         (_set("plan", "predicted", "peak", "alive", 0, "nbytes", to=2**40), "more than the peak"),
-        (_set("plan", "predicted", "timeline", "seconds", 3, to=9.0), "does not ascend"),
-        (_set("plan", "predicted", "timeline", "seconds", to=[0.0]), "not as many seconds"),
+        (_set("plan", "predicted", "timeline", "seconds", 3, to=9.0), "is not in ascending order"),
+        (_set("plan", "predicted", "timeline", "seconds", to=[0.0]), "different numbers of"),
         (_set("plan", "predicted", "timeline", "nbytes", 3, to=2**50), "more than twice the peak"),
-        (_set("plan", "predicted", "metrics", "accuracy_loss", to="none at all"), "no word"),
-        (_set("plan", "frontier", 0, "accuracy_loss", to="none at all"), "no word"),
+        (_set("plan", "predicted", "metrics", "accuracy_loss", to="none at all"), "not a valid"),
+        (_set("plan", "frontier", 0, "accuracy_loss", to="none at all"), "not a valid"),
         (_set("plan", "frontier", 0, "micro_batches", to=0), "is 0, not between 1"),
-        (_set("plan", "num_offers", to=1), "plan.taken has 2 offers, and there were 1"),
+        (_set("plan", "num_offers", to=1), "plan.taken has 2 offers, but the plan had 1"),
         (_set("plan", "num_offers", to=10**9), "plan.num_offers is 1e+09, not between 0 and 1e+06"),
         (_set("measured", "steps", to=10**15), "measured.steps is 1e+15"),
-        (_set("measured", "first_step", to=900), "beyond the last, 200"),
+        (_set("measured", "first_step", to=900), "after the last step, 200"),
         (_set("measured", "first_step", to=0), "is 0, not between 1"),
         (_set("measured", "memory_bytes", to=2**70), "measured.memory_bytes is"),
         (_set("decisions_sha256", to="beef"), "not 64 hexadecimal digits"),
@@ -157,7 +157,7 @@ def test_computation_that_takes_longer_than_its_step_is_refused() -> None:
     place = ("plan", "predicted", "metrics", "computation_seconds")
     found = read_or_refused(damaged(place, {"value": 1e5, "low": 1e5, "high": 1e5}))
     assert isinstance(found, PlanFileError)
-    assert "in a step of 1.24 s" in found.happened
+    assert "longer than the step of 1.24 s" in found.happened
 
 
 def _folder(beside: Path) -> None:

@@ -16,7 +16,7 @@ MIB = 1 << 20
 def predicted(nbytes: int) -> Prediction:
     held = (
         LiveTensor.of(60 * MIB, "parameters", Role.PARAMETER),
-        LiveTensor.of(12 * MIB, "gradients so far", Role.GRADIENT),
+        LiveTensor.of(12 * MIB, "accumulated gradients", Role.GRADIENT),
         LiveTensor.of(4 * MIB, "aten.mm.default", Role.ACTIVATION),
     )
     peak = PeakMemory(
@@ -30,7 +30,7 @@ def test_what_it_holds_beyond_is_named() -> None:
     (note,) = note_beyond_eager(predicted(81 * MIB), predicted(89 * MIB))
     assert "holds ~8.00 MiB more than eager PyTorch" in note
     assert "aten.mm.default in head, backward pass" in note
-    assert "gradients so far 12.0 MiB, aten.mm.default 4.00 MiB" in note
+    assert "accumulated gradients 12.0 MiB, aten.mm.default 4.00 MiB" in note
     assert "parameters" not in note
     assert "a budget of 81.0 MiB" in note
 

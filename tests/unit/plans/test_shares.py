@@ -39,7 +39,7 @@ def test_the_ranks_of_each_share_are_known_the_largest_first() -> None:
 
 @pytest.mark.parametrize("shares", [(2, 1, 1), (2,), (2, 0), (2, -1)])
 def test_shares_that_are_none_are_refused(shares: tuple[int, ...]) -> None:
-    with pytest.raises(BadInput, match="a share for each rank, each a whole number above 0"):
+    with pytest.raises(BadInput, match="a whole number above 0 for each rank"):
         ParallelLayout(batch=2, shares=shares)
 
 
@@ -79,8 +79,8 @@ def test_equal_shares_and_speeds_go_unsaid_and_leave_a_plan_its_name() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("shares = [2, 1, 1]", "is among 2 ranks and has 3 shares"),
-        ("shares = [2]", "is among 2 ranks and has 1 shares"),
+        ("shares = [2, 1, 1]", "is among 2 ranks but 3 shares"),
+        ("shares = [2]", "is among 2 ranks but 1 shares"),
         ("shares = [2, 0]", "shares"),
         ("shares = [2, 0.5]", "shares"),
         ('shares = "2 : 1"', "shares"),
@@ -124,7 +124,7 @@ def test_speeds_make_another_cluster_and_equal_ones_do_not() -> None:
 
 @pytest.mark.parametrize("speeds", [(1,), (1, 0.5, 1), (1, 0), (1, -1), (1, float("nan")), "10"])
 def test_speeds_that_are_none_are_refused(speeds: tuple[float, ...]) -> None:
-    with pytest.raises(BadInput, match="a number above 0 for each rank"):
+    with pytest.raises(BadInput, match="a relative speed above 0 for each rank"):
         Cluster.here(ranks=2, speeds=speeds)
 
 

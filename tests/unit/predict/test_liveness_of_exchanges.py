@@ -1,4 +1,4 @@
-"""What is held while an exchange is on its way: the argument, what comes of others, or neither."""
+"""What is held while an exchange is in flight: the argument, what comes of others, or neither."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bytes_when(program: Program, value: str) -> int:
 
 
 def anyway(ranks: int) -> int:
-    """At work2: gradients 1 and 2, the share that is on its way, the loss."""
+    """At work2: gradients 1 and 2, the share that is in flight, the loss."""
     return 2 * GRADIENT + GRADIENT // ranks + 4
 
 
@@ -63,7 +63,7 @@ def test_what_a_backend_holds_stands_in_the_explanation() -> None:
     for index, nbytes in enumerate(alive.bytes_at):
         assert sum(h.nbytes for h in alive_at(program, index)) == nbytes
     line = next(i for i, ins in enumerate(program.instructions) if ins.value == "work2")
-    held = [h.nbytes for h in alive_at(program, line) if "on its way" in h.what]
+    held = [h.nbytes for h in alive_at(program, line) if "in flight" in h.what]
     assert held == [2 * GRADIENT // 4]
 
 

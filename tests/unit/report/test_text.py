@@ -130,7 +130,7 @@ def test_what_was_not_measured_is_a_dash_and_no_miss() -> None:
         ("300 MiB", PLAN.before, "fits: ~296 MiB of 300 MiB; eager PyTorch is ~187 MiB over"),
         ("1 GiB", PLAN.before, "fits: ~296 MiB of 1.00 GiB; so does eager PyTorch"),
         ("200 MiB", PLAN.before, "DOES NOT FIT: ~296 MiB of 200 MiB; eager PyTorch is ~287 MiB"),
-        (None, PLAN.before, "no bound on memory was given"),
+        (None, PLAN.before, "no memory budget was given"),
     ],
 )
 def test_whether_it_fits_is_said_first(memory: str | None, before: object, verdict: str) -> None:
@@ -167,7 +167,7 @@ def test_a_plan_without_anything_to_say_is_short() -> None:
         least_bytes=0,
         notes=(),
     )
-    assert "taken (0 of 4 offers): none is needed" in shown(bare)
+    assert "taken (0 of 4 offers): none needed" in shown(bare)
     assert "no curve was computed" in shown(bare, zoom=Zoom.FRONTIER)
 
 
@@ -245,7 +245,7 @@ def test_a_code_that_saves_computation_says_by_what() -> None:
     """Bytes that are not exchanged take nothing of the processor: no riddle."""
     coded = replace(PLAN.taken[0], trade="quantized_gradients", pays_seconds=-0.004, buys_bytes=0)
     text = " ".join(shown(replace(PLAN, taken=(coded,)), width=200).split())
-    said = "saves ~4.00 ms computation (exchanging fewer bytes takes less of the processor)"
+    said = "saves ~4.00 ms computation (exchanging fewer bytes takes less processor time)"
     assert said in text
     paid = replace(coded, pays_seconds=0.004)
     assert "exchanging fewer bytes" not in shown(replace(PLAN, taken=(paid,)))
@@ -264,7 +264,9 @@ def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None
 
 def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_first() -> None:
     codes = [
-        Rejection(trade=trade, label="gradients in codes", reason=f"would cost {more} %", left=left)
+        Rejection(
+            trade=trade, label="compressed gradients", reason=f"would cost {more} %", left=left
+        )
         for trade, more, left in (
             ("top_k_gradients", 9, Remaining.NEVER),
             ("ternary_gradients", 4, Remaining.WHOLE),
@@ -274,7 +276,7 @@ def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_firs
     others = [replace(PLAN.refused[0], reason=f"reason {n}") for n in range(9)]
     plan = replace(PLAN, refused=(*others, *codes))
     text = shown(plan)
-    assert text.index("ternary_gradients  gradients in codes: would cost 4 %") < text.index(
+    assert text.index("ternary_gradients  compressed gradients: would cost 4 %") < text.index(
         "reason 0"
     )
     assert "would cost 8 %" not in text
@@ -293,11 +295,11 @@ def test_the_rounding_of_sums_is_no_price() -> None:
 
 
 def test_reasons_of_another_time_say_of_which() -> None:
-    said = "offers, curve and next cent are of when it was planned, at ~1.10 s a step"
+    said = "offers, curve and next cent are from planning, when a step took ~1.10 s a step"
     plan = replace(PLAN, planned_seconds=1.1)
     for zoom in (Zoom.RECEIPT, Zoom.OFFERS, Zoom.FRONTIER):
         assert said in shown(plan, zoom=zoom)
-        assert "of when it was planned" not in shown(replace(PLAN, planned_seconds=1.24), zoom=zoom)
+        assert "from planning" not in shown(replace(PLAN, planned_seconds=1.24), zoom=zoom)
 
 
 def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
@@ -312,5 +314,5 @@ def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
 
 def test_the_ends_of_stages_are_said_as_such() -> None:
     rule = ShardPipelineRule(behind="blocks.1", schedule="1F1B", ranks=2)
-    said = "shard_pipeline: 1F1B on 2 ranks, a stage ends behind blocks.1"
+    said = "shard_pipeline: 1F1B on 2 ranks, a stage ends after blocks.1"
     assert describe_rule(rule) == said

@@ -43,7 +43,7 @@ def test_a_batch_that_must_stay_whole_is_refused_with_the_reason() -> None:
         TRADE.rewrite(Program.plain(graph), by(2), source)
     offers, refusals = TRADE.offers(Program.plain(graph), Whole(graph))
     assert not offers
-    assert "one example" in refusals[0].reason
+    assert "one sample" in refusals[0].reason
 
 
 def test_asking_for_offers_captures_nothing() -> None:

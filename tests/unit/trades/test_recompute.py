@@ -217,7 +217,7 @@ def test_a_rule_for_what_cannot_be_recomputed_is_an_error() -> None:
     graph = random_step(3)
     never = next(n.name for n in graph.forward() if n.name == "loss")
     rules = to_rules(graph, {never}, RecomputeRule)
-    with pytest.raises(Mismatch, match="cannot be computed again"):
+    with pytest.raises(Mismatch, match="cannot be recomputed"):
         Recompute().rewrite(Program.plain(graph), rules, Whole(graph))
 
 

@@ -70,7 +70,8 @@ def demo(on_line: OnLine, *, scene: Scene | None = None) -> tuple[bool, Receipt]
     """Run the demonstration; return if it went as promised, and the receipt of the plan's run."""
     if sys.platform != "linux":
         raise BadInput(
-            f"the demonstration limits a process by RLIMIT_DATA, which {sys.platform} does not",
+            f"the demonstration limits a process by RLIMIT_DATA, which {sys.platform} does not "
+            "enforce",
             expected="Linux",
             remedy="plan a step of your own: steelyard plan train.py --memory 2GiB",
         )
@@ -89,7 +90,7 @@ def _run_parts(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Re
     plan = stage.plan()
     for line in _plan_lines(plan):
         on_line(f"   {line}")
-    on_line("2  one limit for both (RLIMIT_DATA: the kernel gives no memory beyond it)")
+    on_line("2  one memory limit for both (RLIMIT_DATA, enforced by the kernel)")
     with ThreadPoolExecutor(1) as executor:
         # The run that part 5 compares with is trained meanwhile; it ends before anything is timed.
         without_limit = executor.submit(stage.run, "plain", meter=True)
@@ -97,8 +98,8 @@ def _run_parts(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Re
         limit = scene.budget_bytes + base_bytes + _SPARE_BYTES
         for amount, what in (
             (scene.budget_bytes, "the budget"),
-            (base_bytes, "what Steelyard's process holds before it trains"),
-            (_SPARE_BYTES, "for kernels, threads and the meter"),
+            (base_bytes, "memory of Steelyard's process before training"),
+            (_SPARE_BYTES, "allowance for kernels, threads and the memory meter"),
             (limit, "the limit"),
         ):
             on_line(f"   {format_bytes(amount):>8}  {what}")
@@ -112,10 +113,10 @@ def _run_parts(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Re
     measured = _measured(ours.one("measured"))
     on_line(f"   finished {measured.steps} steps")
     on_line("5  plain PyTorch without a limit, to compare with")
-    on_line(f"   finished {len(theirs.losses)} steps, and held {_peak(theirs, plan)}")
+    on_line(f"   finished {len(theirs.losses)} steps; peak {_peak(theirs, plan)}")
     for line in _side_by_side(theirs.losses, ours.losses):
         on_line(f"   {line}")
-    on_line("6  the receipt of the plan's run: measured beside predicted")
+    on_line("6  the receipt of the plan's run: measured and predicted")
     fits = measured.memory_bytes is not None and measured.memory_bytes <= scene.budget_bytes
     as_promised = bool(limited.complaint) and fits and theirs.losses == ours.losses
     return as_promised, Receipt(plan=plan, measured=measured)
@@ -162,8 +163,8 @@ class _Stage:
         if not (may_fail and any(sign in done.stderr for sign in _OUT_OF_MEMORY)):
             raise RunFailed(
                 f"a process of the demonstration failed (role {role}): {complaint}",
-                expected="it to end as the demonstration tells",
-                remedy="see what is in its way with steelyard doctor, and report it if nothing is",
+                expected="the process to end as the demonstration describes",
+                remedy="run steelyard doctor; if it finds no problem, report this failure",
             )
         return _ProcessOutput(lines=lines, complaint=complaint)
 
@@ -172,7 +173,7 @@ def _complaint(stderr: str) -> str:
     """Return the last line of a traceback, without the C++ source location."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     signs = [line for line in lines if any(sign in line for sign in _OUT_OF_MEMORY)]
-    line = (signs or lines or ["no word"])[-1]
+    line = (signs or lines or ["no message"])[-1]
     _, mark, rest = line.partition("DefaultCPUAllocator: ")
     return f"{mark}{rest.partition(' Error code')[0]}" if mark else line[:200]
 
@@ -182,19 +183,19 @@ def _plan_lines(plan: Plan) -> list[str]:
     more = metrics.step_seconds.value / plan.unplanned.metrics.step_seconds.value - 1
     before, after = format_bytes(plan.before.peak.nbytes), format_bytes(metrics.memory_bytes.value)
     return [
-        f"plain PyTorch needs ~{before}; the plan ~{after}, for ~{format_share(more)} time",
-        "(by recomputing alone: cut into micro-batches, a step is exact but not",
-        "bit for bit plain PyTorch's, and bits are what is compared below)",
+        f"plain PyTorch needs ~{before}; the plan ~{after}, in ~{format_share(more)} time",
+        "(by recomputation only: a step split into micro-batches is exact, but not",
+        "bit-identical to plain PyTorch, and the losses below are compared bit by bit)",
     ]
 
 
 def _death_lines(limited: _ProcessOutput, scene: Scene) -> list[str]:
     if limited.complaint:
         wrapped = textwrap.wrap(limited.complaint, 72, initial_indent="  ", subsequent_indent="  ")
-        return [f"died in step {len(limited.losses) + 1} of {scene.steps}:", *wrapped]
+        return [f"failed in step {len(limited.losses) + 1} of {scene.steps}:", *wrapped]
     return [
-        f"finished all {scene.steps} steps: this system does not hold processes to",
-        "RLIMIT_DATA, so that the demonstration shows nothing",
+        f"finished all {scene.steps} steps: this system does not enforce",
+        "RLIMIT_DATA, so the demonstration shows nothing",
     ]
 
 

@@ -131,7 +131,7 @@ def _compare(
                     [float(value(x.batch).double()) if x.count else 0.0 for x in samples],
                 )
             if not all(map(isfinite, (of_all, *of_each))):
-                why = f"the loss is {of_all:.6g}, of which nobody can tell whether it can be cut"
+                why = f"the loss is {of_all:.6g}, so splitting the batch cannot be checked"
                 return _Verdict(indivisible(why), is_judged=False)
             counts = [sample.count for sample in samples]
             weighed = _weights(of_all, of_each, counts)
@@ -145,20 +145,20 @@ def _compare(
                 parameters,
             )
     except Exception as error:  # noqa: BLE001 - the user's own code: whatever it raises is the reason
-        why = f"single samples fail: {type(error).__name__}: {str(error)[:80]}"
+        why = f"the step fails on single samples: {type(error).__name__}: {str(error)[:80]}"
         return _Verdict(indivisible(why), is_judged=False)
     if differing:
         return _Verdict(
             indivisible(
-                f"the gradient of {differing[0]} over {len(samples)} samples does not follow from "
-                "theirs: samples see each other"
+                f"the gradient of {differing[0]} over {len(samples)} samples does not equal the "
+                "combination of their own gradients: samples are not independent"
             )
         )
     if is_double and not _agree(expected, of_all, _LOSS_ROUNDING_DOUBLE):
         return _Verdict(
             indivisible(
-                f"the loss of {len(samples)} samples differs from that of each put together by "
-                f"{of_all - expected:.2g}: samples see each other"
+                f"the loss of {len(samples)} samples differs from the combination of their own "
+                f"losses by {of_all - expected:.2g}: samples are not independent"
             )
         )
     return _Verdict(Splitting(reduction=reduction))
@@ -176,8 +176,8 @@ def _weights(
     seen = [x for x, n in zip(of_each, counts) if n]
     if max(seen) - min(seen) <= 1e-6 * (abs(of_all) + 1e-12):
         return indivisible(
-            f"the {len(seen)} samples looked at give the same loss, so cutting cannot be checked: "
-            "give a batch whose samples differ"
+            f"the {len(seen)} samples compared give the same loss, so splitting the batch cannot "
+            "be checked: give a batch whose samples differ"
         )
     candidates = {Reduction.MEAN: [1 / size] * size, Reduction.SUM: [1.0] * size}
     if len(set(counts)) > 1:
@@ -189,7 +189,7 @@ def _weights(
             return reduction, weights
     return indivisible(
         f"the loss of {size} samples ({of_all:.6g}) is neither the mean ({total / size:.6g}) nor "
-        "the sum of theirs: samples are weighed unequally or see each other"
+        "the sum of their losses: samples are weighted unequally or not independent"
     )
 
 

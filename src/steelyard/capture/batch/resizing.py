@@ -45,8 +45,8 @@ def sizes_of(batch: Any, maximize: Maximize) -> Sizes:
         if now is None:
             raise BadInput(
                 "the tensors of the batch do not share dim 0",
-                expected="a batch whose every tensor has one row a sample",
-                remedy="give the sizes yourself: plan with batches of the sizes you consider",
+                expected="a batch in which every tensor has one row for each sample",
+                remedy="plan with batches of the sizes that you consider",
             )
         return Sizes(batch=batch, dim=0, now=now)
     lengths = Counter(
@@ -56,7 +56,7 @@ def sizes_of(batch: Any, maximize: Maximize) -> Sizes:
     )
     if not lengths:
         raise BadInput(
-            "the batch has no sequence: no tensor of whole numbers with a second dim",
+            "the batch has no sequence: it has no integer tensor with a second dim",
             expected="token ids of shape (batch, sequence)",
             remedy="use --maximize batch",
         )

@@ -79,18 +79,18 @@ def splitting(
         return indivisible(reason)
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
     if any(t.device.type == "meta" for t in (*model.parameters(), *leaves)):
-        return indivisible("there are no values to check it with (meta device)")
+        return indivisible("independence of samples cannot be checked without values (meta device)")
     counted = [c for mean in graph.counted if (c := _counts(graph, mean, batch))]
     every = counted[0] if counted else [1] * size
     if any(not same_shares(every, other) for other in counted):
-        return indivisible("two means in the loss count their targets in different samples")
+        return indivisible("two means in the loss count targets of different samples")
     if sum(n > 0 for n in every) < 2:
         return indivisible(
-            "fewer than two samples hold a target that counts, so cutting is not checked"
+            "fewer than two samples hold a counted target, so splitting the batch cannot be checked"
         )
     if len(set(every)) > 1 and not graph.is_counted_alone:
         return indivisible(
-            "samples count unequally many targets, and the loss has a term besides them"
+            "samples have different numbers of counted targets, and the loss has another term"
         )
     rows = _rows_to_compare(every)
     with fixed_batch_statistics() if at_once else contextlib.nullcontext():
@@ -111,7 +111,7 @@ def why_indivisible(
     """
     statistics = normalising(graph)
     if statistics and not at_once:
-        return f"BatchNorm in {statistics[0].path} takes its statistics over the whole batch"
+        return f"BatchNorm in {statistics[0].path} computes its statistics over the whole batch"
     if reason := why_not_synchronised(graph):
         return reason
     for output in graph.outputs:
@@ -119,7 +119,10 @@ def why_indivisible(
             at_once and _is_equal_on_ranks(graph, output.node)
         ):
             name = output.target.removeprefix("buffer:")
-            return f"buffer {name} is written in every pass, which each part would repeat"
+            return (
+                f"buffer {name} is updated in every pass, and each part of the batch would update "
+                "it again"
+            )
     for name, parameter in model.named_parameters():
         if _torch.any_hooks([parameter]):
             return f"parameter {name} has a hook, which would run once for each part"
@@ -183,9 +186,9 @@ def _counted_by_more_than_the_batch(graph: Graph) -> str:
     for node in map(graph.by_name.__getitem__, made):
         where = f" ({node.line})" if node.line else ""
         if node.is_random:
-            return f"which targets the loss counts is drawn at random{where}"
+            return f"the targets that the loss counts are drawn at random{where}"
         if any(name.startswith("parameter:") for name in node.inputs):
-            return f"which targets the loss counts depends on what the model says{where}"
+            return f"the targets that the loss counts depend on the model's output{where}"
     return ""
 
 
@@ -194,7 +197,7 @@ def _weighed_by_class(graph: Graph) -> str:
     weighed = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
     for node in graph.forward():
         if node.op in weighed and isinstance(node.args[2], Ref) and node.args[3] == _MEAN:
-            return "classes are weighed, so that the loss is divided by the weights in the batch"
+            return "the loss is normalized by the class weights in the batch"
     return ""
 
 
@@ -209,7 +212,7 @@ def _scaled_by_frequency(graph: Graph) -> str:
     for node in graph.forward():
         if "embedding" in node.op and node.args[3:4] == (True,):  # scale_grad_by_freq, of both
             where = node.path or node.line
-            return f"{where} divides gradients by how often each index is in the batch"
+            return f"{where} divides gradients by the frequency of each index in the batch"
     return ""
 
 

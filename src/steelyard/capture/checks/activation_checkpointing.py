@@ -16,7 +16,7 @@ from steelyard.capture.tracing.source_lines import line_of
 from steelyard.errors import CaptureRefused
 from steelyard.ir.graph import Output, OutputKind
 
-_REMEDY = "take the checkpoint away: Steelyard recomputes what the budget asks for by itself"
+_REMEDY = "remove the checkpoint: Steelyard recomputes as the budget requires"
 
 
 def refuse_reentrant_without_gradient(step: Any) -> None:
@@ -32,10 +32,10 @@ def refuse_reentrant_without_gradient(step: Any) -> None:
         inputs = [a for a in arguments if not isinstance(a, nn.Parameter)]
         if _needs_gradient(node.meta.get("example_value")) and not _needs_gradient(inputs):
             raise CaptureRefused(
-                "torch.utils.checkpoint(use_reentrant=True) is given no tensor that requires a "
+                "torch.utils.checkpoint(use_reentrant=True) has no input that requires a "
                 f"gradient{_at(node)}: eager PyTorch would not train the weights inside",
-                expected="a checkpoint that trains what is in it",
-                remedy=f"use_reentrant=False trains them; or {_REMEDY}",
+                expected="a checkpoint whose weights are trained",
+                remedy=f"pass use_reentrant=False, or {_REMEDY}",
             )
 
 
@@ -54,10 +54,11 @@ def refuse_repeated_writes(
         target = next((t for t in touched if t in written), None)
         if target is not None and _torch.is_checkpointed(node):
             raise CaptureRefused(
-                f"torch.utils.checkpoint is around what reads or writes {target.replace(':', ' ')}"
-                f"{_at(node)}, which eager PyTorch would do again in the backward pass",
-                expected="no checkpoint around what the step writes, such as BatchNorm's buffers",
-                remedy=f"{_REMEDY}; or keep that module out of it",
+                "torch.utils.checkpoint contains an operator that reads or writes "
+                f"{target.replace(':', ' ')}{_at(node)}, which eager PyTorch repeats in the "
+                "backward pass",
+                expected="no checkpoint around updates, such as those of BatchNorm's buffers",
+                remedy=f"{_REMEDY}; or exclude that module from it",
             )
 
 
@@ -71,10 +72,11 @@ def refuse_repeated_draws(step: Any, joint: torch.fx.GraphModule) -> None:
             continue
         if _torch.draws(node.target, node.args, node.kwargs):
             raise CaptureRefused(
-                "torch.utils.checkpoint(preserve_rng_state=False) is around what draws random "
-                f"numbers{_at(node)}: eager PyTorch would draw others in the backward pass",
-                expected="gradients of what the forward pass has drawn",
-                remedy=f"leave preserve_rng_state out; or {_REMEDY}",
+                "torch.utils.checkpoint(preserve_rng_state=False) contains a random "
+                f"operator{_at(node)}: eager PyTorch would draw other numbers in the backward "
+                "pass",
+                expected="gradients for the numbers drawn in the forward pass",
+                remedy=f"remove preserve_rng_state=False, or {_REMEDY}",
             )
 
 

@@ -143,24 +143,24 @@ class _Follower:
         aggregates = [x for x in inputs if not self._dims(x)]
         per_sample = [x for x in results if self._dims(x)]
         if aggregates and (per_sample or not _is_linear(func, args, inputs, results)):
-            fault = "takes a value that all samples give together"
+            fault = "combines an aggregate over the batch with single samples"
         elif not aggregates and not per_sample and not _sums_samples(func):
-            fault = "makes one value of all samples"
+            fault = "reduces all samples to one value"
         elif any(self._pairs_samples(x) for x in per_sample):
             fault = "pairs samples"
         elif "batch_norm" in _name(func) and self._dims(args[0]) not in ({0}, {1}):
             # With samples in dim 0 these are ordinary batch statistics, which the caller handles.
             # With samples in dim 1 each sample has its own statistics.
-            fault = "takes statistics of samples"
+            fault = "computes statistics over samples"
         elif _name(func) in _ALONG_A_DIM and self._runs_along_samples(func, args, kwargs):
-            fault = "goes from sample to sample"
+            fault = "runs along the samples"
         elif _name(func) in _SORT and self._sorts_samples(func, args, kwargs):
-            fault = "puts samples in order"
+            fault = "sorts samples"
         elif self._indexes_randomly(func, args):
-            fault = "looks samples up by a random draw"
+            fault = "indexes samples at random"
         else:
             return ""
-        return f"{_name(func)} {fault}{_user_line()}: samples see each other"
+        return f"{_name(func)} {fault}{_user_line()}: samples are not independent"
 
     def _dims(self, tensor: torch.Tensor) -> set[int]:
         """Return the dims that hold samples."""

@@ -29,7 +29,7 @@ def check_scalar(value: Any) -> None:
             expected="one real floating-point number",
             remedy="reduce it, for example with .mean()"
             if value.dtype.is_floating_point
-            else "a count has no gradient: use a differentiable loss, such as cross_entropy",
+            else "an integer has no gradient: use a differentiable loss, such as cross_entropy",
         )
 
 
@@ -46,8 +46,8 @@ def check_trains(model: nn.Module, value: torch.Tensor | None = None) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise CaptureRefused(
-                f"{name} has no shape yet: its layer is lazy",
-                expected="a model whose every parameter has a shape",
+                f"{name} has no shape yet, because its layer is lazy",
+                expected="a model in which every parameter has a shape",
                 remedy="run the model once on a batch before planning: loss(model, batch)",
             )
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -95,14 +95,14 @@ def reading_errors(model: nn.Module) -> Iterator[_TraceProgress]:
         ) from error
 
 
-_OWN_GENERATOR = "random numbers are drawn from a generator of its own (generator=...)"
+_OWN_GENERATOR = "random numbers are drawn from a separate generator (generator=...)"
 _BACKWARD_HOOK = "a module that the loss calls has a backward hook"
-_OF_PYTHON = "a random number that Python or numpy draws becomes part of the step"
+_OF_PYTHON = "a random number drawn by Python or numpy would become a constant of the step"
 _DIFFERENTIATES = "the loss function takes a gradient itself, as a gradient penalty does"
 _SWITCHES = "the step switches requires_grad of a tensor, as a gradient penalty does"
 _FLEX_ON_CPU = "FlexAttention has no backward pass on a CPU in torch 2.13"
 _INFERENCE = "the loss uses a tensor that was made under torch.inference_mode()"
-_WRITES_OUTSIDE = "a module that is not in the model, a teacher say, writes into its own buffers"
+_WRITES_OUTSIDE = "a module outside of the model, such as a teacher, writes into its own buffers"
 _WRAPPED = "the loss function calls a model that is wrapped in DistributedDataParallel"
 _REASON_OF = {
     "does not support changes to a Tensor's `requires_grad`": _SWITCHES,
@@ -120,7 +120,7 @@ _REASON_OF = {
     "torch._C.Generator": _OWN_GENERATOR,
     "SparseTensorImpl": "a gradient is sparse, as nn.Embedding(sparse=True) gives it",
     "backward through the graph a second time": "the loss function runs backward() itself",
-    "_local_scalar_dense": "a number is read out of a tensor (.item(), float(), int())",
+    "_local_scalar_dense": "a number is read from a tensor (.item(), float(), int())",
     "nonzero": "a shape depends on tensor values (nonzero, boolean index)",
     "backend_input must not be None": "the loss function runs no operator that could be captured",
 }
@@ -220,39 +220,39 @@ def _remedy(text: str) -> str:
     for marks, remedy in _REMEDIES:
         if any(mark in lowered for mark in marks):
             return remedy
-    return "run loss(model, batch) in plain PyTorch first; if that works, take this line out"
+    return "run loss(model, batch) in plain PyTorch; if that works, remove this line"
 
 
 def drawn_by_python() -> CaptureRefused:
     return CaptureRefused(
         f"the training step cannot be captured: {_OF_PYTHON}",
-        expected="random numbers of torch, which a captured step draws anew each time",
+        expected="random numbers drawn by torch, which a captured step draws in every call",
         remedy=_REMEDY_OF[_OF_PYTHON],
     )
 
 
-_VALIDATES = "validate_args=False: the distribution looks at values to check its arguments"
+_VALIDATES = "pass validate_args=False: the distribution reads values to check its arguments"
 _REMEDY_OF = {
     _SWITCHES: "set requires_grad before the step, or train this step in plain PyTorch",
-    _DIFFERENTIATES: "leave the penalty out, or train this step in plain PyTorch",
+    _DIFFERENTIATES: "remove the penalty, or train this step in plain PyTorch",
     _FLEX_ON_CPU: 'use another attention on a CPU (attn_implementation="sdpa" in transformers), or '
     "plan on a GPU",
-    _INFERENCE: "call a teacher under torch.no_grad() in place of torch.inference_mode()",
-    _WRAPPED: "call the model that the loss function is given, and plan that without the wrapper",
+    _INFERENCE: "call a teacher under torch.no_grad() instead of torch.inference_mode()",
+    _WRAPPED: "call the model that is passed to the loss function, and plan it without the wrapper",
     _WRITES_OUTSIDE: "call .eval() on it, or make it part of the model",
     _BACKWARD_HOOK: "remove it; hooks on tensors (x.register_hook) are kept",
-    _OF_PYTHON: "draw before the step and give it with the batch, or draw with torch (torch.rand)",
-    _OWN_GENERATOR: "leave generator= out, or draw before the step and give it with the batch",
+    _OF_PYTHON: "draw before the step and pass it with the batch, or draw with torch (torch.rand)",
+    _OWN_GENERATOR: "remove generator=, or draw before the step and pass it with the batch",
 }
 _EXPECTED_OF = {
-    _SWITCHES: "tensors whose requires_grad stays as it is for the whole step",
+    _SWITCHES: "tensors whose requires_grad does not change during the step",
     _DIFFERENTIATES: "a loss without torch.autograd.grad: the step is differentiated once",
     _FLEX_ON_CPU: "operators that have a backward pass on the model's device",
-    _INFERENCE: "tensors that autograd may read",
-    _WRITES_OUTSIDE: "modules beside the model that only compute, as those in eval mode do",
-    _WRAPPED: "the model itself, which the loss function is given",
+    _INFERENCE: "tensors that autograd can save",
+    _WRITES_OUTSIDE: "modules outside of the model without side effects, such as in eval mode",
+    _WRAPPED: "the model that is passed to the loss function",
     _BACKWARD_HOOK: "no module backward hooks: the captured backward pass is one program",
-    _OF_PYTHON: "random numbers of torch, which a captured step draws anew each time",
+    _OF_PYTHON: "random numbers drawn by torch, which a captured step draws in every call",
 }
 _REMEDIES = (
     (("sparseimpl", "sparsetensorimpl"), "use nn.Embedding(..., sparse=False)"),
@@ -262,7 +262,7 @@ _REMEDIES = (
     ),
     (
         ("requires_grad",),
-        "leave requires_grad alone inside of the step; gradients of gradients need plain PyTorch",
+        "do not change requires_grad inside of the step; gradients of gradients need plain PyTorch",
     ),
     (
         ("data-dependent", "datadependent", "unbacked", "dynamicoutputshape"),
@@ -271,7 +271,7 @@ _REMEDIES = (
     (("print",), "remove the print (or logging call) from the forward pass"),
     (
         ("backward",),
-        "leave backward() to the step; for gradients of gradients use plain PyTorch",
+        "do not call backward() in the loss function; use plain PyTorch for gradients of gradients",
     ),
     (("hook",), "remove the module's backward hook; tensor hooks on parameters are kept"),
     (("lock",), "run loss(model, batch) once in plain PyTorch, then plan again"),

@@ -19,8 +19,8 @@ def refuse_hooks(model: nn.Module) -> None:
         _refuse(
             hooks,
             f"every module has a global {kind}",
-            expected="no hooks of all modules: they would run for the captured step's own, too",
-            remedy="register the hook on the modules that it is meant for",
+            expected="no global module hooks: they would also run for modules of the captured step",
+            remedy="register the hook on single modules",
         )
     for name, module in model.named_modules():
         for kind, hooks in (

@@ -19,7 +19,7 @@ from steelyard import _torch
 from steelyard.capture.tracing.source_lines import clean_path
 from steelyard.errors import Mismatch
 
-_REMEDY = "plan again after changing it, or give it as a tensor in the batch"
+_REMEDY = "plan again after changing it, or pass it as a tensor in the batch"
 
 
 class StateGuards:
@@ -46,7 +46,7 @@ class StateGuards:
             raise Mismatch(
                 f"torch's default dtype is {torch.get_default_dtype()}",
                 expected=f"{self._default_dtype}, as the step was captured",
-                remedy="set it back for the step (torch.set_default_dtype), or plan again",
+                remedy="restore it for the step (torch.set_default_dtype), or plan again",
             )
         broken = self._broken()
         if broken:
@@ -79,14 +79,15 @@ class _Tensor:
             return
         if not isinstance(self.value, np.generic):
             raise Mismatch(
-                f"the tensor {_readable(self.name)}, which the step reads, is another object",
+                f"the tensor {_readable(self.name)}, which the step reads, was replaced by "
+                "another object",
                 expected="the tensor that the step was captured with",
                 remedy="write into it in place (copy_), or plan again",
             )
         if type(now) is not type(self.value) or now.tobytes() != self.value.tobytes():
             raise Mismatch(
                 f"{_readable(self.name)}, which the step reads, is no longer {self.value}",
-                expected="what the step was captured with, which it would go on using",
+                expected="the value at capture, which the captured step still uses",
                 remedy=_REMEDY,
             )
 
@@ -115,10 +116,10 @@ def _changed(guard: str) -> Mismatch:
     elif identity := re.match(r"___check_\w+_id\((.+?), \d+\)", condition):
         text = f"{identity[1]}, {described}, was replaced"
     else:
-        text = f"something {described}, has changed: it was planned with {condition}"
+        text = f"a value, {described}, has changed: it was captured with {condition}"
     return Mismatch(
         text[:240],
-        expected="what the step was captured with, which it would go on using",
+        expected="the value at capture, which the captured step still uses",
         remedy=_REMEDY,
     )
 

@@ -39,15 +39,16 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
             raise CaptureRefused(
-                f"{where} has been through fully_shard (FSDP2)",
+                f"{where} was sharded by fully_shard (FSDP2)",
                 expected="the model itself: a plan for several ranks shards states by itself",
                 remedy=f"give the model as it was before fully_shard, with {_all_ranks()}; to keep "
                 "FSDP2 and only compress what it sends, use steelyard.hooks",
             )
         if "_orig_mod" in module._modules:
             raise CaptureRefused(
-                f"{where} has been through torch.compile",
-                expected="the model itself: its step is captured, and compiled if you ask for that",
+                f"{where} was compiled by torch.compile",
+                expected="the model itself: its step is captured, and compiled by the Inductor "
+                "runner",
                 remedy="give it as it was before torch.compile, and runner='inductor' if wanted",
             )
     _refuse_distributed(model)
@@ -60,7 +61,7 @@ def _refuse_distributed(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, tensors.DTensor):
             raise CaptureRefused(
-                f"{name} is a DTensor, of which this rank holds a part",
+                f"{name} is a DTensor, of which this rank holds a shard",
                 expected="whole tensors: a plan for several ranks shards them by itself",
                 remedy="give the model as it was before parallelize_module or distribute_tensor, "
                 f"with {_all_ranks()}",

@@ -68,16 +68,16 @@ def _check(graph: Graph, choice: ShardingChoice) -> None:
         node = graph.by_name.get(name)
         if node is None:
             raise BadInput(
-                f"nothing in the step is called {name}",
+                f"the captured step has no input or node {name}",
                 expected="names of inputs and nodes of the captured step",
                 remedy="plan again for this model",
             )
         if not fits(node.outputs[0], placement, choice.num_ranks):
             raise BadInput(
-                f"{name.replace(':', ' ', 1)} of shape {list(node.outputs[0].shape)} cannot lie "
-                f"as {placement} on {choice.num_ranks} ranks",
+                f"{name.replace(':', ' ', 1)} of shape {list(node.outputs[0].shape)} cannot be "
+                f"sharded as {placement} over {choice.num_ranks} ranks",
                 expected="a dim that the number of ranks divides",
-                remedy="cut it along another dim, or leave it whole",
+                remedy="shard another dim, or replicate it",
             )
 
 

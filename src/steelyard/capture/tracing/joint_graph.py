@@ -195,10 +195,10 @@ def _name_closures(step: Any, loss: Loss) -> None:
 
 def _changes_state(what: str) -> CaptureRefused:
     return CaptureRefused(
-        shortened(f"the forward pass changes Python state besides its result: {what}"),
+        shortened(f"the forward pass has side effects on Python state: {what}"),
         expected="a forward pass and hooks without side effects, which a captured step "
         "could not repeat",
-        remedy="move the change out of forward (or remove the hook), then plan again",
+        remedy="move the change out of forward or remove the hook, then plan again",
     )
 
 
@@ -288,11 +288,12 @@ def _unknown_input(descriptor: Any) -> CaptureRefused:
     if "Token" in type(descriptor).__name__:
         return CaptureRefused(
             "the step has operators that check their result or must run in order",
-            expected="operators that only compute, which may be moved and run again",
-            remedy="use unchecked ones (torch.linalg.cholesky_ex for cholesky), then plan again",
+            expected="operators without side effects, which may be moved and rerun",
+            remedy="use unchecked operators (torch.linalg.cholesky_ex for cholesky), then plan "
+            "again",
         )
     return CaptureRefused(
-        f"the step has an input of a kind that is not known: {descriptor}",
+        f"the step has an input of an unknown kind: {descriptor}",
         expected="parameters, buffers, constants and the batch",
         remedy="report this model, with its loss function",
     )
@@ -321,7 +322,7 @@ def _outputs(
                 outputs.append(Output(kind=OutputKind.UPDATE, node=value.name, target=target))
             case _:
                 raise CaptureRefused(
-                    f"the step has a result of a kind that is not known: {descriptor}",
+                    f"the step has a result of an unknown kind: {descriptor}",
                     expected="a loss, gradients and new values of buffers",
                     remedy="return only the scalar loss from the loss function",
                 )

@@ -131,16 +131,16 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
         raise CaptureRefused(
             f"optimizer= made a {type(optimizer).__name__} over {len(foreign)} of {len(updated)} "
             f"parameters that are not the model's, the first of shape {shape}",
-            expected="an optimizer over parameters that it is given",
-            remedy="write optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), and "
-            "use nothing but these parameters",
+            expected="an optimizer over the parameters that are passed to the function",
+            remedy="write optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), "
+            "and use only these parameters",
         )
 
 
 def _refuse_values(what: str, error: Exception) -> None:
     if "_local_scalar_dense" in str(error):
         raise CaptureRefused(
-            f"{what} reads a number out of a tensor",
+            f"{what} reads a number from a tensor",
             expected="an optimizer whose operators do not depend on the values of tensors",
             remedy="give lr and betas as plain numbers, take another optimizer, or plan without "
             "optimizer= and step your own after step.backward(batch)",

@@ -158,8 +158,8 @@ class _Reader:
         target = node.target
         if not isinstance(target, _torch.OpOverload):
             raise CaptureRefused(
-                f"the step calls {getattr(target, '__name__', target)}, which is no plain operator"
-                + (f" at {line_of(node)}" if line_of(node) else ""),
+                f"the step calls {getattr(target, '__name__', target)}, which is not an operator "
+                "of torch.ops" + (f" at {line_of(node)}" if line_of(node) else ""),
                 expected="operators of torch.ops",
                 remedy="replace it in the model by plain operators",
             )
@@ -261,9 +261,9 @@ def plain_argument(value: Any, ref: Callable[[Any], Ref]) -> Argument:
         case torch.device():
             return symbol_of(value)
     raise CaptureRefused(
-        f"an operator takes an argument that is no plain value: {str(value)[:80]}",
+        f"an operator has an argument that is not a plain value: {str(value)[:80]}",
         expected="tensors, numbers, strings and dtypes",
-        remedy="use fixed sizes in the model; shapes may not depend on tensor values",
+        remedy="use fixed sizes in the model; shapes must not depend on tensor values",
     )
 
 

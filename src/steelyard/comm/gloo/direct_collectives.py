@@ -73,7 +73,7 @@ def _start_reduce_scatter(
 ) -> tuple[PendingMessages, Callable[[], None]]:
     """Start the messages of a reduce-scatter; return them and a function that adds up their
     values once they are complete. One of the parts is received in ``result``."""
-    assert group.size() > 1, "nobody's part lies in the result"
+    assert group.size() > 1, "a reduce-scatter needs several ranks"
     parts = x.chunk(group.size())
     own = parts[group.rank()]
     received = [torch.empty_like(own) for _ in range(group.size() - 2)]
@@ -95,7 +95,7 @@ class DirectCollectives:
     held_bytes = 0
 
     def __init__(self, base_channel: Channel) -> None:
-        assert base_channel.process_group is not None, "see can"
+        assert base_channel.process_group is not None, "the group of this axis is known"
         self._base_channel, self._group = base_channel, base_channel.process_group
         # Pending collectives by the id of their result tensor, which is the argument of the wait.
         self._pending: dict[int, tuple[torch.Tensor, PendingMessages, Callable[[], None]]] = {}

@@ -27,7 +27,7 @@ class SharedMemoryCollectives:
 
     def __init__(self, rounds: CollectiveSlots, base_channel: Channel) -> None:
         group = base_channel.process_group
-        assert group is not None, "these ranks are no processes"
+        assert group is not None, "these ranks are processes of a group"
         rounds = _max_over_ranks(rounds, group)
         self._transport = pinned_among(rounds.edges, group=group, device=base_channel.device)
         self._num_ranks, self._rank, self._base_channel = (

@@ -38,8 +38,10 @@ class CudaIpcTransport(SharedMemoryTransport):
     """The transport among ranks of one host, each on its own GPU or several on one. Every rank
     allocates as much memory as the rank that reads most: ``held_bytes``."""
 
-    expects: ClassVar[str] = "ranks of one host and user, on GPUs that reach each other's memory"
-    through: ClassVar[str] = "memory of GPUs that ranks share"
+    expects: ClassVar[str] = (
+        "ranks of one host and user, on GPUs that can access each other's memory"
+    )
+    through: ClassVar[str] = "shared GPU memory"
 
     def __init__(self, edges: Sequence[SlotSpec], *, group: dist.ProcessGroup, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -59,7 +61,7 @@ class CudaIpcTransport(SharedMemoryTransport):
         except RuntimeError as error:  # the driver's own, or an allocator's
             size = format_bytes(self.held_bytes)
             raise NotReachable(
-                f"no {size} of its GPU can be shared: {_first_line(error)}"
+                f"{size} of its GPU cannot be shared: {_first_line(error)}"
             ) from None
 
     def _allocate_on_gpu(self, files: list[FileIO]) -> "_OnGpu":
@@ -79,11 +81,11 @@ class CudaIpcTransport(SharedMemoryTransport):
         """Open the other ranks' memory. All ranks raise for the same reason or none does, since
         torch opens it in a collective."""
         if any(offer.host != host for offer in offers):
-            raise NotReachable("another rank is on another host, or kept apart from this one")
+            raise NotReachable("another rank is on another host or in another namespace")
         gpus = [offer.gpu for offer in offers if isinstance(offer, _OnGpu)]
         for rank, reaches in enumerate(self._reach_all(gpus)):
             if not reaches:
-                raise NotReachable(f"the GPU of rank {rank} does not reach all others")
+                raise NotReachable(f"the GPU of rank {rank} cannot access all others")
         try:
             self._views = self._gpu.views(self._memory, self._group)
             for index, room in self._rooms.items():
@@ -92,7 +94,7 @@ class CudaIpcTransport(SharedMemoryTransport):
             super()._open(offers, files, host=host)
         except RuntimeError as error:
             raise NotReachable(
-                f"what another GPU has cannot be opened: {_first_line(error)}"
+                f"memory of another GPU cannot be opened: {_first_line(error)}"
             ) from None
 
     def _reach_all(self, gpus: Sequence[str]) -> list[bool]:
@@ -116,7 +118,7 @@ class CudaIpcTransport(SharedMemoryTransport):
     def _open_events(self, offer: Offered, index: int) -> list[Event]:
         assert isinstance(offer, _OnGpu)
         if len(offer.events.get(index, ())) != self._edges[index].count:
-            raise NotReachable("another rank made no event for each slot")
+            raise NotReachable("another rank did not offer an event for each slot")
         return [self._gpu.opened(handle) for handle in offer.events[index]]
 
     # --- waiting

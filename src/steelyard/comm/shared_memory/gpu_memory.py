@@ -78,7 +78,7 @@ class Gpu:
         try:
             given = bytes.fromhex(handle)
         except ValueError:
-            raise RuntimeError("a handle of an event that is none") from None
+            raise RuntimeError("invalid CUDA event handle") from None
         opened: Event = torch.cuda.Event.from_ipc_handle(self.device, given)
         return opened
 

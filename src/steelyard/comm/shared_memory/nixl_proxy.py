@@ -105,7 +105,7 @@ class NixlProxy:
                 if states[target] == "PROC":
                     states[target] = self._agent.check_xfer_state(write)
             if "ERR" in states.values() or time.monotonic() > deadline:
-                raise OSError(0, "another host is not reached")
+                raise OSError(0, "another host cannot be reached")
             if not has_reported and "PROC" not in states.values():
                 has_reported = True
                 for peer in self._sockets.values():
@@ -113,7 +113,7 @@ class NixlProxy:
             readable, _, _ = select.select(list(not_reported), [], [], 0)
             for peer in readable:
                 if peer.recv(1) != b"t":
-                    raise OSError(0, "another host has gone")
+                    raise OSError(0, "the proxy of another host has exited")
                 not_reported.discard(peer)
 
     def _prepare_writes(
@@ -175,7 +175,7 @@ class NixlProxy:
             )
             answer = _receive_exactly(outgoing, _DIGEST_BYTES)
             if not hmac.compare_digest(answer, _digest(key, b"met", challenge, peer_challenge)):
-                raise OSError(0, f"what answers for rank {rank} is not its carrier")
+                raise OSError(0, f"the process that answered for rank {rank} failed authentication")
         except BaseException:
             outgoing.close()
             raise
@@ -192,10 +192,10 @@ class NixlProxy:
             _receive_exactly(incoming, _DIGEST_BYTES),
         )
         if str(rank) not in others or rank >= self._rank or rank in self._sockets:
-            raise OSError(0, "no rank that is to come")
+            raise OSError(0, "a connection from an unexpected rank")
         key = self._key(rank, others[str(rank)]["cookie"], self._rank)
         if not hmac.compare_digest(proof, _digest(key, b"came", challenge, peer_challenge)):
-            raise OSError(0, "a stranger")
+            raise OSError(0, "a connection that failed authentication")
         incoming.sendall(_digest(key, b"met", peer_challenge, challenge))
         return int(rank)
 
@@ -285,14 +285,14 @@ class NixlProxy:
                 if state == "PROC":
                     break
                 if state == "ERR":
-                    raise OSError(0, f"rank {target} cannot be written to")
+                    raise OSError(0, f"writing to rank {target} failed")
                 self._forward_handler(target, b"b")(writes.popleft()[1])
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     data = connection.recv(size, socket.MSG_WAITALL)
     if len(data) < size:
-        raise OSError(0, "another carrier has gone")
+        raise OSError(0, "the proxy of another rank has exited")
     return data
 
 

@@ -58,8 +58,8 @@ def has_devices() -> bool:
 class RdmaTransport(SharedMemoryTransport):
     """The transport between hosts; ``held_bytes`` includes the memory for outgoing messages."""
 
-    expects: ClassVar[str] = "hosts that reach one another by NIXL"
-    through: ClassVar[str] = "slots that NIXL carries to other hosts"
+    expects: ClassVar[str] = "hosts that reach each other by NIXL"
+    through: ClassVar[str] = "NIXL transfers to other hosts"
 
     def __init__(self, edges: Sequence[SlotSpec], *, group: dist.ProcessGroup) -> None:
         super().__init__(edges, group=group)
@@ -129,7 +129,7 @@ class RdmaTransport(SharedMemoryTransport):
     def _ended_error(self, rank: int) -> RankFailed:
         error = super()._ended_error(rank)
         if self._carrier.has_ended and self._carrier.last_error != "nothing":
-            error.happened += f"; its carrier here said {self._carrier.last_error}"
+            error.happened += f"; its NIXL proxy here reported {self._carrier.last_error}"
         return error
 
 
@@ -187,7 +187,9 @@ class _ProxyProcess:
         return printable((lines or ["nothing"])[-1])
 
     def _failed(self, reason: str) -> NotReachable:
-        return NotReachable(f"its carrier says {printable(reason) or self.last_error}")
+        return NotReachable(
+            f"its NIXL proxy process failed: {printable(reason) or self.last_error}"
+        )
 
     def end(self) -> None:
         self._process.kill()

@@ -54,8 +54,8 @@ class SharedMemoryTransport:
     since otherwise it would take the core from another rank.
     """
 
-    expects: ClassVar[str] = "ranks of one host and one user that see each other's processes"
-    through: ClassVar[str] = "memory that ranks share"
+    expects: ClassVar[str] = "ranks of one host, user and process namespace"
+    through: ClassVar[str] = "shared memory"
 
     def __init__(self, edges: Sequence[SlotSpec], *, group: dist.ProcessGroup) -> None:
         self._edges, self._group, self._rank = edges, group, dist.get_rank(group)
@@ -100,7 +100,10 @@ class SharedMemoryTransport:
         try:
             own_offer = self._allocate(files)
         except OSError as error:
-            failure = f"no {format_bytes(self.held_bytes)} to share can be had: {error.strerror}"
+            failure = (
+                f"{format_bytes(self.held_bytes)} of shared memory cannot be allocated: "
+                f"{error.strerror}"
+            )
         except NotReachable as unreachable:
             failure = str(unreachable)
         offers = gathered(own_offer, self._offer_type, group=self._group)
@@ -111,7 +114,7 @@ class SharedMemoryTransport:
             try:
                 self._open(offers, files, host=own_offer.host)
             except OSError as error:
-                failure = f"what another rank made cannot be opened: {error.strerror}"
+                failure = f"memory of another rank cannot be opened: {error.strerror}"
             except NotReachable as unreachable:
                 failure = str(unreachable)
         failures = gathered(failure, str | None, group=self._group)
@@ -125,9 +128,9 @@ class SharedMemoryTransport:
                 self.close()
                 who = dist.get_global_rank(self._group, rank)
                 raise BadInput(
-                    f"messages are to go through {self.through}, and on rank {who} {fault}",
+                    f"messages cannot use {self.through}: on rank {who}, {fault}",
                     expected=self.expects,
-                    remedy="take [[shared_memory_transfer]] out of the plan, or plan again",
+                    remedy="remove [[shared_memory_transfer]] from the plan, or plan again",
                 )
 
     @property
@@ -184,7 +187,7 @@ class SharedMemoryTransport:
         edge = self._edges[index]
         files.append(memory := offer.memory(index, host=host))
         if os.fstat(memory.fileno()).st_size != edge.nbytes:
-            raise NotReachable("what another rank made is not as large as was planned")
+            raise NotReachable("memory of another rank has a different size than planned")
         return Outlet(edge, map_memory(memory, edge.nbytes))
 
     # --- sending
@@ -314,17 +317,17 @@ class SharedMemoryTransport:
         global_ranks = [dist.get_global_rank(self._group, r) for r in sorted(ranks)]
         names = ", ".join(map(str, global_ranks))
         return RankFailed(
-            f"nothing came from rank {names} within {format_seconds(self._timeout)}",
-            expected="ranks that all take the same steps",
-            remedy="look at what it does, or allow ranks to wait longer",
+            f"no message from rank {names} within {format_seconds(self._timeout)}",
+            expected="all ranks to take the same steps",
+            remedy="find out what that rank is doing, or allow ranks to wait longer",
             rank=global_ranks[0],
         )
 
     def _ended_error(self, rank: int) -> RankFailed:
         return RankFailed(
-            f"rank {dist.get_global_rank(self._group, rank)} is gone, and messages go "
-            f"through {self.through}",
-            expected="every rank to end its steps",
+            f"rank {dist.get_global_rank(self._group, rank)} has exited, and messages use "
+            f"{self.through}",
+            expected="every rank to complete its steps",
             remedy="start again from the last checkpoint, with --resume",
         )
 
@@ -359,7 +362,7 @@ class Offered:
         """Open the memory that this rank allocated for an edge."""
         path = self._path(self.rooms, index, host=host)
         if not str(path.readlink()).startswith("/memfd:"):
-            raise NotReachable("what another rank offers as memory is none")
+            raise NotReachable("another rank offered a file that is not shared memory")
         return FileIO(path, "r+")
 
     def pipe(self, numbers: Mapping[int, int], rank: int, *, host: str) -> FileIO:
@@ -367,14 +370,14 @@ class Offered:
         comes from another rank: a file that is not a pipe must not even be opened for writing."""
         path = self._path(numbers, rank, host=host)
         if not path.is_fifo():
-            raise NotReachable("what another rank offers as a pipe is none")
+            raise NotReachable("another rank offered a file that is not a pipe")
         return FileIO(path, "w")
 
     def _path(self, numbers: Mapping[int, int], key: int, *, host: str) -> Path:
         if self.host != host:
-            raise NotReachable("another rank is on another host, or kept apart from this one")
+            raise NotReachable("another rank is on another host or in another namespace")
         if key not in numbers:
-            raise NotReachable("another rank made nothing for this one")
+            raise NotReachable("another rank did not offer memory to this one")
         return Path(f"/proc/{self.pid}/fd/{numbers[key]}")
 
 

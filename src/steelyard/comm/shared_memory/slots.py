@@ -90,7 +90,9 @@ class Room(ABC):
         sizes = self.edge.sizes
         for (shape, dtype), size, offset in zip(likes, sizes, self._offsets, strict=True):
             nbytes = math.prod(shape) * dtype.itemsize
-            assert nbytes <= size, f"{list(shape)} is read where {size} bytes lie"
+            assert nbytes <= size, (
+                f"a value of shape {list(shape)} is read from a slot of {size} bytes"
+            )
             yield self.bytes_at(whole, offset, nbytes).view(dtype).view(list(shape))
 
 
@@ -206,7 +208,7 @@ class Outlet:
         view = self._views.get(key)
         if view is None:
             buffer, nbytes = self._buffers[slot][position], math.prod(shape) * dtype.itemsize
-            message = f"a value of {nbytes} bytes is sent where {buffer.nbytes} go"
+            message = f"a value of {nbytes} bytes is written to a slot of {buffer.nbytes}"
             assert nbytes <= buffer.nbytes, message
             view = self._views[key] = buffer[:nbytes].view(dtype).view(shape)
         return view

@@ -37,8 +37,10 @@ _SECONDS = 120.0
 # A process that is idle for this long ends: memory is needed for training.
 _PATIENCE_SECONDS = 15.0
 _LENGTH, _PIECE = struct.Struct("<Q"), 1 << 20
-_IDLE = "ranks were measured beside ranks that had nothing to do: what they would do is too large"
-_ALONE = "operators were measured while the other hosts had nothing to do"
+_IDLE = (
+    "ranks were measured while the other ranks were idle, because their load does not fit in memory"
+)
+_ALONE = "operators were measured while the other hosts were idle"
 # Puts the other hosts to work, if some of them wait for the measurements of this host.
 OTHER_HOSTS: ContextVar[BackgroundWork | None] = ContextVar("other hosts", default=None)
 # Makes all hosts that met measure the links between them, from the given device.
@@ -66,7 +68,7 @@ class _JsonSocket:
     def poll(self, seconds: float = 0.0) -> bool:
         """True if a value can be read or the other end is closed."""
         if self.closed:
-            raise OSError("this end is closed")
+            raise OSError("this end of the connection is closed")
         poller = select.poll()
         poller.register(self._end, select.POLLIN)
         return bool(poller.poll(1000 * seconds))
@@ -84,7 +86,7 @@ class _JsonSocket:
         while len(found) < size:
             part = self._end.recv(min(size - len(found), _PIECE))
             if not part:
-                raise EOFError("the other end is gone")
+                raise EOFError("the other end of the connection is closed")
             found += part
         return bytes(found)
 
@@ -124,7 +126,7 @@ class BackgroundLoad:
         if self.num_ranks == 1 or _is_a_rank():
             yield
             return
-        assert self._work is not None, "nothing to work on"
+        assert self._work is not None, "the load has no operators"
         try:
             self._begin(self._work)
             yield
@@ -191,7 +193,7 @@ class _LoadProcess:
         """Wait until it works; False if it ended for idleness before it received work."""
         try:
             if not self._socket.poll(_SECONDS):
-                raise TimeoutError(f"nothing within {_SECONDS:.0f} s")
+                raise TimeoutError(f"no answer within {_SECONDS:.0f} s")
             self.is_idle = not self._socket.recv()
         except (OSError, EOFError) as error:
             if isinstance(error, TimeoutError):
@@ -209,10 +211,10 @@ class _LoadProcess:
     def _failure(self, why: str) -> RunFailed:
         self._stderr_file.seek(0)
         lines = self._stderr_file.read().decode(errors="replace").strip().splitlines()
-        last_line = (lines or [why or f"nothing, and ended with {self._process.returncode}"])[-1]
+        last_line = (lines or [why or f"no message, exit code {self._process.returncode}"])[-1]
         return RunFailed(
-            f"no rank could be measured beside others: one of them says {last_line[:120]}",
-            expected="a process for each rank of this machine, at work while one measures",
+            f"no rank could be measured under load: a load process reported {last_line[:120]}",
+            expected="a load process for each other rank of this machine",
             remedy="free memory, or plan for fewer ranks",
         )
 

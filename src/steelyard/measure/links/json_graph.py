@@ -53,7 +53,7 @@ def from_json(text: str | bytes) -> Any:
     try:
         return _decode(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no value that was spelled as JSON: {error!r}") from error
+        raise ValueError(f"an invalid graph in JSON: {error!r}") from error
 
 
 def _encode(value: Any) -> Any:
@@ -66,8 +66,8 @@ def _encode(value: Any) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, tuple):
         return [_encode(each) for each in value]
-    assert is_dataclass(value), f"a {type(value).__name__} cannot be spelled"
-    assert type(value).__name__ in _KINDS, f"a {type(value).__name__} cannot be spelled"
+    assert is_dataclass(value), f"a {type(value).__name__} cannot be written as JSON"
+    assert type(value).__name__ in _KINDS, f"a {type(value).__name__} cannot be written as JSON"
     return {type(value).__name__: {f.name: _encode(getattr(value, f.name)) for f in fields(value)}}
 
 

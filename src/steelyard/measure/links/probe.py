@@ -121,10 +121,11 @@ def measured_ranks(
         if not is_whole(found, num_ranks, hosts=hosts):
             each = num_ranks // hosts
             raise BadInput(
-                f"this host has not measured what joins it to {hosts - 1} more{_gpu_suffix(home)}",
-                expected="hosts that have met, as they do to make a plan for such a model",
-                remedy=f"on each: torchrun --nnodes {hosts} --nproc-per-node {each} ... -m "
-                "steelyard plan",
+                f"this host has not measured its links to {hosts - 1} other "
+                f"hosts{_gpu_suffix(home)}",
+                expected="hosts that have planned together for such a model",
+                remedy=f"run on each host: torchrun --nnodes {hosts} --nproc-per-node {each} ... "
+                "-m steelyard plan",
             )
     if not is_whole(found, num_ranks):
         found = fitted(_measure_local_ranks(num_ranks, home), sizes=SIZES[home.type])
@@ -571,8 +572,8 @@ def _measure_local_ranks(num_ranks: int, home: torch.device) -> list[dict[str, f
         except subprocess.TimeoutExpired:
             raise RunFailed(
                 f"{num_ranks} ranks could not be measured within {SECONDS} s",
-                expected="ranks on this machine that each come to compute for a while",
-                remedy="stop what else runs here, or plan for fewer ranks",
+                expected="ranks on this machine that are each scheduled in that time",
+                remedy="stop other processes on this machine, or plan for fewer ranks",
             ) from None
         finally:
             for rank in ranks:
@@ -580,10 +581,11 @@ def _measure_local_ranks(num_ranks: int, home: torch.device) -> list[dict[str, f
                 rank.wait()
         failed = [n for n, rank in enumerate(ranks) if rank.returncode]
         if failed:
-            last_line = (failures[failed[0]].strip().splitlines() or ["nothing was said"])[-1]
+            last_line = (failures[failed[0]].strip().splitlines() or ["no message"])[-1]
             raise RunFailed(
-                f"{num_ranks} ranks could not be measured: rank {failed[0]} says {last_line[:120]}",
-                expected="ranks on this machine that reach one another over its loopback",
+                f"{num_ranks} ranks could not be measured: rank {failed[0]} reported "
+                f"{last_line[:120]}",
+                expected="ranks on this machine that reach each other over its loopback interface",
                 remedy="try: python -m torch.distributed.run --standalone --nproc-per-node 2",
             )
         return [

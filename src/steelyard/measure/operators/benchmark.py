@@ -322,8 +322,8 @@ class _Table:
         subject.workspace_bytes = max(0, metered.peak_bytes - metered.left_bytes + unknown)
         if unknown:
             self.notes.append(
-                f"results of {subject.node.op} hold {format_bytes(extra)} more than the graph says;"
-                " a predicted peak may be as much too low"
+                f"results of {subject.node.op} take {format_bytes(extra)} more than the graph "
+                "states; a predicted peak may be too low by that much"
             )
         return True
 
@@ -354,8 +354,8 @@ class _Table:
             results = call.run()
         if not _layout_matches(results, node):
             self.notes.append(
-                f"{node.op} lays its results out otherwise than the graph says; a predicted peak"
-                " may lack a copy of them"
+                f"{node.op} returns results in another layout than the graph states; a predicted "
+                "peak may omit a copy of them"
             )
         return call
 

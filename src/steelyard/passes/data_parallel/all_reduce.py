@@ -238,7 +238,7 @@ def _dense(graph: Graph, output: Output) -> Tensor:
         raise BadInput(
             f"{output.target.replace(':', ' ', 1)} has gaps between its elements: shape "
             f"{list(tensor.shape)}, strides {list(tensor.stride)}",
-            expected="parameters that fill the memory they lie on, so that ranks can exchange it",
-            remedy="make it a parameter of its own with .clone()",
+            expected="parameters without gaps in memory, so that ranks can exchange it",
+            remedy="make it a separate parameter with .clone()",
         )
     return tensor

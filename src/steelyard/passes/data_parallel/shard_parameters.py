@@ -126,7 +126,7 @@ def why_not_shared(graph: Graph, parameter: str, num_ranks: int) -> str | None:
     if not whole.shape or whole.shape[0] % num_ranks:
         return f"its rows do not divide among {num_ranks} ranks"
     if not whole.is_contiguous or graph.storages[whole.storage].nbytes != whole.nbytes:
-        return "it does not lie row by row on memory of its own"
+        return "it is not contiguous, or shares its memory"
     return None
 
 
@@ -289,8 +289,8 @@ def _buckets(tensors: Mapping[str, Tensor], together: Mapping[str, int]) -> Iter
 
 def _refusal(parameter: str, whole: Tensor, num_ranks: int, reason: str) -> BadInput:
     return BadInput(
-        f"{parameter.replace(':', ' ', 1)} of shape {list(whole.shape)} cannot be cut into "
-        f"{num_ranks} equal shares: {reason}",
+        f"{parameter.replace(':', ' ', 1)} of shape {list(whole.shape)} cannot be sharded into "
+        f"{num_ranks} equal parts: {reason}",
         expected="a contiguous parameter whose first dimension the number of ranks divides",
-        remedy="leave this parameter whole on every rank",
+        remedy="do not shard this parameter",
     )

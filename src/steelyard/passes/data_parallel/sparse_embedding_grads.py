@@ -54,7 +54,7 @@ def _from_rows(graph: Graph, made: Node) -> Iterator[tuple[Node, str]]:
         return
     terms = (graph.by_name[name] for name in made.inputs)
     for node in [node for node in terms if node.op == _EMBEDDING_BACKWARD][:1]:
-        yield node, "the table is read in other ways too, or more than once"
+        yield node, "the table is also read by other operators, or more than once"
 
 
 def _table(graph: Graph, target: str, made: Node, reason: str) -> Table:
@@ -72,7 +72,7 @@ def _table(graph: Graph, target: str, made: Node, reason: str) -> Table:
 def _why_whole(graph: Graph, made: Node) -> str:
     given = [graph.by_name[name].outputs[0] for name in made.inputs]
     if not all(tensor.is_contiguous for tensor in given):
-        return "what its rows are made of has gaps"
+        return "the tensors of its rows are not contiguous"
     return ""
 
 

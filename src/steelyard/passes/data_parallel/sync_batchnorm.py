@@ -38,9 +38,9 @@ def why_not_synchronised(graph: Graph) -> str:
     """Return why some BatchNorm cannot be synchronised; empty if all can."""
     for node in normalising(graph):
         if node.op not in (_WITH_BUFFERS, _WITHOUT):
-            return f"{node.op} in {node.path} takes its statistics over the whole batch"
+            return f"{node.op} in {node.path} computes its statistics over the whole batch"
         if _input_tensor(graph, node).dtype not in _DTYPES:
-            return f"BatchNorm in {node.path} takes statistics in half precision"
+            return f"BatchNorm in {node.path} computes statistics in half precision"
     return ""
 
 
@@ -55,9 +55,9 @@ def synchronised(graph: Graph, *, layout: ParallelLayout, transport: Transport) 
         return graph
     if layout.shares:
         raise Mismatch(
-            f"BatchNorm takes its statistics over shares of {spelled(layout.shares)}",
-            expected="equal shares, whose statistics weigh alike",
-            remedy="take shares out from under [[shard_batch]], or plan again",
+            f"BatchNorm would compute its statistics over unequal shares, {spelled(layout.shares)}",
+            expected="equal shares, whose statistics have equal weights",
+            remedy="remove shares from [[shard_batch]], or plan again",
         )
     work = _Synchronising(graph, layout, transport)
     for node in norms:

@@ -58,7 +58,7 @@ def why_whole(update: Program, *, is_pointwise: Callable[[str], bool]) -> dict[s
         own = (WEIGHT + name, GRADIENT + name, *states_of.get(name, ()))
         reason = _why_shapes_differ(graph, own) or next(
             (
-                f"{node.op} of its update reads more than an element in its place"
+                f"{node.op} in its update is not elementwise"
                 for node in calls.get(name, ())
                 if not _is_elementwise(graph, node, own[0], is_pointwise)
             ),
@@ -76,12 +76,12 @@ def _why_shapes_differ(graph: Graph, names: Sequence[str]) -> str:
     """
     (weight, *_) = (graph.by_name[name].outputs[0] for name in names)
     if len(weight.shape) != 2 or not weight.is_contiguous:
-        return "it is no matrix that lies row by row"
+        return "it is not a row-major matrix"
     for name in names:
         (x,) = graph.by_name[name].outputs
         is_equal = (x.shape, x.stride, x.dtype) == (weight.shape, weight.stride, weight.dtype)
         if x.numel > 1 and not is_equal:
-            return f"the optimizer keeps something of another form ({name.rpartition(':')[2]})"
+            return f"its optimizer state has another shape or dtype ({name.rpartition(':')[2]})"
     return ""
 
 

@@ -44,7 +44,7 @@ def stretch_around(graph: Graph, maker: Node, *, is_pointwise: IsPointwise) -> S
         except Unsliceable as error:
             reasons[rows] = error
     if not reasons:
-        raise Unsliceable(f"{maker.op} gives no rows")
+        raise Unsliceable(f"{maker.op} returns no rows")
     raise reasons[prod(shapes[0][:-1])] if len(shapes[0]) > 1 else next(iter(reasons.values()))
 
 
@@ -60,7 +60,7 @@ def _view_shapes(graph: Graph, maker: Node) -> Iterator[tuple[int, ...]]:
 class _RegionBuilder:
     def __init__(self, graph: Graph, maker: Node, rows: int, is_pointwise: IsPointwise) -> None:
         if rows < 2:
-            raise Unsliceable(f"{maker.op} gives one row")
+            raise Unsliceable(f"{maker.op} returns only one row")
         self._graph = graph
         self._rows = rows
         self._is_pointwise = is_pointwise
@@ -132,7 +132,7 @@ class _RegionBuilder:
         users = [self._graph.by_name[u] for u in self._graph.users[name]]
         places = {u.args[1]: u.name for u in users if u.is_getitem}
         if places.keys() != {0, 1}:
-            raise Unsliceable(f"{node.op} has no gradient of its own")
+            raise Unsliceable(f"{node.op} has no separate weight output")
         self._means[name] = node
         self._counts.add(places[1])
         return replace(
@@ -161,9 +161,9 @@ class _RegionBuilder:
             if name in self._means or not read:
                 continue
             if kind is SliceKind.COLUMNS or (kind is SliceKind.ROWS and self._is_large(node)):
-                raise Unsliceable(f"{node.op} gives a large value that leaves the model")
+                raise Unsliceable(f"{node.op} returns a large value that is an output of the step")
             if not node.outputs[0].is_contiguous:
-                raise Unsliceable(f"{node.op} gives a value that lies otherwise than in order")
+                raise Unsliceable(f"{node.op} returns a non-contiguous value")
             gives[name] = kind
         return gives
 
@@ -180,7 +180,7 @@ class _RegionBuilder:
         for mean in self._means.values():
             for argument in mean.args[1:3]:
                 if isinstance(argument, Ref) and argument.name in later:
-                    raise Unsliceable("what a loss counts depends on the scores")
+                    raise Unsliceable("the targets or weights of a loss depend on its scores")
         needed = {name for name in takes if name in later}
         for node in reversed(graph.nodes):
             if node.name in needed:
@@ -194,11 +194,11 @@ class _RegionBuilder:
         needed = set(takes)
         for node in reversed(graph.nodes):
             if any(storages.intersection(graph.storages_of(name)) for name in node.mutates):
-                raise Unsliceable(f"{node.op} writes into what its slices would read")
+                raise Unsliceable(f"{node.op} writes into an input of the slices")
             if node.name in needed:
                 needed.update(node.inputs)
                 if node.phase is Phase.BACKWARD and node.is_random:
-                    raise Unsliceable(f"{node.op} would draw its random numbers sooner")
+                    raise Unsliceable(f"{node.op} would draw its random numbers earlier")
 
 
 __all__ = ["SlicedRegion", "stretch_around"]

@@ -41,7 +41,7 @@ def leading(shape: tuple[int, ...], rows: int) -> int:
     for count in range(1, len(shape) + 1):
         if prod(shape[:count]) % rows == 0:
             return count
-    raise Unsliceable(f"a value of shape {list(shape)} is not made of {rows} rows")
+    raise Unsliceable(f"a value of shape {list(shape)} does not consist of {rows} rows")
 
 
 def on_rows(shape: tuple[int, ...], rows: int, count: int) -> tuple[int, ...]:
@@ -71,17 +71,19 @@ def acts(
         raise Unsliceable(f"{node.op} is not known to work row by row")
     layout = dict(node.kwargs).get("memory_format")
     if isinstance(layout, Symbol) and layout.text not in _PLAIN_LAYOUTS:
-        raise Unsliceable(f"{node.op} lays its result out by {layout.text}")
+        raise Unsliceable(f"{node.op} lays out its result by {layout.text}")
     found = rule(_Call(graph=graph, node=node, known=known, rows=rows))
     for name, kind in known.items():
         if found.inputs[name] is not kind:
-            raise Unsliceable(f"{node.op} takes {found.inputs[name]} of what is there in {kind}")
+            raise Unsliceable(
+                f"{node.op} needs {found.inputs[name]} of a value that is available in {kind}"
+            )
     for name, kind in found.inputs.items():
         shape = graph.by_name[name].outputs[0].shape
         if kind is SliceKind.ROWS:
             leading(shape, rows)
         elif kind is SliceKind.COLUMNS and shape[-1] % rows:
-            raise Unsliceable(f"a value of shape {list(shape)} is not made of {rows} columns")
+            raise Unsliceable(f"a value of shape {list(shape)} does not consist of {rows} columns")
     if found.output is SliceKind.ROWS:
         leading(node.outputs[0].shape, rows)
     return found
@@ -166,7 +168,7 @@ def _pointwise(call: _Call) -> Acts:
         elif len(given) <= rank - dims or (dims == 1 and len(given) == rank and given[0] == 1):
             kinds[name] = SliceKind.WHOLE
         else:
-            raise Unsliceable(f"{call.node.op} spreads {list(given)} over rows of {list(shape)}")
+            raise Unsliceable(f"{call.node.op} broadcasts {list(given)} over rows of {list(shape)}")
     return Acts(inputs=kinds, output=SliceKind.ROWS)
 
 
@@ -178,7 +180,7 @@ def _row_by_row(call: _Call) -> Acts:
     call.within(call.number(place))
     dims = leading(call.shape_of(call.name(0)), call.rows)
     if len({call.shape_of(name)[:dims] for name in call.node.inputs}) > 1:
-        raise Unsliceable(f"{call.node.op} takes fewer rows of one value than of another")
+        raise Unsliceable(f"{call.node.op} reads fewer rows of one value than of another")
     return Acts(inputs=dict.fromkeys(call.node.inputs, SliceKind.ROWS), output=SliceKind.ROWS)
 
 
@@ -204,7 +206,7 @@ def _expanded(call: _Call) -> Acts:
         return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
     if len(given) <= len(shape) - dims:
         return Acts(inputs={call.name(0): SliceKind.WHOLE}, output=SliceKind.ROWS)
-    raise Unsliceable(f"{call.node.op} spreads {list(given)} over rows of {list(shape)}")
+    raise Unsliceable(f"{call.node.op} broadcasts {list(given)} over rows of {list(shape)}")
 
 
 def _transposed(call: _Call) -> Acts:
@@ -214,7 +216,7 @@ def _transposed(call: _Call) -> Acts:
     order = call.node.args[1] if call.node.op == "aten.permute.default" else call.node.args[1:]
     dims = [d % 2 for d in order if isinstance(d, int)] if isinstance(order, tuple) else []
     if dims and dims != [1, 0] and (dims != [0, 1] or call.node.op == "aten.permute.default"):
-        raise Unsliceable(f"{call.node.op} leaves rows where they are")
+        raise Unsliceable(f"{call.node.op} does not move rows")
     if call.kind(0) is SliceKind.COLUMNS:
         return Acts(inputs={call.name(0): SliceKind.COLUMNS}, output=SliceKind.ROWS)
     leading(call.shape_of(call.name(0)), call.rows)
@@ -276,7 +278,7 @@ def _loss_terms(call: _Call) -> Acts:
 def _loss_backward(call: _Call) -> Acts:
     """The backward of a mean or sum, whose gradient and total weight are shared by all rows."""
     if call.node.args[4] == 0:
-        raise Unsliceable("each row has a loss of its own")
+        raise Unsliceable("each row has a separate loss")
     kinds = dict.fromkeys(call.node.inputs, SliceKind.WHOLE)
     kinds[call.name(1)] = kinds[call.name(2)] = SliceKind.ROWS
     return Acts(inputs=kinds, output=SliceKind.ROWS)

@@ -64,8 +64,10 @@ def _peak(memory: StageMemory, stage: int) -> PeakMemory:
         LiveTensor.of(memory.weight_bytes, "weights", Role.PARAMETER),
         LiveTensor.of(memory.gradient_bytes, "gradients", Role.GRADIENT),
         LiveTensor.of(memory.state_bytes, "optimizer state", Role.STATE),
-        LiveTensor.of(memory.activation_bytes, "kept for the backward pass", Role.ACTIVATION),
-        LiveTensor.of(memory.workspace_bytes, "made again, or gathered", Role.ACTIVATION),
+        LiveTensor.of(memory.activation_bytes, "saved activations", Role.ACTIVATION),
+        LiveTensor.of(
+            memory.workspace_bytes, "recomputed activations or gathered weights", Role.ACTIVATION
+        ),
     )
     return PeakMemory(
         nbytes=memory.nbytes,

@@ -148,13 +148,13 @@ class LayoutCost:
             raise BadInput(
                 f"a layout of {layout.num_ranks} ranks on {cluster.num_devices} devices",
                 expected="no more ranks than devices",
-                remedy="declare a larger cluster, or lower a degree of the layout",
+                remedy="declare a larger cluster, or reduce a degree of the layout",
             )
         self._parts, self._cluster, self._layout, self._formats = parts, cluster, layout, formats
         self._stack = stack or SoftwareStack()
         device = device or cluster.device
         self._host = device.host_link
-        assert self._host is not None or not layout.far_states, "nothing leads to the host"
+        assert self._host is not None or not layout.far_states, "a device has no link to its host"
         self._bandwidth = self._stack.bandwidth_share * device.bytes_per_second
         self._first = place * layout.data * layout.tensor
 

@@ -39,9 +39,9 @@ def deep_spans(
         exchanging = cost.exposed_seconds(number, stage)
         found += _passes(rank, actions)
         after = [
-            (WAITING, "for other stages", "", done - actions[-1].end_seconds),
-            (WAITING, "for gradients of other ranks", "gradients", exchanging),
-            (WAITING, "for other stages", "", step.exposed_seconds - exchanging),
+            (WAITING, "waiting for other stages", "", done - actions[-1].end_seconds),
+            (WAITING, "waiting for gradients of other ranks", "gradients", exchanging),
+            (WAITING, "waiting for other stages", "", step.exposed_seconds - exchanging),
             (DEVICE, "update", "optimizer", cost.update_seconds(number, stage.num_blocks)),
         ]
         found += _sequential(rank, actions[-1].end_seconds, after)
@@ -64,7 +64,9 @@ def _passes(rank: int, actions: Sequence[Replayed]) -> Iterator[Span]:
     free = 0.0
     for action in actions:
         if action.begin_seconds > free:
-            yield _span(rank, WAITING, "for another stage", "", free, action.begin_seconds - free)
+            yield _span(
+                rank, WAITING, "waiting for another stage", "", free, action.begin_seconds - free
+            )
         free = action.end_seconds
         name = f"{_WORDS[action.action.work]}, micro-batch {action.action.micro_batch}"
         where = f"stage {action.action.stage}"

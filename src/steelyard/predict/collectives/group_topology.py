@@ -67,9 +67,9 @@ def group_of(ranks: Sequence[int]) -> Group:
     sorted_ranks = tuple(sorted(ranks))
     if len(set(sorted_ranks)) < len(sorted_ranks):
         raise BadInput(
-            "a group names a rank twice",
+            "a group lists a rank twice",
             expected="each rank once",
-            remedy="leave out what is there already",
+            remedy="remove the duplicate rank",
         )
     return _evenly(sorted_ranks)
 

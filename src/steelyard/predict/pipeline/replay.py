@@ -125,7 +125,7 @@ def replay(
     working: set[int] = set()
     while any(pending) or working:
         ready = list(can_begin())
-        assert ready or working, f"the table never gets to {[str(a[0]) for a in pending if a]}"
+        assert ready or working, f"the schedule never reaches {[str(a[0]) for a in pending if a]}"
         if not disturbs:
             for begin, rank in ready:
                 start(rank, begin)

@@ -66,10 +66,10 @@ class PipelinePrediction:
         self._edges = edges_of(order, stages, graph) if pipeline.is_pinned else ()
         if self._edges and PINNED not in costs.links:
             raise BadInput(
-                "the plan has messages go through memory that ranks share, and these ranks are not "
-                "known to share any",
+                "the plan sends pipeline messages through shared memory, but these ranks have "
+                "none in common",
                 expected="ranks of this machine, of one user, that see each other's processes",
-                remedy="take [[shared_memory_transfer]] out of the plan, or plan again for these "
+                remedy="remove [[shared_memory_transfer]] from the plan, or plan again for these "
                 "ranks",
             )
         self._stage_costs = [self._stage_cost(stage) for stage in stages]
@@ -515,11 +515,11 @@ class PipelinePrediction:
         # The bytes that were allocated before the stage began this micro-batch.
         saved = max(0, rank.pass_bytes - rank.gathered - live_bytes.peak_bytes - gradients)
         in_flight = _micro_batches_in_flight([d.action for d in done[: number + 1]])
-        what = f"kept for the backward pass of {in_flight} micro-batches"
+        what = f"saved activations of {in_flight} micro-batches"
         extra = [
             LiveTensor.of(saved, what, Role.ACTIVATION),
-            LiveTensor.of(gradients, "gradients so far", Role.GRADIENT),
-            LiveTensor.of(rank.gathered, "weights gathered for the passes", Role.PARAMETER),
+            LiveTensor.of(gradients, "accumulated gradients", Role.GRADIENT),
+            LiveTensor.of(rank.gathered, "gathered weights", Role.PARAMETER),
         ]
         phase = Phase.FORWARD if action.work is ActionKind.FORWARD else Phase.BACKWARD
         return peak_memory_of(program, live_bytes, rank, extra=extra, phase=phase)
@@ -531,7 +531,7 @@ class PipelinePrediction:
             free = 0.0
             for action in done:
                 if action.begin_seconds > free:
-                    found.append(_span(rank, WAITING, "for another rank", free, action))
+                    found.append(_span(rank, WAITING, "waiting for another rank", free, action))
                 name = f"{_WORDS[action.action.work]}, micro-batch {action.action.micro_batch}"
                 begin, free = action.begin_seconds, action.end_seconds
                 where = f"stage {action.action.stage}"

@@ -36,7 +36,7 @@ class CheckpointFolder:
     """Saves into, lists and prunes one folder; only the newest ``keep`` checkpoints remain."""
 
     def __init__(self, path: Path, *, keep: int = 3) -> None:
-        assert keep >= 1, "the only good checkpoint is never deleted"
+        assert keep >= 1, "the only complete checkpoint is never deleted"
         self.path = path
         self._keep = keep
 
@@ -54,14 +54,14 @@ class CheckpointFolder:
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"no checkpoint to resume from in {self.path}",
-                expected=f"a file {_LATEST} that names one",
+                expected=f"a file {_LATEST} that names a checkpoint",
                 remedy=_resume_from(known[-1] if known else None),
             ) from error
         chosen = self.path / text.strip()
         if not _NAME.fullmatch(text.removesuffix("\n")) or chosen not in known:
             raise CheckpointError(
-                f"{self.path / _LATEST} names {text[:40]!r}, which is not there",
-                expected="the name of a checkpoint beside it",
+                f"{self.path / _LATEST} names {text[:40]!r}, which does not exist",
+                expected="the name of a checkpoint in the same folder",
                 remedy=_resume_from(known[-1] if known else None),
             )
         return chosen
@@ -127,7 +127,7 @@ class CheckpointFolder:
             except OSError as error:
                 raise CheckpointError(
                     f"another run is saving into {self.path}",
-                    expected="one run to a folder",
+                    expected="one run for each folder",
                     remedy="wait for the other run, or give another folder",
                 ) from error
             yield
@@ -158,7 +158,7 @@ def verify(checkpoint: Path) -> None:
     for byte."""
     try:
         if checkpoint.is_symlink() or not checkpoint.is_dir():
-            raise _damaged(checkpoint, "is no folder of its own")
+            raise _damaged(checkpoint, "is not a real folder")
         files = _read_manifest(checkpoint)
         present = {p.name for p in checkpoint.iterdir()}
         for name in sorted(files.keys() | present - {MANIFEST}):
@@ -168,12 +168,12 @@ def verify(checkpoint: Path) -> None:
             if name not in files:
                 raise _damaged(path, "is not in the manifest")
             if path.is_symlink() or not path.is_file():
-                raise _damaged(path, "is no plain file")
+                raise _damaged(path, "is not a regular file")
             size, digest = files[name]
             if path.stat().st_size != size:
                 raise _damaged(path, f"has {path.stat().st_size} bytes instead of {size}")
             if _digest(path) != digest:
-                raise _damaged(path, "is not what was saved: its SHA-256 differs")
+                raise _damaged(path, "has changed since it was saved: its SHA-256 differs")
     except OSError as error:
         raise _damaged(checkpoint, f"cannot be read: {error.strerror}") from error
 
@@ -202,9 +202,9 @@ _FORMAT = "steelyard checkpoint manifest 1"
 def _read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
     path = checkpoint / MANIFEST
     if path.is_symlink() or not path.is_file():
-        raise _damaged(path, "is missing or no plain file")
+        raise _damaged(path, "is missing or not a regular file")
     if path.stat().st_size > _MAX_MANIFEST_BYTES:
-        raise _damaged(path, "is too large to be a manifest")
+        raise _damaged(path, "is too large for a manifest")
     text = path.read_bytes()
     try:
         manifest = json.loads(text)
@@ -212,15 +212,15 @@ def _read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
         # duplicate key.
         files = manifest["files"] if canonical(manifest) == text else None
         if manifest.keys() != {"files", "format"} or manifest["format"] != _FORMAT or not files:
-            raise _damaged(path, "is not what was saved")
+            raise _damaged(path, "has changed since it was saved")
         for name, entry in files.items():
             plain = isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)
             if not plain or entry.keys() != {"bytes", "sha256"} or not _FILE.fullmatch(name):
-                raise _damaged(path, f"has an entry that is refused: {name[:60]!r}")
+                raise _damaged(path, f"has an invalid entry: {name[:60]!r}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise _damaged(path, "is not what was saved") from error
+        raise _damaged(path, "has changed since it was saved") from error
     return {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
 
 
@@ -253,7 +253,7 @@ def _not_written(path: Path, error: OSError) -> CheckpointError:
         free = f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free)"
     return CheckpointError(
         f"{path} could not be saved: {error.strerror or error}{free}",
-        expected="room and permission to write there",
+        expected="free space and permission to write there",
         remedy="free some space or give another folder; earlier checkpoints are untouched",
     )
 

@@ -24,7 +24,7 @@ def to_plain(value: Any) -> Any:
             return {"tuple": [to_plain(v) for v in value]}
         case dict() if all(isinstance(k, str) for k in value):
             return {"dict": {k: to_plain(v) for k, v in value.items()}}
-    raise Unplain(f"a value of type {type(value).__name__} is no plain value")
+    raise Unplain(f"a value of type {type(value).__name__} is not a plain value")
 
 
 def from_plain(encoded: Any) -> Any:
@@ -40,4 +40,4 @@ def from_plain(encoded: Any) -> Any:
             return tuple(from_plain(v) for v in values)
         case {"dict": dict(values), **rest} if not rest:
             return {str(k): from_plain(v) for k, v in values.items()}
-    raise Unplain(f"no value is spelt {str(encoded)[:60]!r}")
+    raise Unplain(f"{str(encoded)[:60]!r} is not a valid value")

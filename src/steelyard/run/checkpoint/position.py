@@ -45,7 +45,7 @@ def check_numbers(checkpoint: Path, state: Mapping[str, Any]) -> None:
             raise _impossible(checkpoint, f"{name} {_shown(found)}", f"from {minimum} to {_MAX}")
     named = step_of(checkpoint)
     if named not in (-1, state["step"]):
-        raise _impossible(checkpoint, f"step {state['step']}", f"{named}, as it is named")
+        raise _impossible(checkpoint, f"step {state['step']}", f"{named}, as in its name")
 
 
 def _shown(found: object) -> str:
@@ -57,7 +57,7 @@ def _shown(found: object) -> str:
 
 def _impossible(checkpoint: Path, what: str, expected: str) -> CheckpointRefused:
     return CheckpointRefused(
-        f"{printable(str(checkpoint / STATE))} says {what}, which no run can have come to",
-        expected=f"a whole number, {expected}",
+        f"{printable(str(checkpoint / STATE))} has {what}, which no run can reach",
+        expected=f"a whole number {expected}",
         remedy="resume from another checkpoint, with --resume and its path",
     )

@@ -82,7 +82,9 @@ class _State(BaseModel):
     @model_validator(mode="after")
     def _check_consistency(self) -> "_State":
         if max(self.epoch, self.taken) > self.step:
-            raise ValueError(f"is after {self.step} steps, and more batches or epochs than that")
+            raise ValueError(
+                f"is after {self.step} steps, but has more batches or epochs than that"
+            )
         return self
 
 
@@ -162,13 +164,13 @@ def load(
                 _copy_into(name, tensor, random.get_tensor(f"buffer/{name}"))
         put()
     except (ValidationError, SafetensorError, Unplain, OSError, RecursionError) as error:
-        raise _other(checkpoint, f"cannot be read: {str(error).splitlines()[0][:80]}", "files as "
-                     "Steelyard writes them") from error  # fmt: skip
+        raise _other(checkpoint, f"cannot be read: {str(error).splitlines()[0][:80]}",
+                     "files in Steelyard's format") from error  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise _other(checkpoint, f"has a {_STATE} that is not whole: {str(error)[:80]}",
-                     "a state as Steelyard writes it") from error  # fmt: skip
+        raise _other(checkpoint, f"has an invalid {_STATE}: {str(error)[:80]}",
+                     "a state in Steelyard's format") from error  # fmt: skip
     return position
 
 
@@ -180,8 +182,8 @@ def residuals_in(checkpoint: Path) -> dict[str, torch.Tensor]:
         with opened(checkpoint / _RESIDUALS) as saved:
             return {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118 - no dict
     except (SafetensorError, OSError) as error:
-        raise _other(checkpoint, f"cannot be read: {str(error).splitlines()[0][:80]}", "files as "
-                     "Steelyard writes them") from error  # fmt: skip
+        raise _other(checkpoint, f"cannot be read: {str(error).splitlines()[0][:80]}",
+                     "files in Steelyard's format") from error  # fmt: skip
 
 
 def check_savable(model: nn.Module) -> None:
@@ -202,9 +204,9 @@ def _model_tensors(
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
-                f"module {path or 'the model'} keeps extra state that is no tensor",
-                expected="a model whose state is its parameters and buffers",
-                remedy="run without checkpoints, or keep that state in a buffer",
+                f"module {path or 'the model'} has extra state that is not a tensor",
+                expected="a model whose state consists of parameters and buffers",
+                remedy="run without checkpoints, or store that state in a buffer",
             )
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -240,7 +242,7 @@ def _compare(
     if differences:
         more = [f"... and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
         raise CheckpointError(
-            "\n  ".join([f"{checkpoint} is of another model:", *differences[:_SHOWN], *more]),
+            "\n  ".join([f"{checkpoint} is for another model:", *differences[:_SHOWN], *more]),
             expected="the names, shapes and dtypes of the model",
             remedy="resume with the script that saved it",
         )
@@ -326,12 +328,16 @@ def _optimizer_loader(
                          "the same training step")  # fmt: skip
         return lambda: None
     if saved["kind"] != _kind(optimizer):
-        raise _other(checkpoint, f"was saved with {saved['kind']}", f"{_kind(optimizer)}, as now")
+        raise _other(
+            checkpoint, f"was saved with {saved['kind']}", f"{_kind(optimizer)}, as in this run"
+        )
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
     ours = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
     if [g["parameters"] for g in saved["groups"]] != ours:
-        raise _other(checkpoint, "was saved with other parameter groups", "the groups as now")
+        raise _other(
+            checkpoint, "was saved with other parameter groups", "the present parameter groups"
+        )
     with opened(checkpoint / _OPTIMIZER) as file:
         device = {name: p.device for name, p in parameters.items()}
         default_device = next(iter(device.values()))

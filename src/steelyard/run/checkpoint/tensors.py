@@ -50,9 +50,9 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     known = tensor.dtype in _NAMES or tensor.dtype in _STORED_AS
     if tensor.layout is not torch.strided or not (known or tensor.dtype is torch.complex128):
         raise CheckpointError(
-            f"{name} is {tensor.layout} {tensor.dtype}, which has no place in a safetensors file",
-            expected="a dense tensor of a dtype that safetensors knows",
-            remedy="run without checkpoints, or keep another kind of tensor in the model",
+            f"{name} is {tensor.layout} {tensor.dtype}, which safetensors cannot store",
+            expected="a dense tensor of a dtype that safetensors supports",
+            remedy="run without checkpoints, or use another kind of tensor in the model",
         )
 
 

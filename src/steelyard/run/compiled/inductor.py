@@ -70,7 +70,7 @@ def check_compiler() -> None:
         raise BadInput(
             "the Inductor runner found no C++ compiler",
             expected="g++ or clang++ on the PATH, or named in $CXX",
-            remedy="install one (Debian and Ubuntu: apt install g++), or take runner='python', "
+            remedy="install one (Debian and Ubuntu: apt install g++), or use runner='python', "
             "which needs none",
         )
 
@@ -85,7 +85,7 @@ def compiler_failures() -> Iterator[None]:
         raise BadInput(
             f"the C++ compiler {_torch.cpp_compiler()} failed: {(lines or ['?'])[0]}"[:300],
             expected="a C++17 compiler with OpenMP and Python's headers",
-            remedy="install a complete one, or take runner='python', which needs none",
+            remedy="install a complete one, or use runner='python', which needs none",
         ) from error
 
 
@@ -207,9 +207,9 @@ def _checked(compiled: Any, unaliased: Sequence[_NoAlias]) -> Run:
                 others = (*live, *(results[n] for n in one.outputs))
                 if _torch.storage_key(results[one.place]) in map(_torch.storage_key, others):
                     raise RunFailed(
-                        "Inductor laid what is summed over ranks on memory of another value",
-                        expected="gradients on memory of their own",
-                        remedy="report this model, and take runner='python' meanwhile",
+                        "Inductor placed a gradient that ranks sum in the memory of another value",
+                        expected="gradients in separate memory",
+                        remedy="report this model, and use runner='python' meanwhile",
                     )
             is_checked = True
         return results

@@ -197,18 +197,18 @@ class _Dataflow:
 def _refuse_offload(graph: Graph) -> None:
     if any(n.collective is not None and n.collective.is_far for n in graph.nodes):
         raise BadInput(
-            "the step moves values to offload memory, which Inductor would reorder",
-            expected="a step that keeps or recomputes what it needs, for this runner",
-            remedy="take runner='python', or plan without offload memory",
+            "the step offloads values, which Inductor would reorder",
+            expected="a step that saves or recomputes its activations, for this runner",
+            remedy="use runner='python', or plan without offload memory",
         )
 
 
 def _refuse_pipeline(program: Program) -> None:
     if program.pipeline is not None:
         raise BadInput(
-            "the plan lays layers on several ranks, each of which runs its stages in Python",
-            expected="ranks that share the batch, tensors or states, for this runner",
-            remedy="take runner='python', or plan again with this runner",
+            "the plan assigns layers to several ranks, which only the Python runner supports",
+            expected="ranks that share only the batch, tensors or states, for this runner",
+            remedy="use runner='python', or plan again with this runner",
         )
 
 
@@ -219,8 +219,8 @@ def _refuse_mutation(program: Program) -> None:
             where = f" at {node.line}" if node.line else ""
             raise BadInput(
                 f"{node.op}{where} writes into its argument",
-                expected="functional operators only, which the Inductor runner may reorder",
-                remedy="take runner='python', which keeps the order of the program",
+                expected="functional operators, because the Inductor runner may reorder them",
+                remedy="use runner='python', which keeps the order of the program",
             )
 
 

@@ -99,8 +99,8 @@ class _Handshake:
         size = theirs.partition(" ")[0]
         if size != str(self._who.size):
             raise RanksDiffer(
-                f"rank {rank} differs from rank {self._who.rank} in the number of ranks: {size}, "
-                f"there {self._who.size}",
+                f"rank {rank} differs from rank {self._who.rank} in the number of ranks: {size} "
+                f"and {self._who.size}",
                 expected="the same number of ranks on all ranks",
                 remedy="start all ranks with the same number of ranks, from one launcher",
                 rank=rank,
@@ -113,7 +113,7 @@ class _Handshake:
         if has_token != bool(self._token):
             having, lacking = (rank, self._who.rank) if has_token else (self._who.rank, rank)
             raise BadInput(
-                f"rank {having} has a {VARIABLE}, and rank {lacking} has none",
+                f"rank {having} has a {VARIABLE}, but rank {lacking} has none",
                 expected="the same secret in the environment of all ranks, or none",
                 remedy=f"export {VARIABLE} on every host before the ranks are started",
             )
@@ -126,20 +126,23 @@ class _Handshake:
             return self._store.get(key).decode("ascii", errors="ignore")
         except DistError as error:
             is_late = time.monotonic() >= until
-            problem = f"did not come within {self._timeout_seconds:g} s" if is_late else "has gone"
+            problem = (
+                f"did not connect within {self._timeout_seconds:g} s" if is_late else "has exited"
+            )
             raise RankFailed(
                 f"rank {rank if is_late else 0} of {self._who.size} {problem}",
                 expected="all ranks before the first step",
-                remedy=f"look at what rank {rank} wrote, or give the ranks more time",
+                remedy=f"read the output of rank {rank}, or give the ranks more time",
                 rank=rank,
                 cause="absent",
             ) from error
 
     def _unauthenticated(self, rank: int) -> RankFailed:
         return RankFailed(
-            f"whoever came as rank {rank} does not know this rank's {VARIABLE}",
+            f"the process connected as rank {rank} does not have this rank's {VARIABLE}",
             expected="the same secret in the environment of all ranks",
-            remedy=f"export the same {VARIABLE} on all hosts; who else may come: docs/security.md",
+            remedy=f"export the same {VARIABLE} on all hosts; docs/security.md says who may "
+            "connect",
             rank=rank,
             cause="absent",
         )
@@ -165,9 +168,9 @@ class AuthenticStore(Store):
         proof_bytes, value = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
         if not is_proof(proof_bytes, self._key, key.encode(), value):
             raise RankFailed(
-                f"what stands under {key!r} where ranks meet was written by none of them",
-                expected=f"only processes that know this run's {VARIABLE}",
-                remedy="find out who reaches the port where ranks meet: docs/security.md",
+                f"the rendezvous store has a value under {key!r} that no rank of this run wrote",
+                expected=f"only processes that have this run's {VARIABLE}",
+                remedy="find out who can reach the rendezvous port; see docs/security.md",
                 cause="absent",
             )
         return value

@@ -64,9 +64,9 @@ def _digests_of(
         store.wait([_key(rank)], timedelta(seconds=timeout_seconds))
     except DistError as error:
         raise RankFailed(
-            f"rank {rank} of {who.size} did not come within {timeout_seconds:g} s",
+            f"rank {rank} of {who.size} did not connect within {timeout_seconds:g} s",
             expected="all ranks before the first step",
-            remedy=f"look at what rank {rank} wrote, or give the ranks more time",
+            remedy=f"read the output of rank {rank}, or give the ranks more time",
             rank=rank,
             cause="absent",
         ) from error
@@ -77,9 +77,9 @@ def _digests_of(
     is_ours = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
     if not is_ours:
         raise RankFailed(
-            f"whoever came as rank {rank} says what no rank of steelyard says",
-            expected="digests of what it holds, as JSON",
-            remedy="install one version on all hosts; who may come there: docs/security.md",
+            f"the process connected as rank {rank} sent data that is not a digest",
+            expected="digests of its configuration, as JSON",
+            remedy="install the same version on all hosts; docs/security.md says who may connect",
             rank=rank,
             cause="absent",
         )
@@ -100,7 +100,7 @@ def _refuse_difference(item: str, digests: Sequence[Mapping[str, str]], store: S
     )
     mine, theirs = first_difference(here, there)
     raise RanksDiffer(
-        f"rank {odd} differs from rank {other} in the {item}: {mine}, there {theirs}",
+        f"rank {odd} differs from rank {other} in the {item}: {mine} and {theirs}",
         expected=f"the same {item} on all ranks",
         remedy=_REMEDIES.get(item, "start all ranks with the same script, plan and arguments"),
         rank=odd,
@@ -112,7 +112,7 @@ _REMEDIES = {
     _SIZE: "start all ranks with the same number of ranks, from one launcher",
     "torch": "install the same torch on every host",
     "plan": "give all ranks the same plan file",
-    "kind of device": "put the model on a processor, or on GPUs of one kind, on all hosts",
+    "kind of device": "put the model on CPUs, or on GPUs of one kind, on all hosts",
 }
 
 

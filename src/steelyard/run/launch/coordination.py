@@ -189,8 +189,8 @@ class InGroup:
         odd = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
         if odd:
             raise RanksDiffer(
-                f"rank {odd[0]} differs from rank 0 in the {item}; here it is "
-                f"{printable(words, most=200)}",
+                f"rank {odd[0]} differs from rank 0 in the {item}, which is "
+                f"{printable(words, most=200)} on this rank",
                 expected=f"the same {item} on all ranks",
                 remedy="give every rank the same batches, in the same order",
                 rank=odd[0],

@@ -45,15 +45,16 @@ class RankInfo:
         cannot run on 2."""
         if self.size != planned_ranks:
             raise Mismatch(
-                f"the plan is for {planned_ranks} ranks, and {self.size} were started",
+                f"the plan is for {planned_ranks} ranks, but {self.size} were started",
                 expected=f"{planned_ranks} ranks",
-                remedy=f"start {planned_ranks}, or plan again for {self.size}",
+                remedy=f"start {planned_ranks} ranks, or plan again for {self.size}",
             )
         if self.hosts != planned_hosts:
             raise Mismatch(
-                f"the plan is for {host_text(planned_hosts)}, and the ranks are on {self.hosts}",
-                expected="as many hosts as the plan was made for: what joins ranks decides it",
-                remedy="plan again where it is to run; see docs/hosts.md",
+                f"the plan is for {host_text(planned_hosts)}, but the ranks are on {self.hosts}",
+                expected="the number of hosts that the plan was made for, because the links "
+                "between ranks decide the plan",
+                remedy="plan again on these hosts; see docs/hosts.md",
             )
 
 
@@ -126,7 +127,7 @@ def _number(environ: Mapping[str, str], name: str, *, default: int | None = None
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise BadInput(
             f"{name} is {printable(repr(text), most=40)}",
-            expected="a whole number, 0 or more",
+            expected="a whole number of at least 0",
             remedy=f"unset {name} to run alone, or start with torchrun, srun or steelyard run",
         )
     return int(text)
@@ -136,7 +137,7 @@ def _text(environ: Mapping[str, str], name: str) -> str:
     found = environ.get(name, "")
     if not found:
         raise BadInput(
-            f"{name} is not set, though other variables say that this is one rank of several",
+            f"{name} is not set, although other variables declare several ranks",
             expected=f"RANK, WORLD_SIZE, {_MASTER} together",
             remedy="start with torchrun, srun or steelyard run, or unset RANK to run alone",
         )
@@ -148,7 +149,7 @@ def _port(environ: Mapping[str, str]) -> int:
     if not 0 < port < 2**16:
         raise BadInput(
             f"MASTER_PORT is {port}",
-            expected="a port, 1 to 65535",
+            expected="a port from 1 to 65535",
             remedy="set MASTER_PORT to a free port of the first rank's host, the same on all ranks",
         )
     return port
@@ -167,7 +168,8 @@ def _first_host(environ: Mapping[str, str]) -> str:
     found = re.match(r"([A-Za-z0-9.-]+)(?:\[([0-9]+)[^\]]*\])?([A-Za-z0-9.-]*)(?:,|$)", hosts)
     if found is None:
         raise BadInput(
-            f"the first host of SLURM_STEP_NODELIST {printable(repr(hosts), most=60)} is not clear",
+            f"the first host of SLURM_STEP_NODELIST {printable(repr(hosts), most=60)} cannot be "
+            "parsed",
             expected="host, host1,host2 or host[1-4]",
             remedy=f"set {_MASTER} for all ranks",
         )

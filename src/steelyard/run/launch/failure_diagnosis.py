@@ -182,8 +182,8 @@ def _from_exception(case: FailureCase, one: Evidence, statement: RankStatus) -> 
         one,
         cause,
         f"failed{where}: {statement.kind}{text}",
-        expected=statement.expected or "every rank to end its steps",
-        remedy=statement.remedy or "mend what it says",
+        expected=statement.expected or "every rank to complete its steps",
+        remedy=statement.remedy or "fix the reported error",
     )
 
 
@@ -196,8 +196,8 @@ def _from_exit(case: FailureCase, one: Evidence) -> RankFailed:
         return _failed(case, one, "exit code", f"ended with exit code {one.status}{last}")
     name = _signal(one.status)
     if one.status == -signal.SIGKILL and case.oom_kills:
-        text = f"was killed ({name}), perhaps for want of memory: the kernel killed "
-        text += f"{case.oom_kills} of this group for that meanwhile"
+        text = f"was killed ({name}), probably out of memory: the kernel killed "
+        text += f"{case.oom_kills} processes of this control group for lack of memory"
         return _failed(case, one, "killed", text, remedy=_LESS)
     return _failed(case, one, "killed", f"was killed ({name}){last}", remedy=_RESUME)
 
@@ -205,7 +205,7 @@ def _from_exit(case: FailureCase, one: Evidence) -> RankFailed:
 def _stopped(case: FailureCase) -> SteelyardError | None:
     for one in case.ranks:
         if one.is_stopped:
-            text = f"is stopped (SIGSTOP), and the others waited {case.timeout_seconds:g} s for it"
+            text = f"is stopped (SIGSTOP); the others waited {case.timeout_seconds:g} s for it"
             return _failed(case, one, "stopped", text, remedy=_RESUME)
     return None
 
@@ -217,7 +217,7 @@ def _stopped(case: FailureCase) -> SteelyardError | None:
 def _ended_early(case: FailureCase) -> SteelyardError | None:
     for one in case.ranks:
         if one.status == 0:
-            text = "ended, as if all were done, while the others waited for it"
+            text = "exited successfully while the others waited for it"
             return _failed(case, one, "ended early", text, remedy=_SAME_EXCHANGES)
     return None
 
@@ -227,8 +227,8 @@ def _absent(case: FailureCase) -> SteelyardError | None:
         if statement.absent is not None and 0 <= statement.absent < len(case.ranks):
             one = case.ranks[statement.absent]
             if not one.is_witness:
-                text = "did not join the others in the time that ranks have to start"
-                return _failed(case, one, "absent", text, remedy="give it more time to start")
+                text = "did not connect to the others within the start timeout"
+                return _failed(case, one, "absent", text, remedy="give ranks more time to start")
     return None
 
 
@@ -242,9 +242,9 @@ def _alone_in_check(case: FailureCase) -> SteelyardError | None:
     assert one.pending_check is not None
     item, words = one.pending_check
     return RanksDiffer(
-        f"rank {one.rank} has another {item}, and the other ranks have not: {words}",
+        f"rank {one.rank} has a different {item} than the other ranks: {words}",
         expected=f"the same {item} on all ranks",
-        remedy="give every rank batches of the same shapes in the same order, such as with "
+        remedy="give every rank batches of the same shapes in the same order, for example with "
         "drop_last=True",
         rank=one.rank,
         item=item,
@@ -280,7 +280,9 @@ def _aborted(case: FailureCase) -> SteelyardError | None:
                 for issued in other.progress.issued
                 if issued.group == _ALL
             ]
-            text = "was ended by gloo (SIGABRT), as it does where ranks bring different amounts"
+            text = (
+                "was aborted by gloo (SIGABRT), which happens if ranks exchange different amounts"
+            )
             text += f"; {', '.join(words)}" if words else ""
             return _failed(case, one, "other exchange", text, remedy=_SAME_EXCHANGES)
     return None
@@ -314,14 +316,14 @@ def _not_waiting(case: FailureCase) -> SteelyardError | None:
 
 def _hanging(case: FailureCase, one: Evidence, missed: Issued | None) -> RankFailed:
     if not one.was_asked:
-        where = "it has not joined the others"
+        where = "it has not connected to the others"
     elif one.answer is None:
-        where = "it is in native code that lets no other thread run"
+        where = "it is in native code that holds the interpreter"
     else:
-        where = f"it is at {one.answer.line}" if one.answer.line else "it runs on"
+        where = f"it is at {one.answer.line}" if one.answer.line else "it is still running"
     what = f"the {missed.words} " if missed else "the exchange "
-    text = f"did not come to {what}in which others waited {case.timeout_seconds:g} s: {where}"
-    remedy = "mend what keeps it there, or allow ranks to wait longer"
+    text = f"did not reach {what}in which others waited {case.timeout_seconds:g} s: {where}"
+    remedy = "fix the cause, or allow ranks to wait longer"
     return _failed(case, one, "hanging", text, remedy=remedy)
 
 
@@ -336,7 +338,7 @@ def _missed_in_shared_memory(case: FailureCase) -> SteelyardError | None:
         if one.is_witness and one.statement is not None and one.statement.missed is None:
             words = [issued.words for issued in one.progress.issued if issued.group == _ALL]
             text = f"exchanges {', '.join(words) or 'something else'}, where rank {other.rank} "
-            text += "waited for what it sends through slots"
+            text += "waited for its message through shared memory"
             return _failed(case, one, "other exchange", text, remedy=_SAME_EXCHANGES)
     return None
 
@@ -347,7 +349,7 @@ def _first_complaint(case: FailureCase) -> SteelyardError | None:
     if complaints:
         one = min(complaints, key=lambda one: one.statement.at_seconds if one.statement else inf)
         assert one.statement is not None
-        return _failed(case, one, "exchange", f"lost an exchange: {one.statement.text}")
+        return _failed(case, one, "exchange", f"lost a collective: {one.statement.text}")
     one = min(case.ranks, key=lambda one: one.ended_seconds if one.status else inf)
     return _from_exit(case, one) if one.status else None
 
@@ -357,7 +359,7 @@ def _first_complaint(case: FailureCase) -> SteelyardError | None:
 
 _LESS = "give it more memory, or plan with a smaller budget"
 _RESUME = "start again from the last checkpoint, with --resume"
-_SAME_EXCHANGES = "let every rank take the same steps on batches of the same form"
+_SAME_EXCHANGES = "make every rank take the same steps on batches of the same shapes"
 
 
 def _failed(
@@ -366,14 +368,14 @@ def _failed(
     cause: Cause,
     text: str,
     *,
-    expected: str = "every rank to end its steps",
-    remedy: str = "look at what it wrote",
+    expected: str = "every rank to complete its steps",
+    remedy: str = "read its output",
 ) -> RankFailed:
     where = f"is in {case.logs}" if case.logs else "is kept with --debug"
     return RankFailed(
         f"rank {one.rank} {text}",
         expected=expected,
-        remedy=f"{remedy}; what the ranks wrote {where}",
+        remedy=f"{remedy}; the output of the ranks {where}",
         rank=one.rank,
         cause=cause,
     )

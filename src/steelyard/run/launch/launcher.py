@@ -78,8 +78,8 @@ def launch(
     if shutil.which(command[0]) is None:
         raise BadInput(
             f"{printable(command[0])} cannot be run",
-            expected="a program",
-            remedy="check the name, and that the file is executable",
+            expected="an executable program",
+            remedy="check the name and that the file is executable",
         )
     logs.mkdir(parents=True, exist_ok=True)
     run = Path(tempfile.mkdtemp(prefix="run-", dir=logs))

@@ -30,8 +30,8 @@ from steelyard.run.launch.status_reporter import answer_when_asked, recorded
 from steelyard.run_token import VARIABLE, token_of
 
 _NO_SECRET = (
-    "steelyard: ranks meet at {}:{} without a shared secret, so that whoever reaches that port can "
-    f"take a rank's place; set {VARIABLE} on all hosts (docs/security.md)\n"
+    "steelyard: ranks connect at {}:{} without a shared secret, so that any process that "
+    f"reaches that port can act as a rank; set {VARIABLE} on all hosts (docs/security.md)\n"
 )
 _STORE_KEY, _NOT_NEEDED = "store is needed", "no more"
 # The interval at which ranks refresh their claim on the store; the time allowed for the first
@@ -164,7 +164,7 @@ def _store_at_port(who: RankInfo, timeout: timedelta) -> Store:
         )  # fmt: skip
     except dist.DistError as error:
         raise RankFailed(
-            f"rank {who.rank} met nobody at {who.address}:{who.port}",
+            f"rank {who.rank} could not connect to {who.address}:{who.port}",
             expected="rank 0, or torchrun's agent, listening there",
             remedy="check MASTER_ADDR and MASTER_PORT, and that rank 0 runs",
             rank=0,

@@ -48,10 +48,10 @@ def served_store(who: RankInfo, environ: Mapping[str, str], *, timeout: timedelt
         )
         _SERVED[address, who.port] = store
         return store
-    problem = "; ".join(refused) or f"{printable(who.address)} is no other interface than loopback"
+    problem = "; ".join(refused) or f"{printable(who.address)} is a loopback address"
     raise BadInput(
         f"rank 0 cannot listen for the others at port {who.port} ({problem})",
-        expected="MASTER_ADDR an address of the first rank's host that the others reach",
+        expected="MASTER_ADDR to be an address of the first rank's host that the others reach",
         remedy=f"correct MASTER_ADDR or MASTER_PORT, or name the interface in {VARIABLE}",
     )
 

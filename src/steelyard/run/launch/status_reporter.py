@@ -86,10 +86,11 @@ def told_by_itself(who: RankInfo) -> Iterator[None]:
             raise
         message = _GLOO_NOISE.sub("", str(error).splitlines()[0])
         raise RankFailed(
-            f"rank {who.rank} lost another in the middle of an exchange: {printable(message)}",
-            expected="all ranks, and what joins them, there to the last step",
-            remedy="look at what the other ranks wrote: one that ended by itself says why; start "
-            "all again with --resume, where there is a --checkpoint",
+            f"rank {who.rank} lost the connection to another rank during a collective: "
+            f"{printable(message)}",
+            expected="all ranks and their links to stay up until the last step",
+            remedy="read the output of the other ranks for the first failure; start all again, "
+            "with --resume if there is a checkpoint",
         ) from error
 
 

@@ -119,7 +119,7 @@ class ByGloo(_Endpoint):
         self._pending.clear()
 
     def receive(self, action: Action) -> dict[str, torch.Tensor]:
-        assert action == self._actions[self._done], f"{action} is not what was to be done next"
+        assert action == self._actions[self._done], f"{action} is not the next scheduled action"
         self._ack_quickly()
         while self._posted < min(len(self._actions), self._done + 1 + AHEAD):
             self._post_receives(self._actions[self._posted])

@@ -156,7 +156,7 @@ def why_unparted(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
             same = all(_is_same_on_shards(make, dim) for dim in (0, 1))
         except Exception as error:  # noqa: BLE001 - an optimizer may fail in its own way
             return f"the optimizer fails on a small parameter ({type(error).__name__})"
-    return "" if same else "the optimizer's step is another on a part of a parameter"
+    return "" if same else "the optimizer's step gives other results on a shard of a parameter"
 
 
 def _is_same_on_shards(

@@ -85,8 +85,8 @@ def _taken(
         yield _trade_between(Recomputation, sets, recompute_rules, saving_all, recompute_only)
     if num_offloaded:
         offload_rules = of_kind(rules, ValueOffload)
-        subject = f"{num_offloaded} blocks keep" if num_offloaded > 1 else "one block keeps"
-        label = f"what {subject}, to the hosts' memory"
+        subject = f"{num_offloaded} blocks" if num_offloaded > 1 else "one block"
+        label = f"saved activations of {subject}, to host memory"
         before, after = recompute_only, search.prediction(best)
         yield _trade_between(ValueOffload, label, offload_rules, before, after)
 
@@ -109,25 +109,25 @@ def _layout_trades(
         )  # fmt: skip
         yield BatchSharding, f"among {layout.data} ranks", without_batch
     if layout.tensor > 1:
-        label = f"tensors in parts on {layout.tensor} ranks each"
+        label = f"tensors sharded over {layout.tensor} ranks each"
         yield TensorSharding, label, replace(layout, tensor=1)
     if layout.pipeline > 1:
-        runs = f", {layout.virtual} runs of blocks each" if layout.virtual > 1 else ""
+        runs = f", {layout.virtual} virtual stages each" if layout.virtual > 1 else ""
         label = f"layers on {layout.pipeline} ranks{runs}, {cut}"
         yield PipelineStageEnd, label, replace(without_virtual, pipeline=1)
     if layout.state_stage:
         state_names = {
             1: "optimizer state",
             2: "optimizer state and gradients",
-            3: "weights and their own",
+            3: "weights, gradients and optimizer state",
         }
-        label = f"{state_names[layout.state_stage]} in shares on {layout.data} ranks"
+        label = f"{state_names[layout.state_stage]} sharded over {layout.data} ranks"
         yield StateSharding, label, replace(layout, state_stage=0)
     if layout.far_states:
-        label = "what the optimizer keeps, in the hosts' memory"
+        label = "optimizer state, in host memory"
         yield StateOffload, label, replace(layout, far_states=False)
     if layout.overlaps:
-        label = "gradients exchanged beside the last backward pass"
+        label = "gradient reduction during the last backward pass"
         yield CollectiveOverlap, label, replace(layout, overlaps=False)
 
 
@@ -157,18 +157,18 @@ def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iter
     for kind, label, fits in _alternatives(search, best.layout):
         yield _why_not(search, best, limit_bytes, kind, label, fits)
     policies = {policy for stage in best.stages for policy, _ in stage}
-    all_fits = "everything that the backward pass reads fits as it is"
+    all_fits = "all saved activations fit in memory"
     if not any(policy.again for policy in policies):
-        reason = all_fits if policies == {SAVE_ALL} else "moving what blocks keep is faster"
+        reason = all_fits if policies == {SAVE_ALL} else "offloading saved activations is faster"
         yield Rejection(trade=trade_name(Recomputation), label="blocks", reason=reason)
     if not any(policy.moved for policy in policies):
         yield _not_offloaded(
-            search, best, "what blocks keep", all_fits if policies == {SAVE_ALL} else ""
+            search, best, "saved activations", all_fits if policies == {SAVE_ALL} else ""
         )
     if not best.layout.far_states:
         yield _states_not_offloaded(search, best, limit_bytes, is_needed=policies != {SAVE_ALL})
     for trade in map(trade_name, _NOT_SEARCHED):
-        reason = "is not weighed for several devices that are not here"
+        reason = "is not searched for declared clusters"
         yield Rejection(trade=trade, label="the step", reason=reason, left=Remaining.NEVER)
     if search.why_indivisible:
         yield Rejection(
@@ -181,27 +181,27 @@ def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iter
 
 def _not_offloaded(search: ClusterSearch, best: ClusterPlan, label: str, reason: str) -> Rejection:
     if not search.has_host_memory(best.layout):
-        reason = "the cluster says of no memory of hosts, or of no link there"
+        reason = "the cluster declares no host memory, or no link to it"
         return Rejection(
             trade=trade_name(ValueOffload), label=label, reason=reason, left=Remaining.NEVER
         )
-    default_reason = "computing again is faster than moving, or the hosts have no room"
+    default_reason = "recomputing is faster than offloading, or host memory is too small"
     return Rejection(trade=trade_name(ValueOffload), label=label, reason=reason or default_reason)
 
 
 def _states_not_offloaded(
     search: ClusterSearch, best: ClusterPlan, limit_bytes: int, *, is_needed: bool
 ) -> Rejection:
-    label = "what the optimizer keeps"
+    label = "optimizer state"
     if not search.has_host_memory(best.layout):
         return replace(_not_offloaded(search, best, label, ""), trade=trade_name(StateOffload))
-    reason = "it fits, and everything that the backward pass reads beside it"
+    reason = "it fits, together with all saved activations"
     if is_needed:
         other = search.with_offloaded_states(best, limit_bytes)
-        reason = "the hosts have no room for it"
+        reason = "no plan with it fits"
         if other is not None:
-            takes = format_seconds(other.step.step_seconds)
-            reason = f"takes ~{takes} a step, the plan ~{format_seconds(best.step.step_seconds)}"
+            takes, plan = (format_seconds(p.step.step_seconds) for p in (other, best))
+            reason = f"takes ~{takes} a step; the plan takes ~{plan}"
     return Rejection(trade=trade_name(StateOffload), label=label, reason=reason)
 
 
@@ -235,7 +235,7 @@ def _alternatives(
         yield BatchSharding, "among some of the ranks", lambda x: x.data > 1
     for stage, label in _STATES_BY_STAGE.items():
         if layout.state_stage != stage and layout.data > 1:
-            yield StateSharding, f"{label} in shares", _with_states(stage)
+            yield StateSharding, f"{label} sharded", _with_states(stage)
 
 
 def _with_states(stage: int) -> Callable[[ClusterLayout], bool]:
@@ -255,20 +255,22 @@ def _why_not(
     if other is not None:
         takes = format_seconds(other.step.step_seconds)
         reason = (
-            f"takes ~{takes} a step at least, the plan ~{format_seconds(best.step.step_seconds)}"
+            f"takes at least ~{takes} a step; the plan takes "
+            f"~{format_seconds(best.step.step_seconds)}"
             if other.step.step_seconds > best.step.step_seconds * (1 + ALIKE)
-            else f"takes ~{takes} a step too, and the plan is simpler"
+            else f"also takes ~{takes} a step, and the plan is simpler"
         )
     else:
         leanest = search.leanest_bytes(ranks, fits=fits)
         reason = "no such layout divides the batch and the blocks"
         if label.startswith(_STATES_BY_STAGE[2]):
-            reason = f"is weighed for one micro-batch a rank alone, and {reason}"
+            reason = f"is searched only with one micro-batch a rank, and {reason}"
         if leanest is not None:
             least = max(leanest, limit_bytes + 1)
             reason = (
-                f"holds ~{format_bytes(least)} at least, {format_bytes(limit_bytes)} is allowed"
+                f"needs at least ~{format_bytes(least)} a rank; {format_bytes(limit_bytes)} is "
+                "allowed"
             )
             if leanest <= limit_bytes:
-                reason = f"holds more than the {format_bytes(limit_bytes)} that is allowed"
+                reason = f"needs more than the {format_bytes(limit_bytes)} a rank that is allowed"
     return Rejection(trade=trade_name(kind), label=label, reason=reason)

@@ -52,7 +52,7 @@ def from_rules(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) 
     rules_again = to_rules(plan, step.graph, regions, step.blocks, step.trades)
     converted, given = _layout_rules(rules_again), _layout_rules(rules)
     for rule in [*(given - converted), *(converted - given)]:
-        _refuse(rule, "which a plan for devices that are not here would not say so")
+        _refuse(rule, "planning for a declared cluster does not write such a rule")
     return plan
 
 
@@ -73,11 +73,11 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
     stages = len(stage_ends)
     virtual, rest = divmod(stages + 1, pipeline)
     if stages and rest:
-        _refuse(stage_ends[0], f"of {stages + 1} stages, which is no multiple")
+        _refuse(stage_ends[0], f"{stages + 1} stages are not a multiple of {pipeline} ranks")
     if step.num_samples % (data * micro_batches):
         _refuse(
             (split or batch)[0],
-            f"of a batch of {step.num_samples} samples, which has no such parts",
+            f"{step.num_samples} samples do not divide into {data * micro_batches} equal parts",
         )
     sharded = {rule.what for rule in of_kind(rules, StateSharding)}
     state_rules = of_kind(rules, StateOffload)
@@ -93,13 +93,14 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
     )
     if layout.num_ranks > search.num_devices:
         raise Mismatch(
-            f"the plan lies on {layout.num_ranks} ranks, and the cluster has {search.num_devices}",
+            f"the plan needs {layout.num_ranks} ranks, but the cluster has {search.num_devices} "
+            "devices",
             expected="no more ranks than devices",
-            remedy="lower a degree, or declare a larger cluster",
+            remedy="reduce a degree, or declare a larger cluster",
         )
     offload_rules: Sequence[Rule] = state_rules or of_kind(rules, ValueOffload)
     if offload_rules and not search.has_host_memory(layout):
-        _refuse(offload_rules[0], "and the cluster says of no memory of hosts, or of no link there")
+        _refuse(offload_rules[0], "the cluster declares no host memory, or no link to it")
     return layout
 
 
@@ -107,7 +108,7 @@ def _degree(rules: Sequence[Rule], degrees: Sequence[int]) -> int:
     """Return the degree that all these rules agree on, 1 without rules."""
     found = set(degrees)
     if len(found) > 1:
-        _refuse(rules[1], f"beside others of {min(found)}")
+        _refuse(rules[1], f"the rules have different degrees, {min(found)} and {max(found)}")
     return found.pop() if found else 1
 
 
@@ -129,7 +130,7 @@ def _stage_ends(rules: Iterable[Rule], blocks: Blocks) -> list[int]:
     for rule in of_kind(rules, PipelineStageEnd):
         number = rule.behind.removeprefix(f"{blocks.path}.")
         if not number.isdigit() or not 0 <= int(number) - blocks.first < blocks.count - 1:
-            _refuse(rule, f"which is behind no block of {blocks.path} that others follow")
+            _refuse(rule, f"it does not end at a block of {blocks.path} that has a successor")
         ends.append(int(number) - blocks.first + 1)
     return sorted(ends)
 
@@ -148,10 +149,10 @@ def _policies(rules: Iterable[Rule], step: RuleContext) -> list[ActivationPolicy
         policy = ActivationPolicy(again=tuple(sorted(recomputed, key=str)), moved=bool(sites))
         if sites and Counter(sites) != offloadable[policy]:
             raise Mismatch(
-                f"the plan moves {len(sites)} values of block {number + step.blocks.first}, and "
-                f"{offloadable[policy].total()} of it are kept",
-                expected="all of them or none, as is reckoned with for devices that are not here",
-                remedy="complete the [[offload]] rules of that block, or leave them out",
+                f"the plan offloads {len(sites)} values of block {number + step.blocks.first}, "
+                f"but the block saves {offloadable[policy].total()}",
+                expected="all or none, because partial offload is not priced",
+                remedy="complete the [[offload]] rules of that block, or remove them",
             )
         found.append(policy)
     return found
@@ -173,21 +174,20 @@ def _blocks_named(rule: CallRule, blocks: Blocks) -> Iterator[tuple[int, str]]:
     rest = rule.module.removeprefix(f"{blocks.path}.")
     number, _, inside = rest.partition(".")
     if rest == rule.module or not (number == "*" or number.isdigit()):
-        _refuse(rule, f"outside of the blocks of {blocks.path or 'the model'}")
+        _refuse(rule, f"it is outside of the blocks of {blocks.path or 'the model'}")
     if number == "*":
         if rule.count != blocks.count:
-            _refuse(rule, f"{rule.count} times, and there are {blocks.count} blocks")
+            _refuse(rule, f"it applies {rule.count} times, but there are {blocks.count} blocks")
         yield from ((n, inside) for n in range(blocks.count))
         return
     if not 0 <= int(number) - blocks.first < blocks.count:
-        _refuse(rule, f"which is none of the {blocks.count} blocks")
+        _refuse(rule, f"it names none of the {blocks.count} blocks")
     yield int(number) - blocks.first, inside
 
 
 def _refuse(rule: Rule, why: str) -> NoReturn:
-    rule_text = f"{rule.trade}: {rule.describe()}"
     raise Mismatch(
-        f"the plan says {rule_text}, {why}",
+        f"the {rule.trade} rule ({rule.describe()}) cannot be used: {why}",
         expected="rules as steelyard plan --cluster writes them",
-        remedy="take the edit back, or plan again for this cluster",
+        remedy="undo the edit, or plan again for this cluster",
     )

@@ -610,7 +610,7 @@ class ClusterSearch:
         if key not in self._blocks:
             block = self._sections_of(tensor, samples, policy.again, device).block
             if policy.moved:
-                assert device.host_link is not None, "what is moved has a way"
+                assert device.host_link is not None, "offloaded states have a link to the host"
                 block = moved(block, device.host_link)
             self._blocks[key] = block
         return self._blocks[key]

@@ -106,7 +106,7 @@ class StageAssignment:
         found = []
         for stage, count in enumerate(counts):
             mix = self._best_mix(stage, count)
-            assert mix is not None, "what was counted fits"
+            assert mix is not None, "an assignment of this cost fits"
             found.append(
                 list(zip(self._sections[self._stage_costs[stage]], mix.counts, strict=True))
             )
@@ -120,7 +120,7 @@ class StageAssignment:
         of, stages = self._least_seconds, self._layout.pipeline
         fast = minimize_slowest_stage(self._num_blocks, stages, of)
         lean = minimize_total(self._num_blocks, stages, of)
-        assert fast is not None, "what fits in whole numbers fits"
+        assert fast is not None, "a feasible assignment is found"
         assert lean is not None, "the same stages fit"
         slowest = max(of(s, n) for s, n in enumerate(fast))
         total = sum(of(s, n) for s, n in enumerate(lean))

@@ -46,7 +46,7 @@ def doubt_said(search: ClusterSearch, layout: ClusterLayout) -> list[str]:
         if calibration is None:
             error = percent(search.doubt_of(layout))
             sentences.append(
-                f"{of} are give or take {error}: no published step was compared with them"
+                f"{of} may be off by {error}: no published step was compared with them"
             )
         else:
             sentences.append(f"{of} are {_of_calibration(calibration, case)}")
@@ -103,12 +103,13 @@ def rivals_said(found: Rivals) -> str:
     more = found.count - len(found.named)
     others = f" and up to {more} more" if more else ""
     error = percent(found.between)
-    reason = f"declared rates may be off by {error}, and no published step says more"
+    reason = f"declared rates may be off by {error}, and no published step was compared"
     if found.is_measured:
         reason = (
-            f"of two published steps the ratio was predicted to within {error} in nine of ten pairs"
+            "for nine of ten pairs of published steps the predicted ratio was accurate to within "
+            f"{error}"
         )
-    return f"not told apart from {named}{others}: {reason}"
+    return f"not distinguishable from {named}{others}: {reason}"
 
 
 def degrees(layout: ClusterLayout) -> tuple[int, ...]:
@@ -128,10 +129,12 @@ def describe_layout(layout: ClusterLayout) -> str:
 
 
 def _of_calibration(calibration: Calibration, case: CalibrationCase) -> str:
-    error = f"give or take {percent(calibration.doubt_of(case))}"
+    error = f"accurate to within {percent(calibration.doubt_of(case))}"
     reason = calibration.outside(case)
     range_note = (
-        f"outside of what was fitted ({', '.join(reason)})" if reason else "like what was fitted"
+        f"outside of the range that was fitted ({', '.join(reason)})"
+        if reason
+        else "inside the range that was fitted"
     )
     return "; ".join([f"{error}, {range_note}", *_errors(calibration, case)])
 
@@ -141,12 +144,12 @@ def _errors(calibration: Calibration, case: CalibrationCase) -> Iterator[str]:
         if score.kind and score.kind != case.kind.value:
             continue
         if score.inside:
-            yield f"{_num_steps(score)} like those fitted were {score.said}"
+            yield f"{_num_steps(score)} in the fitted range were {score.said}"
         elif score.kind:
             yield f"of these, {_num_steps(score)} {score.kind} were {score.said}"
         else:
             software = ", ".join(score.domain.software)
-            yield f"{_num_steps(score)} unlike them ({software}) were {score.said}"
+            yield f"{_num_steps(score)} outside of it ({software}) were {score.said}"
 
 
 def _num_steps(score: Score) -> str:
@@ -156,4 +159,7 @@ def _num_steps(score: Score) -> str:
 def all_doubts_said(search: ClusterSearch, layouts: Sequence[ClusterLayout]) -> str:
     """Return a sentence with the widest interval of several layouts."""
     error = max(search.doubt_of(layout) for layout in layouts)
-    return f"step times are give or take {percent(error)}; a plan of each says on what that stands"
+    return (
+        f"step times are accurate to within {percent(error)}; the plan for each number of devices "
+        "gives the evidence"
+    )

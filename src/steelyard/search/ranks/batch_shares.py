@@ -140,7 +140,7 @@ def describe_speeds(whole_seconds: Sequence[float], ranks: Sequence[int] = ()) -
             some = f"rank {names[first]} computes"
             if last > first:
                 some = f"ranks {names[first]} to {names[last]} compute"
-            parts.append(f"{some} at {speed} of rank {names[fastest]}")
+            parts.append(f"{some} at {speed} times the speed of rank {names[fastest]}")
         first = last + 1
     more = len(parts) - _MAX_DESCRIBED
     return ", ".join(parts[:_MAX_DESCRIBED]) + (f" and {more} more" if more > 0 else "")

@@ -29,7 +29,7 @@ from steelyard.search.ranks.rank_speeds import RankSpeeds
 from steelyard.search.result import SearchResult
 from steelyard.units import format_bytes, format_seconds
 
-_THROUGH_SLOTS = "exchanges through slots"
+_THROUGH_SLOTS = "collectives through shared memory"
 _MAX_LISTED_RANKS = 8
 
 
@@ -83,33 +83,33 @@ class LayoutExplanation:
         overlap_rules = of_kind(candidate.rules, CollectiveOverlap)
         lag = max((rule.window for rule in overlap_rules), default=1)
         if batch_rules:
-            bucket = f"{format_bytes(batch_rules[0].bucket)} at a time"
+            bucket = format_bytes(batch_rules[0].bucket)
             split = self._label(candidate.layout)
             if subset := self._candidates.costs.subsets.get(candidate.layout.num_ranks):
                 more = ", ..." if len(subset.ranks) > _MAX_LISTED_RANKS else ""
                 split += f" ({', '.join(map(str, subset.ranks[:_MAX_LISTED_RANKS]))}{more})"
             if candidate.layout.shares:
                 split += f" ({self._rank_speeds.describe(candidate.layout.batch)})"
-            label = f"{split}, gradients {bucket}, {lag} under way"
+            label = f"{split}, gradient buckets of {bucket}, {lag} in flight"
             if is_synchronised(self._candidates.apply_rules(batch_rules).graph):
-                label += ", BatchNorm's statistics of all samples"
+                label += ", BatchNorm statistics over all samples"
             costs = self._candidates.group_costs(candidate.layout.tensor)
             yield self._trade_between(
                 BatchSharding, label, (), (*overlap_rules, *batch_rules), costs
             )
         before = (*overlap_rules, *batch_rules) if batch_rules else ()
         if tensor_rules:
-            label = f"{tensor_count(tensor_rules)} in parts on {candidate.layout.tensor} ranks"
+            label = f"{tensor_count(tensor_rules)} sharded over {candidate.layout.tensor} ranks"
             yield self._trade_between(TensorSharding, label, before, (*before, *tensor_rules))
             before = (*before, *tensor_rules)
         if state_rules:
             note = ", gathered twice" if state_rules[0].gathers > 1 else ""
             if size := state_rules[0].bucket:
-                note += f", {format_bytes(size)} at a time"
-            label = f"{tensor_count(state_rules)} in shares on {candidate.layout.batch} ranks{note}"
+                note += f", in buckets of {format_bytes(size)}"
+            label = f"{tensor_count(state_rules)} sharded over {candidate.layout.batch} ranks{note}"
             yield self._trade_between(StateSharding, label, before, (*before, *state_rules))
         if sparse_rules := of_kind(candidate.rules, SparseRows):
-            label = f"rows of {tensor_count(sparse_rules)}, {candidate.layout.batch} ranks'"
+            label = f"rows of {tensor_count(sparse_rules)} from {candidate.layout.batch} ranks"
             yield self.gradient_trade(label, before, sparse_rules)
         if slot_rules := of_kind(candidate.rules, SharedMemoryMessages):
             yield self._slots_taken(candidate, slot_rules)
@@ -180,7 +180,7 @@ class LayoutExplanation:
         return Rejection(
             trade=trade_name(TensorSharding if layout.tensor > 1 else BatchSharding),
             label=self._label(layout),
-            reason=why_slower(seconds, found) or "with it no faster plan fits the budget",
+            reason=why_slower(seconds, found) or "no plan that uses it is faster within the budget",
         )
 
     def _label(self, layout: ParallelLayout) -> str:
@@ -196,7 +196,7 @@ class LayoutExplanation:
         if not self._candidates.sharded_tensors(candidate.rules).isdisjoint(
             self._candidates.sharded_tensors(offer.rules)
         ):
-            reason = "the same weights are cut otherwise"
+            reason = "the plan shards the same weights differently"
         else:
             seconds = self._candidates.counted((*candidate.rules, *offer.rules)).seconds
             reason = (
@@ -212,7 +212,7 @@ class LayoutExplanation:
             if not set(offer.rules) <= set(candidate.rules):
                 seconds = self._candidates.counted((*candidate.rules, *offer.rules)).seconds
                 reason = (
-                    why_slower(seconds, found, than=candidate.seconds) or "no faster plan has it"
+                    why_slower(seconds, found, than=candidate.seconds) or "no faster plan uses it"
                 )
                 yield Rejection(trade=trade_name(SparseRows), label=offer.label, reason=reason)
 
@@ -220,7 +220,9 @@ class LayoutExplanation:
         if candidate.layout == ALONE or bool(of_kind(candidate.rules, SharedMemoryMessages)):
             return
         if SLOTS not in self._candidates.costs.links:
-            reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
+            reason = (
+                "these ranks are not known to share memory or to reach each other's memory by RDMA"
+            )
             yield Rejection(
                 trade=trade_name(SharedMemoryMessages),
                 label=_THROUGH_SLOTS,
@@ -233,7 +235,7 @@ class LayoutExplanation:
             without_slots = (
                 f"{format_seconds(candidate.seconds)} and {format_bytes(candidate.nbytes)}"
             )
-            reason = f"would take ~{with_slots}, without them ~{without_slots}"
+            reason = f"would take ~{with_slots}; without it, a step takes ~{without_slots}"
             yield Rejection(
                 trade=trade_name(SharedMemoryMessages), label=_THROUGH_SLOTS, reason=reason
             )

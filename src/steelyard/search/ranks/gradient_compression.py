@@ -93,7 +93,7 @@ class Weighing:
         """Return the plan on this layout, with all further trades that the budget requires."""
         layouts = self.layouts
         found = layouts.search_by(candidate.rules).find(budget)
-        assert found is not None, "what shares the batch alone is searched"
+        assert found is not None, "every data parallel layout has been searched"
         layout_trades = (
             *layouts.explanation.selected_trades(layouts.ways.counted(candidate.without)),
             *self._codec_trades(candidate),

@@ -23,7 +23,7 @@ def layout_label(layout: ParallelLayout) -> str:
         return f"among {layout.batch} ranks as {spelled(layout.shares)}"
     if layout.tensor == 1:
         return f"among {layout.batch} ranks"
-    parts = f"parts on {layout.tensor} ranks"
+    parts = f"sharded over {layout.tensor} ranks"
     return parts if layout.batch == 1 else f"{parts}, the batch among {layout.batch} such groups"
 
 
@@ -31,9 +31,11 @@ def pipeline_too_slow(layout: ParallelLayout, seconds: float, found: SearchResul
     step = found.prediction.metrics.step_seconds.value
     plan, takes = format_seconds(step), format_seconds(seconds)
     # The fastest pipeline may not fit the budget, and one that fits may save too little.
-    prefix = "saves less than a tenth of a step within the budget: " if seconds < step else ""
+    prefix = (
+        "saves less than a tenth of the step time within the budget: " if seconds < step else ""
+    )
     return pipeline_rejection(
-        layout, f"{prefix}takes ~{takes} a step at least, the plan ~{plan} in all"
+        layout, f"{prefix}takes at least ~{takes} a step; the plan takes ~{plan}"
     )
 
 
@@ -43,7 +45,7 @@ def rank_count_too_slow(ranks: int, least_seconds: float, best_seconds: float) -
     The step was not captured for it.
     """
     least, best = format_seconds(least_seconds), format_seconds(best_seconds)
-    reason = f"computes for ~{least} a step at least, on another number of ranks ~{best} in all"
+    reason = f"computes for at least ~{least} a step; another number of ranks takes ~{best} in all"
     return Rejection(trade=trade_name(BatchSharding), label=f"among {ranks} ranks", reason=reason)
 
 
@@ -70,7 +72,7 @@ def why_slower(seconds: float, found: SearchResult, *, than: float | None = None
     plan = found.prediction.metrics.step_seconds.value
     if seconds < (plan if than is None else than):
         return ""
-    reference = f"the plan ~{format_seconds(plan)} in all"
+    reference = f"the whole plan takes ~{format_seconds(plan)}"
     if than is not None:
-        reference = f"without it ~{format_seconds(than)}"
-    return f"takes ~{format_seconds(seconds)} a step before anything else, {reference}"
+        reference = f"without it, a step takes ~{format_seconds(than)}"
+    return f"alone takes ~{format_seconds(seconds)} a step; {reference}"

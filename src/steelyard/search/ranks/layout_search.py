@@ -113,7 +113,7 @@ class LayoutSearch:
         degrees = [n for n in self._batch_degrees if n == 1 or n in divisors]
         self.refusals = _as_impossible(refusals)
         for ranks in divisors:
-            if self._check_homogeneous(ranks, TensorSharding, f"parts on {ranks} ranks"):
+            if self._check_homogeneous(ranks, TensorSharding, f"sharded over {ranks} ranks"):
                 self._find_regions(ranks)
         self.pipelines = dict(self._find_pipelines(num_ranks, degrees))
         self.layouts = [
@@ -142,7 +142,7 @@ class LayoutSearch:
         """
         if self._rank_speeds.is_homogeneous(ranks):
             return True
-        reason = f"all would wait for the slowest: {self._rank_speeds.describe(ranks)}"
+        reason = f"all ranks would wait for the slowest: {self._rank_speeds.describe(ranks)}"
         self.refusals += (
             Rejection(trade=trade_name(kind), label=label, reason=reason, left=Remaining.NEVER),
         )
@@ -197,7 +197,7 @@ class LayoutSearch:
         for ranks in counts:
             if ranks > possible[-1]:
                 if ranks == self._num_ranks:
-                    reason = f"the batch has {possible[-1]} examples"
+                    reason = f"the batch has only {possible[-1]} samples"
                     self.refusals += self._batch_rejection(f"among {ranks} ranks", reason)
                 continue
             is_homogeneous = self._rank_speeds.is_homogeneous(ranks)

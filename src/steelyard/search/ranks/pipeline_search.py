@@ -379,7 +379,7 @@ class PipelineSearch:
             saved = _computation_seconds(alone) - _computation_seconds(before)
             yield SelectedTrade(
                 trade=trade_name(TensorSharding),
-                label=f"{tensor_count(best.tensor_rules)} in parts on {self._layout.tensor} ranks",
+                label=f"{tensor_count(best.tensor_rules)} sharded over {self._layout.tensor} ranks",
                 rules=best.tensor_rules,
                 buys_bytes=alone.peak.nbytes - before.peak.nbytes,
                 buys_seconds=max(0.0, saved),
@@ -401,7 +401,7 @@ class PipelineSearch:
             faster = previous.metrics.step_seconds.value - after.metrics.step_seconds.value
             yield SelectedTrade(
                 trade=trade_name(SharedMemoryMessages),
-                label="messages of stages through slots",
+                label="pipeline messages through shared memory",
                 rules=slot_rules,
                 buys_bytes=previous.peak.nbytes - after.peak.nbytes,
                 buys_seconds=max(0.0, faster),
@@ -412,7 +412,7 @@ class PipelineSearch:
             slowdown = after.metrics.step_seconds.value - previous.metrics.step_seconds.value
             yield SelectedTrade(
                 trade=trade_name(StateSharding),
-                label=f"{tensor_count(state_rules)} in shares on {self._layout.batch} ranks",
+                label=f"{tensor_count(state_rules)} sharded over {self._layout.batch} ranks",
                 rules=state_rules,
                 buys_bytes=previous.peak.nbytes - after.peak.nbytes,
                 buys_seconds=max(0.0, -slowdown),
@@ -441,19 +441,22 @@ class PipelineSearch:
                     f"{format_seconds(candidate.seconds)} and {format_bytes(candidate.nbytes)}"
                 )
                 plan_costs = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
-                note = ", which cannot be told apart" if candidate.seconds < best.seconds else ""
+                note = ", which cannot be distinguished" if candidate.seconds < best.seconds else ""
                 yield Rejection(
                     trade=trade_name(PipelineStageEnd),
                     label=f"{schedule} {ranks_label(self._layout)}",
-                    reason=f"takes ~{its_costs} a step, the plan's schedule ~{plan_costs}{note}",
+                    reason=f"takes ~{its_costs} a step; the plan's schedule takes "
+                    f"~{plan_costs}{note}",
                 )
 
     def _why_no_slots(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
         if best.is_pinned:
             return
-        label = "messages of stages through slots"
+        label = "pipeline messages through shared memory"
         if PINNED not in self._costs.links:
-            reason = "these ranks are not known to share memory, or to reach one another's by RDMA"
+            reason = (
+                "these ranks are not known to share memory or to reach each other's memory by RDMA"
+            )
             yield Rejection(
                 trade=trade_name(SharedMemoryMessages),
                 label=label,
@@ -465,7 +468,7 @@ class PipelineSearch:
                 f"{format_seconds(candidate.seconds)} a step and {format_bytes(candidate.nbytes)}"
             )
             plan_costs = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
-            reason = f"would take ~{its_costs}, the plan takes ~{plan_costs}"
+            reason = f"would take ~{its_costs}; the plan takes ~{plan_costs}"
             yield Rejection(trade=trade_name(SharedMemoryMessages), label=label, reason=reason)
 
     def _trade(self, kind: type[Rule]) -> Trade:

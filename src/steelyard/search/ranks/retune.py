@@ -42,10 +42,10 @@ def why_no_alternative(rules: Sequence[Rule]) -> str:
     """Return why the gradient communication cannot be changed, or '' if it can."""
     layout = ParallelLayout.of(rules)
     if layout == ALONE:
-        return "one rank has nobody to send gradients to"
+        return "a single rank sends no gradients"
     is_shared = layout == ParallelLayout(batch=layout.batch, shares=layout.shares)
     if not is_shared or of_kind(rules, StateSharding):
-        return "ranks hold parts of the model"
+        return "ranks hold shards of the model"
     return ""
 
 

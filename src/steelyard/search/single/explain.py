@@ -373,18 +373,22 @@ def _why_not_states(
     ):
         return None
     nbytes = offloaded_bytes(explored[Variant()].estimator.program, [rule])[rule]
-    reason = "is not bounded" if budget.memory_bytes is None else "the budget does not ask for"
+    reason = (
+        "but memory is not bounded"
+        if budget.memory_bytes is None
+        else "which the budget does not require"
+    )
     return (
-        f"would move ~{format_bytes(nbytes)} there and back in each step, and free as much memory, "
-        f"which {reason}"
+        f"would transfer ~{format_bytes(nbytes)} to offload memory and back each step and free as "
+        f"much memory, {reason}"
     )
 
 
 def _why_slower(known: Explored, point: Point) -> str:
     if known.plain.seconds >= point.seconds:
         least, plan = format_seconds(known.plain.seconds), format_seconds(point.seconds)
-        return f"takes ~{least} a step before anything else, the plan ~{plan} in all"
-    return "with it no faster plan fits the budget"
+        return f"alone takes ~{least} a step; the whole plan takes ~{plan}"
+    return "no plan that uses it is faster within the budget"
 
 
 def _recomputable(
@@ -466,9 +470,9 @@ def _why_not_recompute(
 
 def _not_worth_it(point: Point, estimate: PeakEstimate, budget: Budget) -> str:
     buys, pays = point.peak_bytes - estimate.peak_bytes, estimate.seconds - point.seconds
-    price = f"would pay ~{format_seconds(max(0.0, pays))} a step"
+    price = f"would add ~{format_seconds(max(0.0, pays))} a step"
     if buys <= 0:
-        return f"{price} and buy no memory at the peak"
+        return f"{price} and save no peak memory"
     if budget.memory_bytes is None:
-        return f"{price} for ~{format_bytes(buys)} of memory, which is not bounded"
-    return f"{price} for ~{format_bytes(buys)} of memory, which the budget does not ask for"
+        return f"{price} and save ~{format_bytes(buys)}, but memory is not bounded"
+    return f"{price} and save ~{format_bytes(buys)}, which the budget does not require"

@@ -217,7 +217,7 @@ class StepSearch:
         prediction = predict(program, self._all_costs)
         explored = self._explored[variant]
         assert program.sibling_programs or prediction.peak.nbytes <= point.peak_bytes, (
-            "the tally is off"
+            "the fast estimator disagrees with the predictor"
         )
         if budget.memory_bytes is not None and prediction.peak.nbytes > budget.memory_bytes:
             raise self._infeasible(prediction.peak, budget, parts=variant.parts)
@@ -287,11 +287,11 @@ class StepSearch:
             rules = to_rules(program.graph, values, trade.rule)
             applied = trade.rewrite(program, rules, self._source)
             before, after = (peak_bytes(p, self._costs) for p in (program, applied))
-            saving = "no memory at the peak"
+            saving = "no peak memory"
             if after < before:
-                saving = f"~{format_bytes(before - after)} of memory"
+                saving = f"~{format_bytes(before - after)}"
             widest = max(offers, key=lambda o: sum(r.count for r in of_kind(o.rules, CallRule)))
-            text = f"would alone buy {saving}, but {reason}"
+            text = f"alone would save {saving}, but {reason}"
             rejections.append(Rejection(trade=trade.name, label=widest.label, reason=text))
         return tuple(rejections)
 

@@ -92,7 +92,7 @@ def test_what_writes_a_buffer_is_refused(
     first, _, last = said.splitlines()
     assert any(f"buffer inner.{name}" in first for name in buffer.split("|"))
     assert "test_activation_checkpointing.py:" in first
-    assert "take the checkpoint away" in last
+    assert "remove the checkpoint" in last
 
 
 def test_a_buffer_that_is_read_in_it_and_written_later_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Operators show that samples see each other where the numbers of the planned batch do not."""
+"""Operators show that samples are not independent where the numbers of the planned batch do not."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def test_operators_show_what_the_numbers_of_one_batch_do_not(loss: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     batch = {"x": torch.randn(3, 3), "y": torch.arange(3), "mask": torch.ones(3, 3)}
     reason = verdict((model, loss, batch)).reason
-    assert "samples see each other" in reason
+    assert "samples are not independent" in reason
     assert "test_batch_independence.py:" in reason
 
 
@@ -140,7 +140,7 @@ def test_mixing_of_samples_is_seen_in_a_term_that_is_of_no_weight_as_yet(
         ramp = model.get_buffer("ramp")
         return class_loss(model, batch) + ramp * term(model(batch["x"])).mean()
 
-    assert "samples see each other" in coupling(model, loss, data(), graph)
+    assert "samples are not independent" in coupling(model, loss, data(), graph)
 
 
 def test_each_sample_may_look_up_sort_and_draw_of_its_own() -> None:
@@ -176,7 +176,7 @@ def test_gradients_by_frequency_may_not_be_cut_although_no_index_is_there_twice(
         return nn.functional.cross_entropy(out.flatten(1), batch["y"])
 
     batch = {"x": torch.randperm(64)[:6].reshape(6, 1), "y": torch.randint(3, (6,))}
-    assert "how often each index is in the batch" in verdict((words, loss, batch)).reason
+    assert "frequency of each index in the batch" in verdict((words, loss, batch)).reason
 
 
 class Clip(torch.autograd.Function):
@@ -209,8 +209,8 @@ def test_samples_may_not_see_each_other_in_a_backward_pass_of_the_users_own(
     reason = verdict((model, loss, data())).reason
     if is_of_all:
         assert (
-            "makes one value of all samples (tests/torch/capture/checks/test_batch_independence.py:"
-            in reason
+            "reduces all samples to one value "
+            "(tests/torch/capture/checks/test_batch_independence.py:" in reason
         )
     else:
         assert not reason

@@ -30,7 +30,7 @@ def test_a_generator_of_its_own_is_named(is_made_inside: bool) -> None:
         generator = torch.Generator() if is_made_inside else GENERATOR
         return (x + torch.rand(x.shape, generator=generator)).mean()
 
-    with pytest.raises(CaptureRefused, match="drawn from a generator of its own") as refused:
+    with pytest.raises(CaptureRefused, match="drawn from a separate generator") as refused:
         source_of((nn.Linear(2, 2), loss, torch.randn(3, 2))).graph(micro_batches=1)
     assert "next: leave generator= out, or draw before the step" in str(refused.value)
 
@@ -109,18 +109,18 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
     ),
     "a shape that Python draws": (
         lambda m, b: m(b)[:, random.randint(0, 3) :].mean(),
-        "a random number that Python or numpy draws",
+        "a random number drawn by Python or numpy",
         "draw before the step",
     ),
     "a factor that Python draws": (
         lambda m, b: m(b).mean() * random.random(),
-        "a random number that Python or numpy draws",
+        "a random number drawn by Python or numpy",
         "draw before the step",
     ),
     "a distribution": (
         # By default, but for whoever has used torch.compile in this process before.
         lambda m, b: Normal(m(b), 1.0, validate_args=True).rsample().mean(),
-        "a number is read out of a tensor",
+        "a number is read from a tensor",
         "validate_args=False",
     ),
 }
@@ -192,10 +192,10 @@ def of_a_teacher_in_training_mode(model: nn.Module, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "said", "remedy"),
     [
-        (gradient_penalty, "takes a gradient itself, as a gradient penalty does", "leave the pen"),
+        (gradient_penalty, "takes a gradient itself, as a gradient penalty does", "remove the pen"),
         (penalty_of_parameters, "takes a gradient itself", "plain PyTorch"),
         (flex_attention_loss, "FlexAttention has no backward pass on a CPU", "sdpa"),
-        (of_inference, "made under torch.inference_mode", r"no_grad\(\) in place of"),
+        (of_inference, "made under torch.inference_mode", r"no_grad\(\) instead of"),
         (of_a_teacher_in_training_mode, "writes into its own buffers", r"\.eval\(\)"),
     ],
 )

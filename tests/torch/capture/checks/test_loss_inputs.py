@@ -73,7 +73,9 @@ def test_the_modules_of_a_teacher_are_called_as_the_user_calls_them(loss: Any, p
 def test_a_teacher_that_would_be_trained_too_is_named_with_what_to_do(loss: Any, name: str) -> None:
     with pytest.raises(CaptureRefused) as refused:
         source_of((net(), loss, BATCH)).captured()
-    assert refused.value.happened == f"the loss trains {name}, which is no parameter of the model"
+    assert (
+        refused.value.happened == f"the loss trains {name}, which is not a parameter of the model"
+    )
     assert "call a teacher under torch.no_grad()" in refused.value.remedy
 
 

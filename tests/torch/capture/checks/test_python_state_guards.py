@@ -121,7 +121,7 @@ READ: dict[str, tuple[Change, str]] = {
     "sum of a list": (lambda p, t, m: TERMS.__setitem__(1, 3.0), r"TERMS\[1\]"),
     "tensor in a list": (
         lambda p, t, m: WEIGHTS.__setitem__(0, torch.ones(2)),
-        r"the tensor .*WEIGHTS\[0\], which the step reads, is another object",
+        r"the tensor .*WEIGHTS\[0\], which the step reads, was replaced by another object",
     ),
     "tensor": (lambda p, t, m: p.setitem(globals(), "SHIFT", torch.ones(2)), "SHIFT"),
     "imported module": (lambda p, t, m: p.setattr(schedule, "FACTOR", 2.0), r"schedule\.FACTOR"),
@@ -131,7 +131,7 @@ READ: dict[str, tuple[Change, str]] = {
     ),
     "buffer of a module of the loss": (
         lambda p, t, m: p.setitem(CRITERION._buffers, "weight", torch.ones(2)),
-        r"the tensor .*CRITERION\.weight, which the step reads, is another object",
+        r"the tensor .*CRITERION\.weight, which the step reads, was replaced by another object",
     ),
     "another teacher": (
         lambda p, t, m: p.setitem(globals(), "TEACHER", copy.deepcopy(TEACHER)),

@@ -29,7 +29,7 @@ def test_what_has_been_through_compile_is_refused_wherever_it_sits(wrapped: str,
     compiled = torch.compile(model.get_submodule(wrapped))
     if wrapped:
         model.set_submodule(wrapped, compiled)
-    with pytest.raises(CaptureRefused, match=f"{said} been through torch.compile") as refused:
+    with pytest.raises(CaptureRefused, match=f"{said} compiled by torch.compile") as refused:
         refuse_wrapped(model if wrapped else compiled)
     assert len(str(refused.value).splitlines()) == 3
 
@@ -66,7 +66,7 @@ def parallelised(model: nn.Module) -> nn.Module:
             "wrapped in FullyShardedDataParallel",
             "before it was wrapped",
         ),
-        (sharded, r"been through fully_shard \(FSDP2\)", "before fully_shard"),
+        (sharded, r"was sharded by fully_shard \(FSDP2\)", "before fully_shard"),
         (parallelised, "0.weight is a DTensor", "before parallelize_module"),
     ],
 )

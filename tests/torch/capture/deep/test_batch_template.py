@@ -96,7 +96,7 @@ def test_samples_that_see_each_other_are_told() -> None:
         model=Centred(), loss=lambda m, b: m(b).square().mean(), batch=torch.randn(8, 4),
         optimizer=None,
     )  # fmt: skip
-    assert "samples see each other" in step.why_indivisible
+    assert "samples are not independent" in step.why_indivisible
     assert step.blocks.count == 0
 
 

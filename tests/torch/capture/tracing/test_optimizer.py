@@ -155,8 +155,8 @@ def test_capturing_an_update_touches_no_parameter() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (partial(Adafactor, lr=1e-2), r"Adafactor\.step\(\) reads a number out of a tensor"),
-        (partial(AdamW, lr=torch.tensor(1e-2)), "optimizer= reads a number out of a tensor"),
+        (partial(Adafactor, lr=1e-2), r"Adafactor\.step\(\) reads a number from a tensor"),
+        (partial(AdamW, lr=torch.tensor(1e-2)), "optimizer= reads a number from a tensor"),
         (LBFGS, r"LBFGS\.step\(\) cannot be traced"),
         (lambda ps: AdamW(ps, lr=-1.0), "cannot be made from the parameters: ValueError"),
         (lambda ps: None, "made a NoneType"),

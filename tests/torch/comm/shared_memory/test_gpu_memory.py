@@ -42,7 +42,7 @@ def test_a_group_that_cannot_carry_it_is_refused(known: str) -> None:
     with mock.patch("steelyard.api.rank_context.dist") as groups:
         groups.group.WORLD.size.return_value = 2
         groups.get_backend_config.return_value = known
-        said = f"carries {known}, and the model is on cuda:1"
+        said = f"carries {known}, but the model is on cuda:1"
         with pytest.raises(BadInput, match=said) as refused:
             RankContext.of(ParallelLayout(batch=2), GPU)
     assert 'init_process_group("cpu:gloo,cuda:nccl")' in str(refused.value)
@@ -53,7 +53,7 @@ def test_a_model_is_on_the_gpu_of_its_process(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     check_is_own(torch.device("cuda", 0))
     check_is_own(CPU)
-    with pytest.raises(BadInput, match="is on cuda:1, and the current GPU is 0") as refused:
+    with pytest.raises(BadInput, match="is on cuda:1, but the current GPU is 0") as refused:
         check_is_own(GPU)
     assert "torch.cuda.set_device(1)" in str(refused.value)
 

@@ -269,7 +269,7 @@ def test_what_cannot_go_in_codes_is_refused(source: CapturedStep) -> None:
         assert len(str(caught.value).splitlines()) == 3
     again = "blocks.*.mlp.up.weight"
     twice = [*_rules(2), QuantizedGradientsRule(format="int8", parameter=again, count=2)]
-    with pytest.raises(Mismatch, match="twice in codes"):
+    with pytest.raises(Mismatch, match="two rules compress"):
         _applied(source, twice)
     alone = [rule for rule in _rules(2) if rule.trade == "ternary_gradients"]
     with pytest.raises(Mismatch, match="share the batch"):

@@ -133,8 +133,8 @@ def _why_not(model: nn.Module, ranks: int = 2) -> dict[str, str]:
 def test_what_is_offered_and_what_stays_whole_is_told_why() -> None:
     told = _why_not(Words())
     assert told.pop("word.weight") == ""
-    assert told == {"place.weight": "2 ranks look 6 rows up each, and the table has 6"}
-    assert "read in other ways" in _why_not(Words(tied=True))["word.weight"]
+    assert told == {"place.weight": "2 ranks look 6 rows each, and the table has only 6"}
+    assert "also read by other operators" in _why_not(Words(tied=True))["word.weight"]
 
 
 class Twice(Words):

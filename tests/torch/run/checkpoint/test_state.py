@@ -264,7 +264,7 @@ def test_a_manifest_may_only_name_files_beside_it(whole: Path, tmp_path: Path, n
     manifest = json.loads((copy / "manifest.json").read_bytes())
     manifest["files"][name] = manifest["files"]["model.safetensors"]
     (copy / "manifest.json").write_bytes(canonical(manifest))
-    refused(copy, "an entry that is refused")
+    refused(copy, "an invalid entry")
 
 
 @pytest.mark.parametrize(
@@ -689,7 +689,7 @@ def test_numbers_that_would_be_waited_for_or_allocated_are_refused(
 
 def test_batches_that_are_not_there_are_not_counted_to_the_end(tmp_path: Path) -> None:
     feed = Feed([1, 2, 3])
-    with pytest.raises(BadInput, match="an epoch has 3 batches, and the checkpoint is after 4611"):
+    with pytest.raises(BadInput, match="an epoch has 3 batches, but the checkpoint is after 4611"):
         feed.go_to(epoch=1, taken=LARGE, began=random_state({}))
     feed.go_to(epoch=1, taken=2, began=random_state({}))
     assert (feed.epoch, feed.taken, feed.next()) == (1, 2, 3)

@@ -65,7 +65,7 @@ def test_what_a_stranger_writes_is_refused() -> None:
     written = bytes(place.get("a"))
     for said in ("", "b", "x" * 100, (b"\0" * 32 + b"b").decode()):
         place.set("a", said)
-        with pytest.raises(RankFailed, match="was written by none of them") as refused:
+        with pytest.raises(RankFailed, match="that no rank of this run wrote") as refused:
             first.get("a")
         assert len(str(refused.value).splitlines()) == 3
     # Another key, a byte more: the HMAC is over both.
@@ -92,9 +92,15 @@ def test_who_has_another_secret_is_told_apart_on_both_sides(wrong: int) -> None:
     tokens[wrong] = OTHER
     first, second = all_meet(tokens)
     assert isinstance(first, RankFailed)
-    assert first.happened == "whoever came as rank 1 does not know this rank's STEELYARD_TOKEN"
+    assert (
+        first.happened
+        == "the process connected as rank 1 does not have this rank's STEELYARD_TOKEN"
+    )
     assert isinstance(second, RankFailed)
-    assert second.happened == "whoever came as rank 0 does not know this rank's STEELYARD_TOKEN"
+    assert (
+        second.happened
+        == "the process connected as rank 0 does not have this rank's STEELYARD_TOKEN"
+    )
 
 
 def test_a_proof_of_another_meeting_proves_nothing() -> None:
@@ -112,7 +118,7 @@ def test_a_proof_of_another_meeting_proves_nothing() -> None:
     assert (error.rank, "does not know" in error.happened) == (1, True)
     for key in ("challenge/0", "answer/1"):
         now.set(key, before.get(key).decode())
-    with pytest.raises(RankFailed, match="whoever came as rank 0 does not know"):
+    with pytest.raises(RankFailed, match="the process connected as rank 0 does not know"):
         authenticated(now, RankInfo(rank=1, size=2), TOKEN, timeout_seconds=5)
 
 

@@ -428,15 +428,18 @@ def _other(rules: tuple[Rule, ...], trade: str, **changed: object) -> tuple[Rule
     [
         (lambda r: _one_more(r, "recompute"), "outside of the blocks of blocks"),
         (lambda r: _other(r, "recompute", module="blocks.9.up"), "none of the 6 blocks"),
-        (lambda r: _other(r, "shard_pipeline", behind="blocks.5"), "that others follow"),
-        (lambda r: _other(r, "shard_pipeline", schedule="GPipe"), "would not say so"),
-        (lambda r: _other(r, "accumulate", micro_batches=3), "which has no such parts"),
-        (lambda r: (*r, ChunkRule(module="a", op="aten.mm", slices=4)), "would not say so"),
+        (lambda r: _other(r, "shard_pipeline", behind="blocks.5"), "that has a successor"),
+        (lambda r: _other(r, "shard_pipeline", schedule="GPipe"), "does not write such a rule"),
+        (lambda r: _other(r, "accumulate", micro_batches=3), "do not divide into"),
+        (
+            lambda r: (*r, ChunkRule(module="a", op="aten.mm", slices=4)),
+            "does not write such a rule",
+        ),
         (
             lambda r: (*r, OffloadStateRule(parameter="head.weight", what="optimizer")),
-            "no memory of hosts",
+            "declares no host memory",
         ),
-        (lambda r: (*r, ShardTensorRule(parameter="a", ranks=16, dim=0)), "on 32 ranks"),
+        (lambda r: (*r, ShardTensorRule(parameter="a", ranks=16, dim=0)), "needs 32 ranks"),
     ],
 )
 def test_rules_that_mean_nothing_here_are_refused(
@@ -462,7 +465,7 @@ def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
     rules = _rules(step, search.price_layout(ClusterLayout(), stages))
     assert from_rules(rules, search, _told(step)).stages == stages
     first = next(r for r in rules if r.trade == "offload")
-    with pytest.raises(Mismatch, match="of it are kept"):
+    with pytest.raises(Mismatch, match="but the block saves"):
         from_rules([r for r in rules if r != first], search, _told(step))
 
 

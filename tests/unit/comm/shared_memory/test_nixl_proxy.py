@@ -120,7 +120,7 @@ def test_who_answers_without_knowing_the_cookies_is_no_carrier() -> None:
 
         answering = threading.Thread(target=answer)
         answering.start()
-        assert meet([own], said) == ["what answers for rank 1 is not its carrier"]
+        assert meet([own], said) == ["the process that answered for rank 1 failed authentication"]
         answering.join()
 
 

@@ -207,7 +207,7 @@ def test_a_sum_is_sent_behind_what_it_adds() -> None:
     late = [i for i in lines if i.sink is not None and i.sink.kind is OutputKind.GRADIENT]
     assert program.problems() == []
     behind = replace(program, instructions=(*(i for i in lines if i not in late), *late))
-    assert any("before all is added" in problem for problem in behind.problems())
+    assert any("before all parts are added" in problem for problem in behind.problems())
 
 
 def test_planning_exchanges_needs_no_torch() -> None:

@@ -142,7 +142,7 @@ def renamed(graph: Graph) -> Graph:
 
 
 def test_a_sum_is_never_sent_before_the_last_part_of_it() -> None:
-    """Not ahead of what makes that part, nor while it is on its way itself."""
+    """Not ahead of what makes that part, nor while it is in flight itself."""
     graph = bucketed_all_reduce(
         chain(gradients=3), bucket_bytes=1, num_ranks=2, transport=GLOO, repeats=2
     )

@@ -195,7 +195,7 @@ def _read_twice(graph: Graph, names: list[str]) -> Graph:
 
 @pytest.mark.parametrize("num_ranks", [3, 512])
 def test_a_parameter_that_cannot_be_cut_evenly_is_refused(num_ranks: int) -> None:
-    with pytest.raises(BadInput, match="cannot be cut into"):
+    with pytest.raises(BadInput, match="cannot be sharded into"):
         gathered(chain(), [NAME], num_ranks=num_ranks, transport=GLOO)
 
 

@@ -90,7 +90,7 @@ STORIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         lost(progress=at(7, before=(5, 6))),
         "other exchange",
     ),
-    "ended by gloo": (ended(-signal.SIGABRT, stderr=GLOO), lost(), "other exchange"),
+    "aborted by gloo": (ended(-signal.SIGABRT, stderr=GLOO), lost(), "other exchange"),
 }
 
 
@@ -125,7 +125,7 @@ def test_of_two_failures_the_first_counts() -> None:
 def test_want_of_memory_is_told_only_with_evidence() -> None:
     killed = (lost(), ended(-signal.SIGKILL))
     assert "memory" not in verdict(case(*killed)).happened
-    assert "perhaps for want of memory" in verdict(case(*killed, oom_kills=1)).happened
+    assert "probably out of memory" in verdict(case(*killed, oom_kills=1)).happened
     assert "memory" not in verdict(case(lost(), ended(-signal.SIGSEGV), oom_kills=1)).happened
 
 
@@ -154,14 +154,14 @@ def test_what_only_one_rank_cannot_honour_is_told_of_that_rank() -> None:
 
 
 def test_who_exchanges_by_torch_while_another_waits_for_its_share_of_memory_is_named() -> None:
-    missing = RankStatus(kind="RankFailed", text="nothing came", of_exchange=True, missed=1)
+    missing = RankStatus(kind="RankFailed", text="no message came", of_exchange=True, missed=1)
     waits = {"statement": missing}
     elsewhere = lost(progress=at(5, "all_gather Byte [64]"))
     found = verdict(case(waits, elsewhere))
     assert isinstance(found, RankFailed)
     assert (found.rank, found.cause) == (1, "other exchange")
     assert "all_gather Byte [64], where rank 0 waited for what it sends through" in found.happened
-    assert "batches of the same form" in found.remedy
+    assert "batches of the same shapes" in found.remedy
     # Who is stopped, or has ended by itself, is so named; two that miss each other are not told.
     assert getattr(verdict(case(waits, {"is_stopped": True})), "cause", "") == "stopped"
     other = {"statement": RankStatus(kind="RankFailed", text="", of_exchange=True, missed=0)}
@@ -277,7 +277,7 @@ def test_kills_for_want_of_memory_are_counted_in_either_form(
         (asked(at(5, "all_gather Long [4]", is_waiting=True)), lost()),
         (lost(progress=at(5, "all_gather Long [4]")), asked(at(5, is_waiting=True))),
     ],
-    ids=["lost an exchange", "ended by gloo", "waits", "the others wait"],
+    ids=["lost a collective", "aborted by gloo", "waits", "the others wait"],
 )
 def test_who_came_alone_with_another_batch_is_named_with_its_shape(own: Any, others: Any) -> None:
     words = "at step 5 [0] has shape [3, 8] and not [4, 8]"
@@ -299,7 +299,7 @@ def test_a_rank_that_was_killed_is_named_and_not_who_asked_for_its_batch() -> No
 
 def test_logs_that_do_not_stay_are_not_pointed_at() -> None:
     found = verdict(replace(case(ended(3, stderr="usage:"), lost()), logs=""))
-    assert found.remedy.endswith("what the ranks wrote is kept with --debug")
+    assert found.remedy.endswith("the output of the ranks is kept with --debug")
 
 
 def not_finite(seconds: float) -> dict[str, Any]:

@@ -54,8 +54,8 @@ def _said(*others: ClusterPlan, alike: float = 0.05, unlike: float = 0.2) -> str
 
 def test_a_layout_nearer_than_the_error_between_them_is_named() -> None:
     said = _said(_laid(ClusterLayout(data=4, tensor=2), 1.15))
-    assert said.startswith("not told apart from data 4 x tensor 2 (~1.15 s): ")
-    assert "within 20 % in nine of ten pairs" in said
+    assert said.startswith("not distinguishable from data 4 x tensor 2 (~1.15 s): ")
+    assert "accurate to within 20 %" in said
 
 
 def test_a_layout_farther_than_that_is_told_apart() -> None:

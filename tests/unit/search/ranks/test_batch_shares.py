@@ -115,13 +115,14 @@ def test_units_are_enough_for_all_ranks_and_no_more_than_that_takes(ranks: int, 
 
 
 def test_speeds_are_said_beside_the_fastest_and_those_alike_together() -> None:
-    assert describe_speeds([1, 2]) == "rank 1 computes at 0.50 of rank 0"
-    assert describe_speeds([4, 1, 1]) == "rank 0 computes at 0.25 of rank 1"
+    assert describe_speeds([1, 2]) == "rank 1 computes at 0.50 times the speed of rank 0"
+    assert describe_speeds([4, 1, 1]) == "rank 0 computes at 0.25 times the speed of rank 1"
     assert describe_speeds([1, 2, 2, 4]) == (
-        "ranks 1 to 2 compute at 0.50 of rank 0, rank 3 computes at 0.25 of rank 0"
+        "ranks 1 to 2 compute at 0.50 times the speed of rank 0, "
+        "rank 3 computes at 0.25 times the speed of rank 0"
     )
     assert describe_speeds([1, 2, 4, 8, 16]).endswith(
-        "rank 3 computes at 0.12 of rank 0 and 1 more"
+        "rank 3 computes at 0.12 times the speed of rank 0 and 1 more"
     )
 
 
@@ -148,4 +149,6 @@ def test_shares_are_in_the_fewest_units_for_batches_of_other_sizes_divide_into_t
 
 
 def test_speeds_are_said_of_the_ranks_that_are_used() -> None:
-    assert describe_speeds([1.0, 2.0], (0, 2)) == "rank 2 computes at 0.50 of rank 0"
+    assert (
+        describe_speeds([1.0, 2.0], (0, 2)) == "rank 2 computes at 0.50 times the speed of rank 0"
+    )

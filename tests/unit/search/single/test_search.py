@@ -345,14 +345,14 @@ def test_too_little_memory_names_the_least_and_what_sets_it() -> None:
     with pytest.raises(Infeasible):
         found(graph, least - 1)
     text = str(error.value)
-    assert "aten." in text or "stays for the whole step" in text
+    assert "aten." in text or "resident for the whole step" in text
     assert len(text.splitlines()) == 3
 
 
 @pytest.mark.parametrize(
     ("limit", "said"),
     [
-        (2 << 20, "optimizer state, with 2.00 MiB of pieces on their way to offload memory, alone"),
+        (2 << 20, "optimizer state, with 2.00 MiB of offload transfer buffers, alone"),
         (3 << 20, "the update of one parameter sets the peak"),
     ],
 )
@@ -401,13 +401,15 @@ def test_an_optimizer_that_cannot_be_moved_is_named_where_nothing_fits() -> None
     why = Rejection(trade="offload_state", label="", reason="it works on several at once")
     budget = Budget(memory_bytes=1 << 20)
     error = beyond_budget(peak, budget, parts=1, refusals=(why,), has_offload_memory=True)
-    assert error.remedy.endswith("less state, which stays near: it works on several at once")
+    assert error.remedy.endswith(
+        "less state; the optimizer state cannot be offloaded: it works on several at once"
+    )
 
 
 def test_how_far_from_the_bound_is_said_so_that_it_can_be_read() -> None:
     near, far = (str(Gap(step_seconds=s, least_seconds=1.0)) for s in (1.02, 30.91))
-    assert near.startswith("within 2.0 % of the fastest possible by recomputing")
-    assert far.startswith("at most 30.9 times the fastest possible by recomputing")
+    assert near.startswith("within 2.0 % of the lower bound for plans that recompute")
+    assert far.startswith("at most 30.9 times the lower bound for plans that recompute")
 
 
 def test_a_bound_on_time_that_no_plan_keeps_is_infeasible() -> None:
