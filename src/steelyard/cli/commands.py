@@ -47,9 +47,9 @@ from steelyard.cli.signals import handle_interrupts
 from steelyard.cli.training_script import refuse_no_script, script_path
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import OffloadMemory
+from steelyard.ir.rule import MOST_RANKS
 from steelyard.plan_files.plan_file import read_decisions
 from steelyard.plans.budget import Budget, Maximize, Minimize
-from steelyard.plans.rule_table import MOST_RANKS
 from steelyard.report.styled_text import Zoom
 
 _EXIT_CODES = """Exit codes: 0 ok, 2 bad input, 3 no plan fits the budget, 4 the run failed,

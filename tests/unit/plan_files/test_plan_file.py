@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from steelyard.errors import BadInput, PlanFileError
 from steelyard.ir.metrics import Estimate
-from steelyard.ir.rule import Rule
 from steelyard.plan_files.plan_file import (
     MOST_BYTES,
     decode_decisions,
@@ -34,7 +33,11 @@ from steelyard.plan_files.prediction_file import (
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import BatchEntry, Decisions, Plan, Target
 from steelyard.plans.plan_on_file import explanation_path
+from steelyard.trades.accumulate import AccumulateRule
+from steelyard.trades.overlap import OverlapRule
 from steelyard.trades.recompute import RecomputeRule
+from steelyard.trades.shard_batch import ShardBatchRule
+from steelyard.trades.shard_states import ShardStatesRule
 from tests.support.sample import DECISIONS, MEASURED, MIB, PLAN, timeline
 
 GOOD = encode_decisions(DECISIONS)
@@ -44,26 +47,23 @@ WHOLE = st.integers(0, 2**62)
 LEAST_ONE = st.integers(1, 2**62)
 MOST_RANKS = 1_000_000
 POSITIVE = st.floats(0, 2.0**62, exclude_min=True)
-ACCUMULATE = st.builds(Rule, trade=st.just("accumulate"), degree=LEAST_ONE)
+ACCUMULATE = st.builds(AccumulateRule, micro_batches=LEAST_ONE)
 RECOMPUTE = st.builds(
-    Rule,
-    trade=st.just("recompute"),
+    RecomputeRule,
     module=WORDS,
     op=WORDS,
     nth=WHOLE,
     count=LEAST_ONE,
     times=st.integers(1, 16),
 )
-SHARD_BATCH = st.builds(
-    Rule, trade=st.just("shard_batch"), degree=st.integers(2, MOST_RANKS), bucket_bytes=LEAST_ONE
-)
+SHARD_BATCH = st.builds(ShardBatchRule, ranks=st.integers(2, MOST_RANKS), bucket=LEAST_ONE)
 SHARD_STATES = st.builds(
-    Rule, trade=st.just("shard_states"), degree=st.integers(2, MOST_RANKS), module=WORDS,
-    op=st.sampled_from(["", "optimizer", "gradient"]), times=st.integers(1, 2), count=LEAST_ONE,
-    bucket_bytes=WHOLE,
+    ShardStatesRule, ranks=st.integers(2, MOST_RANKS), parameter=WORDS,
+    what=st.sampled_from(["", "optimizer", "gradient"]), gathers=st.integers(1, 2),
+    count=LEAST_ONE, bucket=WHOLE,
 )  # fmt: skip
 OVERLAP = st.builds(
-    Rule, trade=st.just("overlap"), lag=LEAST_ONE, lead=WHOLE, op=st.sampled_from(["", "peak"])
+    OverlapRule, window=LEAST_ONE, ahead=WHOLE, within=st.sampled_from(["", "peak"])
 )
 RULES = st.tuples(
     *(st.sets(rules, max_size=1) for rules in (ACCUMULATE, SHARD_BATCH, OVERLAP)),
