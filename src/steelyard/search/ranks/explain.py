@@ -24,7 +24,11 @@ from steelyard.plans.trade import Offer, Rejection, Remaining
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.ranks.labels import layout_label, tensor_count, why_slower
-from steelyard.search.ranks.layout_candidates import LayoutCandidate, LayoutCandidates
+from steelyard.search.ranks.layout_candidates import (
+    KNOWN_KINDS,
+    LayoutCandidate,
+    LayoutCandidates,
+)
 from steelyard.search.ranks.rank_speeds import RankSpeeds
 from steelyard.search.result import SearchResult
 from steelyard.units import format_bytes, format_seconds
@@ -113,6 +117,12 @@ class LayoutExplanation:
             yield self.gradient_trade(label, before, sparse_rules)
         if slot_rules := of_kind(candidate.rules, SharedMemoryMessages):
             yield self._slots_taken(candidate, slot_rules)
+        others = [rule for rule in candidate.rules if not isinstance(rule, KNOWN_KINDS)]
+        for trade in dict.fromkeys(rule.trade for rule in others):
+            rules = tuple(rule for rule in others if rule.trade == trade)
+            without = tuple(rule for rule in candidate.rules if rule not in rules)
+            label = rules[0].describe() if len(rules) == 1 else f"{len(rules)} places"
+            yield self.gradient_trade(label, without, rules)
 
     def _slots_taken(self, candidate: LayoutCandidate, slots: tuple[Rule, ...]) -> SelectedTrade:
         """Return the trade that sends collectives through shared-memory slots instead of the link.

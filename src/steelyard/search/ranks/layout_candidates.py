@@ -13,11 +13,12 @@ from steelyard.ir.collective import SLOTS
 from steelyard.ir.graph import path_matches
 from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule, of_kind
+from steelyard.ir.rule import BETWEEN_RANKS, Rule, of_kind
 from steelyard.ir.rule_kinds import (
     BatchSharding,
     CollectiveOverlap,
     GradientRule,
+    PipelineStageEnd,
     SharedMemoryMessages,
     SparseRows,
     StateSharding,
@@ -31,6 +32,13 @@ from steelyard.search.ranks.gather_buckets import with_gather_buckets, with_pref
 
 # Gradient bucket sizes to try. The best overlap depends on the model's layers and on the link.
 BUCKETS = tuple(2**10 * kib for kib in (64, 1024, 4096, 25600, 102400))
+
+
+# The kinds of trades between ranks that have candidates of their own.
+KNOWN_KINDS = (
+    BatchSharding, TensorSharding, StateSharding, PipelineStageEnd, GradientRule,
+    CollectiveOverlap, SharedMemoryMessages,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +93,7 @@ class LayoutCandidates:
                 *self._with_sparse_gradients(candidates),
             ]
             candidates += self._through_slots(candidates)
+            candidates += self._with_other_trades(candidates)
             self._candidates[layout] = candidates
         return self._candidates[layout]
 
@@ -101,6 +110,22 @@ class LayoutCandidates:
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         for candidate in dict.fromkeys((*by_size.values(), leanest)):
             yield self.counted((*candidate.rules, *self.slot_rules(candidate.rules)))
+
+    def _with_other_trades(
+        self, candidates: Sequence[LayoutCandidate]
+    ) -> Iterator[LayoutCandidate]:
+        """Yield the fastest and the leanest candidate with all offers of each trade between ranks
+        that the search knows nothing else of."""
+        fastest = min(candidates, key=lambda c: (c.seconds, c.nbytes))
+        leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
+        for trade in self.trades:
+            if trade.rule.stage not in BETWEEN_RANKS or issubclass(trade.rule, KNOWN_KINDS):
+                continue
+            for candidate in dict.fromkeys((fastest, leanest)):
+                offers, _ = trade.offers(self.apply_rules(candidate.rules), self.source)
+                rules = tuple(rule for offer in offers for rule in offer.rules)
+                if rules:
+                    yield self.counted((*candidate.rules, *rules))
 
     def slot_rules(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         offers, _ = self.trade(SharedMemoryMessages).offers(self.apply_rules(rules), self.source)
