@@ -31,7 +31,7 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 
-# Caption, pages in order. "*" stands for the pages of a folder that are not named before.
+# Caption, pages in order. "*" stands for the pages of a folder.
 NAVIGATION = {
     "Use": (
         "docs/quickstart",
@@ -60,6 +60,8 @@ NAVIGATION = {
         "CHANGELOG",
     ),
 }
+# Pages that fold out below another.
+BELOW = {"docs/benchmarks": ("docs/benchmarks/*",), "docs/decisions/README": ("docs/decisions/0*",)}
 
 
 def _toctree(pages: tuple[str, ...], caption: str = "") -> str:
@@ -70,8 +72,8 @@ def _toctree(pages: tuple[str, ...], caption: str = "") -> str:
 def _add_navigation(_app: Sphinx, page: str, source: list[str]) -> None:
     if page == root_doc:
         source[0] += "".join(_toctree(pages, caption) for caption, pages in NAVIGATION.items())
-    elif page == "docs/decisions/README":
-        source[0] += _toctree(("docs/decisions/0*",))
+    elif page in BELOW:
+        source[0] += _toctree(BELOW[page])
 
 
 def setup(app: Sphinx) -> None:
