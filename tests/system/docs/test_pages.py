@@ -155,6 +155,16 @@ def test_what_is_not_so_is_noticed(page: str) -> None:
         read(page)
 
 
+def test_a_block_that_is_written_anew_ends_where_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = "```python\nprint('a 1\\nb 2\\nc 3')\n```\n```text\n{}\n```\nend\n"
+    assert pages.rewritten(page.format("a 0\n...")) == page.format("a 1\n...")
+    assert pages.rewritten(page.format("a 0")) == page.format("a 1\nb 2\nc 3")
+    assert pages.rewritten(page.format("...\nc 0")) == page.format("...\nc 0")
+
+
 def test_an_exit_code_that_is_promised_is_no_failure() -> None:
     session = read("```sh\nsteelyard explain absent.plan.toml   # exit code 2\n```\n")
     assert "absent.plan.toml" in session.said()
