@@ -146,7 +146,7 @@ def draw(before: Curve, after: Curve, budget: int) -> str:
         svg.text(12, across, "memory", "middle"),
         "</g>",
         svg.text(svg.LEFT, svg.HEIGHT - 12, "0 s", "start"),
-        svg.text(middle, svg.HEIGHT - 12, "time in the step, slowed by the recording", "middle"),
+        svg.text(middle, svg.HEIGHT - 12, "time in the recorded step", "middle"),
         svg.text(right, svg.HEIGHT - 12, format_seconds(end), "end"),
     ]
     return (

@@ -78,6 +78,9 @@ def test_the_picture_in_the_readme_is_of_its_example() -> None:
     (shown,) = (text for text in _texts(drawing) if text.startswith("budget "))
     (budget,) = re.findall(r'budget=sy\.Budget\(memory="(.*?)"\)', page)
     assert parse_bytes(shown.removeprefix("budget ")) == parse_bytes(budget)
+    (alternative,) = re.findall(r"!\[([^]]*)\]\(docs/images/memory\.svg\)", page)
+    (peak,) = re.findall(r"plain PyTorch: peak (.*?) \(", " ".join(_texts(drawing)))
+    assert f"a peak of {peak}" in alternative
     assert picture.PICTURE.relative_to(picture.README.parent).as_posix() in page
     assert picture.COMMAND in page
     assert picture.COMMAND in drawing
