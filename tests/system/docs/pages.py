@@ -252,14 +252,21 @@ def _memory(text: str) -> list[float]:
 
 
 def rewritten(page: str) -> str:
-    """The page with what its code prints now; blocks that leave something out keep their form."""
+    """The page with what its code prints now.
+
+    A block that ends in ``...`` shows as many first lines as before; one that leaves out something
+    else stays as it is.
+    """
     set_the_table()
     session = Session()
     lines = page.splitlines()
     shift = 0
     for block in blocks(page):
-        if block.language == "text" and "..." not in block.text.splitlines():
+        shown = block.text.splitlines()
+        if block.language == "text" and "..." not in shown[:-1]:
             new = session.said().rstrip("\n").splitlines()
+            if shown[-1:] == ["..."]:
+                new[len(shown) - 1 :] = ["..."]
             lines[block.first + shift : block.last + shift] = new
             shift += len(new) - (block.last - block.first)
         else:

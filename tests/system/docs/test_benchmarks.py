@@ -1,32 +1,71 @@
-"""The page of figures says what the recorded results say."""
+"""The pages of figures say what the recorded results say."""
 
 import json
+import re
 from pathlib import Path
+
+import pytest
 
 from tests.system.docs import benchmarks
 
 ABOUT = {"command": "scripts/bench x", "date": "2026-01-01", "hardware": "2 cores", "commit": "abc"}
 
 
-def test_the_page_shows_every_recorded_figure() -> None:
+@pytest.mark.parametrize("page", benchmarks.pages(), ids=lambda page: page.stem)
+def test_a_page_says_what_the_results_say(page: Path) -> None:
+    now = page.read_text(encoding="utf-8")
+    assert now == benchmarks.written(now), "write it anew: python -m tests.system.docs.benchmarks"
+
+
+def test_every_result_is_shown_in_full_on_one_page() -> None:
+    details = "".join(page.read_text(encoding="utf-8") for page in benchmarks.pages())
+    shown = re.findall(r"<!-- figures (\w+) -->", details)
+    assert sorted(shown) == sorted(file.stem for file in benchmarks.RESULTS.glob("*.json"))
+
+
+def test_every_question_is_answered_on_the_page() -> None:
     now = benchmarks.PAGE.read_text(encoding="utf-8")
-    fresh = benchmarks.page(now, benchmarks.section(benchmarks.RESULTS))
-    assert now == fresh, "write it anew: python -m tests.system.docs.benchmarks"
+    assert re.findall(r"<!-- answers (\w+) -->", now) == ["all", *benchmarks.ANSWERS]
+    assert re.findall(r"## (.*\?)", now) == [
+        question for question, _ in benchmarks.HEADLINES.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [answer for answers in benchmarks.ANSWERS.values() for answer in answers],
+    ids=lambda answer: answer.says,
+)
+def test_an_answer_stands_on_figures_and_its_bound_is_the_recorded_one(
+    answer: benchmarks.Answer,
+) -> None:
+    found = benchmarks.figures_of(answer)
+    assert found
+    for figure in found:
+        # A figure whose interval reaches its target is counted as met.
+        low, high = figure.get("interval") or (figure["value"], figure["value"])
+        target = figure["target"]
+        if target is not None:
+            is_met = low <= target if answer.bound == "at most" else high >= target
+            assert is_met or not figure["ok"], figure["name"]
 
 
 def test_a_miss_is_shown_as_one(tmp_path: Path) -> None:
     good = {"name": "a", "value": 0.5, "interval": [0.4, 0.61], "target": 1.0, "ok": True}
     bad = {"name": "b", "value": 3, "interval": None, "target": 0, "ok": False}
-    lines = [ABOUT, {**good, "ok": False, "figures": [good, bad]}]
+    free = {"name": "c", "value": 7, "interval": None, "target": None, "ok": True}
+    lines = [ABOUT, {**good, "ok": False, "figures": [good, bad, free]}]
     (tmp_path / "x.json").write_text("\n".join(map(json.dumps, lines)))
-    shown = benchmarks.section(tmp_path)
-    assert "2026-01-01, 2 cores, abc" in shown
+    shown = benchmarks.written("<!-- figures x -->old<!-- end -->", tmp_path)
+    assert "`scripts/bench x`: 2026-01-01, 2 cores, abc" in shown
     assert "| a | 0.5 | 0.4 to 0.61 | 1 | met |" in shown
     assert "| b | 3 |  | 0 | **missed** |" in shown
+    assert "| c | 7 |  |  | no target |" in shown
+    assert "old" not in shown
 
 
 def test_every_benchmark_says_what_it_is_for() -> None:
-    named = benchmarks.PAGE.read_text(encoding="utf-8")
+    named = "".join(page.read_text(encoding="utf-8") for page in benchmarks.pages())
     for name, said in benchmarks.first_lines().items():
         assert said, f"benchmarks/{name}.py has no docstring"
-        assert f"`{name}`" in named, f"docs/benchmarks.md does not name {name}"
+        assert f"## {name}\n" in named, f"no page of docs/benchmarks/ has a section {name}"

@@ -275,7 +275,7 @@ def test_no_path_of_one_machine_and_no_registry_host() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("name", ["setup", "demo", "check", "test", "bench"])
+@pytest.mark.parametrize("name", ["setup", "demo", "check", "test", "bench", "docs"])
 def test_the_scripts_are_there(name: str) -> None:
     assert (ROOT / "scripts" / name).is_file()
 

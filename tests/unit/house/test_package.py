@@ -1,10 +1,12 @@
-"""The wheel that users install: what stands in it, and that the command runs from it alone."""
+"""The wheel that users install: its content, and its command in a fresh environment."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -41,26 +43,30 @@ def test_every_source_file_and_the_licence_are_in_it(wheel: Path) -> None:
     assert any("Artificial Intelligence" in name for name in metadata.get_all("Classifier"))
 
 
-def test_the_command_runs_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
-    installed = tmp_path / "installed"
-    _run(
-        "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(installed),
-        str(wheel),
-    )  # fmt: skip
+def test_the_command_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+    """With the dependencies that are installed here, and without this checkout."""
+    venv.create(tmp_path / "fresh", with_pip=False)
+    python = tmp_path / "fresh" / "bin" / "python"
+    _run("-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
+    site = _run("-c", "import site; print(site.getsitepackages()[0])", python=python).strip()
+    # The path alone: files of the environment here that name this checkout are not read.
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
     where = "import steelyard; print(steelyard.__file__)"
-    assert str(installed) in _run("-c", where, path=installed, folder=tmp_path)
-    said = _run("-m", "steelyard", "explain", "--help", path=installed, folder=tmp_path)
-    assert "Usage: steelyard explain" in said
+    assert _run("-c", where, python=python, folder=tmp_path).startswith(site)
+    command = str(python.with_name("steelyard"))
+    explained = _run(command, "explain", "--help", python=python, folder=tmp_path)
+    assert "Usage: steelyard explain" in explained
+    # Reads the machine with torch, and finds every dependency on the way.
+    assert "torch" in _run(command, "doctor", python=python, folder=tmp_path)
 
 
-def _run(*arguments: str, path: Path | None = None, folder: Path | None = None) -> str:
+def _run(*arguments: str, python: Path | None = None, folder: Path | None = None) -> str:
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     environ.pop("PYTHONPATH", None)
-    if path is not None:
-        environ["PYTHONPATH"] = str(path)
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder or _ROOT, env=environ, text=True, check=False,
-        capture_output=True,
+        [str(python or sys.executable), *arguments], cwd=folder or _ROOT, env=environ, text=True,
+        check=False, capture_output=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

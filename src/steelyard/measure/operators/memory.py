@@ -79,9 +79,23 @@ def begin_metering(*, device: torch.device | None = None) -> Callable[[], Metere
 
     def end() -> Metered:
         profiler.__exit__(None, None, None)
-        return replay(_memory_events(profiler))
+        return replay(event[1:] for event in _memory_events(profiler))
 
     return end
+
+
+def trace(call: Callable[[], object]) -> list[tuple[float, int]]:
+    """Return when the call allocated or freed memory on the CPU, and the level from then on.
+
+    Seconds count from the first such event, bytes from the level at the beginning of the call. The
+    profiler makes the call slower. Must not run while ``is_profiled()``.
+    """
+    gc.collect()
+    with _quiet_profiler() as profiler:
+        call()
+    events = _memory_events(profiler)
+    levels = zip(events, _levels(event[1:] for event in events), strict=True)
+    return [((when - events[0][0]) / 1e9, level) for (when, *_), (level, _) in levels]
 
 
 def is_profiled(device: torch.device | None = None, *, is_quick: bool = False) -> bool:
@@ -90,33 +104,40 @@ def is_profiled(device: torch.device | None = None, *, is_quick: bool = False) -
 
 
 def replay(events: Iterable[tuple[int, int]]) -> Metered:
-    """Return the memory levels that a time-ordered series of (address, signed bytes) describes.
+    """Return the memory levels that a time-ordered series of (address, signed bytes) describes."""
+    levels = list(_levels(events)) or [(0, 0)]
+    level, freed = levels[-1]
+    peak = max(0, *(level for level, _ in levels))
+    return Metered(peak_bytes=peak, left_bytes=level, freed_bytes=freed)
+
+
+def _levels(events: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the level after each event, and the bytes from before the first one that were freed.
 
     Frees by a gloo thread produce no event. A new allocation at an address therefore means that
     the previous block there was freed.
     """
     born: dict[int, int] = {}
-    level = peak = freed = 0
+    level = freed = 0
     for address, nbytes in events:
         if nbytes > 0:
             level += nbytes - born.get(address, 0)
             born[address] = nbytes
-            peak = max(peak, level)
         elif address in born:
             level -= born.pop(address)
         else:
             freed -= nbytes
-    return Metered(peak_bytes=peak, left_bytes=level, freed_bytes=freed)
+        yield level, freed
 
 
-def _memory_events(profiler: Any) -> list[tuple[int, int]]:
+def _memory_events(profiler: Any) -> list[tuple[int, int, int]]:
+    """Return the nanoseconds, address and signed bytes of each allocation and free, by time."""
     found: list[tuple[int, int, int]] = []
     for event in _flatten(profiler.profiler.kineto_results.experimental_event_tree()):
         if event.tag.name == "Allocation":
             fields = event.extra_fields
             found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    found.sort(key=lambda e: e[0])
-    return [(address, nbytes) for _, address, nbytes in found]
+    return sorted(found, key=lambda e: e[0])
 
 
 def _flatten(events: Iterable[Any]) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.measure.operators.memory import Metered, meter, meter_once, replay
+from steelyard.measure.operators.memory import Metered, meter, meter_once, replay, trace
 
 MIB = 1 << 20
 
@@ -79,6 +79,20 @@ def test_replay_keeps_the_books(steps: list[tuple[int, int]]) -> None:
         levels.append(sum(n for a, n in alive.items() if a not in before))
     expected = Metered(peak_bytes=max(levels), left_bytes=levels[-1], freed_bytes=freed)
     assert replay(events) == expected
+
+
+def test_a_trace_has_every_level_in_the_order_of_time() -> None:
+    def call() -> None:
+        first = floats(2)
+        second = floats(1)
+        del first
+        del second
+
+    seconds, levels = zip(*trace(call), strict=True)
+    assert levels == (2 * MIB, 3 * MIB, MIB, 0)
+    assert seconds[0] == 0
+    assert list(seconds) == sorted(seconds)
+    assert trace(lambda: None) == []
 
 
 def test_where_something_lies_nothing_else_does() -> None:
