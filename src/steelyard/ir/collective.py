@@ -26,8 +26,8 @@ class Exchange(StrEnum):
     ALL_TO_ALL = "all-to-all"
     # Transfers between a rank's device and offload memory, over axes named in
     # hardware/cluster.py.
-    SEND = "send far"
-    FETCH = "fetch from far"
+    SEND = "offload"
+    FETCH = "fetch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Collective:
         return self.kind in (Exchange.ALL_REDUCE, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL)
 
     @property
-    def is_far(self) -> bool:
+    def is_transfer(self) -> bool:
         """True for transfers between device and offload memory, not between ranks."""
         return self.kind in (Exchange.SEND, Exchange.FETCH)
 

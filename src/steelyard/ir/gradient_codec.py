@@ -22,8 +22,8 @@ ENCODE_SUM = "steelyard.encode_sum"
 DECODE, DECODE_SUM = "steelyard.decode_gradients", "steelyard.decode_sum"
 # Compute the left factor of each matrix; the right one, from the reduced left one; the matrices.
 LEFT, RIGHT = "steelyard.left_factors", "steelyard.right_factors"
-OF_FACTORS = "steelyard.of_factors"
-CODED_CALLS = frozenset({ENCODE, ENCODE_SUM, DECODE, DECODE_SUM, LEFT, RIGHT, OF_FACTORS})
+MATRICES_OF_FACTORS = "steelyard.matrices_of_factors"
+CODED_CALLS = frozenset({ENCODE, ENCODE_SUM, DECODE, DECODE_SUM, LEFT, RIGHT, MATRICES_OF_FACTORS})
 # The first call of each exchange; all others read data from other ranks.
 FIRST_CALLS = frozenset({ENCODE, LEFT})
 # Name prefix of the inputs with the error feedback of one bucket, and name suffix of those with

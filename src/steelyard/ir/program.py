@@ -331,12 +331,14 @@ class Program:
     def _offloaded_sizes(self) -> dict[Argument, int]:
         nodes = self.graph.by_name
         moving = (nodes[self.instructions[e.issue].node] for e in self.exchanges)
-        return {n.args[0]: n.collective.sent_bytes for n in moving if n.is_far and n.collective}
+        return {
+            n.args[0]: n.collective.sent_bytes for n in moving if n.is_transfer and n.collective
+        }
 
     @cached_property
     def is_moving(self) -> bool:
         """True if any value is copied to or from offload memory."""
-        moves = any(node.is_far for node in self.graph.nodes)
+        moves = any(node.is_transfer for node in self.graph.nodes)
         return moves or (self.update is not None and self.update.is_moving)
 
     @cached_property

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from steelyard.errors import BadInput, Mismatch, RunFailed
-from steelyard.ir.graph import FAR_CALLS
+from steelyard.ir.graph import OFFLOAD_CALLS
 from steelyard.ir.optimizer_update import GRADIENT, WEIGHT, far_name, key_of, owners, parameter_of
 from steelyard.ir.program import Program
 from steelyard.offload.location import OffloadedLayout
@@ -274,14 +274,14 @@ def _calls_of_update(update: Program, sliced: Collection[str]) -> Iterator[tuple
     nodes = update.graph.by_name
     owner = owners(update.graph)
     assert owner is not None
-    offloaded = {parameter_of(far_name(node)) for node in nodes.values() if node.is_far}
+    offloaded = {parameter_of(far_name(node)) for node in nodes.values() if node.is_transfer}
     done: set[str] = set()
     for line in update.instructions:
         node = nodes[line.node]
-        if node.is_far and owner[line.node] in sliced:
+        if node.is_transfer and owner[line.node] in sliced:
             continue
-        if node.is_far:
-            yield node.op.removeprefix(FAR_CALLS).partition("_")[0], far_name(node)
+        if node.is_transfer:
+            yield node.op.removeprefix(OFFLOAD_CALLS).partition("_")[0], far_name(node)
             continue
         portion = owner[line.node] if owner[line.node] in offloaded else ""
         if portion not in done:

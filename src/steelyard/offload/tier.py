@@ -39,8 +39,8 @@ class OffloadFile:
         self.moved_bytes = 0
         self._file = _open(offload_memory)
         self._size = self._permanent_bytes = 0
-        self._out = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="far out")
-        self._in = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="far in")
+        self._out = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="offload out")
+        self._in = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="offload in")
         self._close = weakref.finalize(self, _close_all, self._file, self._out, self._in)
 
     def close(self) -> None:

@@ -39,7 +39,9 @@ MORE_STEPS = 30
 _SEED = 0
 
 
-def coding_errors(source: CapturedStep, base: Program, values: Iterable[str]) -> dict[str, float]:
+def quantization_errors(
+    source: CapturedStep, base: Program, values: Iterable[str]
+) -> dict[str, float]:
     """Return the 8-bit error of each value on the user's batch, as a share of its norm.
 
     Only the forward pass runs, and it needs no more memory than one without a backward pass.
@@ -107,12 +109,12 @@ def _with_error_probes(base: Program, values: Iterable[str]) -> Program:
 def _error_of(node: Node, *, number: int) -> Node:
     return Node(
         name=f"{node.name}.error",
-        op="steelyard.coding_error",
+        op="steelyard.quantization_error",
         args=(Ref(node.name),),
         inputs=(node.name,),
         outputs=(Tensor(shape=(), stride=(), dtype="float64", storage=number),),
         phase=Phase.BACKWARD,
-        signature="steelyard.coding_error",
+        signature="steelyard.quantization_error",
     )
 
 

@@ -194,7 +194,7 @@ class CostProvider:
         """
         sent = {name for node in graph.nodes if node.collective for name in node.inputs}
         return all(
-            node.is_free or node.is_far or node.collective or node.waits_for or node.is_packing
+            node.is_free or node.is_transfer or node.collective or node.waits_for or node.is_packing
             or (node.name in sent and node.op == _JOIN)
             or node.signature in self._known
             for node in graph.nodes
@@ -208,7 +208,7 @@ class CostProvider:
         """
         self._background_load.is_given(graphs)
         new = {
-            n.signature for g in graphs for n in g.nodes if not n.is_free and not n.is_far
+            n.signature for g in graphs for n in g.nodes if not n.is_free and not n.is_transfer
         } - self._known
         if not new or not self._is_here:
             return 0

@@ -20,7 +20,7 @@ from steelyard.ir.parallel_layout import LAYOUT_TRADES, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import CallSite, Rule, matching, spot_of
 from steelyard.measure.device_memory import free_bytes
-from steelyard.planner.accuracy_probe import MORE_STEPS, STEPS, coding_errors, drift, losses
+from steelyard.planner.accuracy_probe import MORE_STEPS, STEPS, drift, losses, quantization_errors
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import Drift, beyond
 from steelyard.plans.budget import Budget
@@ -233,7 +233,7 @@ class LossyPlanner:
         (trade,) = (t for t in session.request.trades if t.name == QUANTIZE)
         offers, _ = trade.offers(session.base, session.source)
         values = matching(graph, sorted({r for o in offers for r in o.rules}))
-        found = coding_errors(session.source, session.base, values)
+        found = quantization_errors(session.source, session.base, values)
         sites = ((spot_of(graph, graph.by_name[v]), error) for v, error in found.items())
         return {
             site: error if math.isfinite(error) else math.inf

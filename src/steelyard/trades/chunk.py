@@ -280,8 +280,8 @@ class _SlicedGraph:
             gives=tuple(gives),
         )
         return Node(
-            name=f"{maker.name}.stream",
-            op="steelyard.stream",
+            name=f"{maker.name}.sliced",
+            op="steelyard.sliced",
             args=tuple(Ref(take.name) for take in takes),
             inputs=tuple(take.name for take in takes),
             outputs=tuple(result.tensor for result in gives),
@@ -289,7 +289,7 @@ class _SlicedGraph:
             path=maker.path,
             line=maker.line,
             nth=maker.nth,
-            signature=f"steelyard.stream({sha256(body.told.encode()).hexdigest()[:24]})",
+            signature=f"steelyard.sliced({sha256(body.told.encode()).hexdigest()[:24]})",
             flops=sum(n.flops for n in region.nodes),
             moved_bytes=sum(n.moved_bytes for n in region.nodes),
             body=body,

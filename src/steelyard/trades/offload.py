@@ -14,9 +14,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from steelyard.errors import Mismatch
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT
 from steelyard.ir.collective import Collective, Exchange
-from steelyard.ir.graph import FAR_CALLS, Graph, Node, Phase, Ref, Tensor
+from steelyard.ir.graph import OFFLOAD_CALLS, Graph, Node, Phase, Ref, Tensor
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.rule import Rule, rule_of, to_rules
 from steelyard.ir.saved_activations import Late, first_late, first_wanted, saved_for_backward
@@ -227,14 +227,14 @@ class _Calls:
         self._slot = slot
         (self._tensor,) = self._node.outputs
         send, sent = self._call("send", value), self._call("sent", f"{value}.send", value)
-        self._send = replace(send, collective=self._collective(FAR_OUT, Exchange.SEND))
+        self._send = replace(send, collective=self._collective(OFFLOAD_OUT, Exchange.SEND))
         self._sent = replace(sent, waits_for=send.name)
 
     def whole(self, wanted: int) -> Transfer:
         fetch = self._call("fetch", self._sent.name, outputs=(self._tensor,))
         fetched = self._call("fetched", fetch.name, outputs=(self._tensor,))
         back = Back(
-            begin=replace(fetch, collective=self._collective(FAR_IN, Exchange.FETCH)),
+            begin=replace(fetch, collective=self._collective(OFFLOAD_IN, Exchange.FETCH)),
             end=replace(fetched, waits_for=fetch.name),
             wanted=wanted,
         )
@@ -262,14 +262,14 @@ class _Calls:
         # Marked backward: code that names or counts forward nodes must see the step as captured.
         return Node(
             name=f"{self._value}.{call_name}{copy}",
-            op=f"{FAR_CALLS}{call_name}",
+            op=f"{OFFLOAD_CALLS}{call_name}",
             args=(self._slot, *(Ref(i) for i in inputs)),
             inputs=inputs,
             outputs=outputs,
             phase=Phase.BACKWARD,
             path=self._node.path,
             line=self._node.line,
-            signature=f"{FAR_CALLS}{call_name}",
+            signature=f"{OFFLOAD_CALLS}{call_name}",
         )
 
     def _collective(self, axis: str, kind: Exchange) -> Collective:

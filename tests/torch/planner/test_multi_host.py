@@ -145,7 +145,9 @@ def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
         said = [{**said_of(LINK, 2), "product": product} for product in products]
         remember_hosts(said, ["a", "b"], hosts=2, session=LOOK, cache=CostCache(path))
         prices.append(CostProvider(Cluster.here(ranks=2, hosts=2), on_progress=lambda _: None))
-    node = SimpleNamespace(is_free=False, is_far=False, signature="s", phase=None, collective=None)
+    node = SimpleNamespace(
+        is_free=False, is_transfer=False, signature="s", phase=None, collective=None
+    )
     measured = CostTable(
         device=prices[0].costs.device,
         operators={"s": OperatorCost(seconds=Estimate.exactly(0.2), workspace_bytes=0)},

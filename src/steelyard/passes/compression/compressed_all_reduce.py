@@ -18,7 +18,7 @@ from steelyard.ir.gradient_codec import (
     ENCODE,
     ENCODE_SUM,
     LEFT,
-    OF_FACTORS,
+    MATRICES_OF_FACTORS,
     RESIDUAL,
     RIGHT,
     START,
@@ -188,7 +188,7 @@ class _Sending:
         )  # fmt: skip
         right = summed(right)
         return put(
-            OF_FACTORS, "decoded", (Ref(left.name), Ref(right.name), Ref(start.name)),
+            MATRICES_OF_FACTORS, "decoded", (Ref(left.name), Ref(right.name), Ref(start.name)),
             [left, right, start], numel, [start],
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from steelyard.ir.gradient_codec import CODED_CALLS, FIRST_CALLS
-from steelyard.ir.graph import JOINED_ROWS, Graph, Node, OutputKind, Phase
+from steelyard.ir.graph import PACK_ROWS, Graph, Node, OutputKind, Phase
 from steelyard.ir.program import SO_FAR, Instruction, Program
 
 
@@ -152,7 +152,7 @@ def _with_joining_line(
 ) -> tuple[int, ...]:
     """Return the issuing line, preceded by the line that joins the tensors it sends, if any."""
     makers = [born[value] for value in lines[issue].inputs if value in born]
-    joining = [index for index in makers if nodes[lines[index].node].op == JOINED_ROWS]
+    joining = [index for index in makers if nodes[lines[index].node].op == PACK_ROWS]
     return (*joining, issue)
 
 

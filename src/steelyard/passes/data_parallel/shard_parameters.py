@@ -15,10 +15,10 @@ from steelyard.ir.parallel_layout import DATA
 from steelyard.passes.graph_editor import (
     GraphEditor,
     issue,
-    joined_rows,
+    pack_rows,
+    unpack_rows,
     view,
     wait,
-    whole_rows,
 )
 
 
@@ -178,7 +178,7 @@ class _Exchanges:
         (name, first), graph = bucket[0], editor.before
         wholes = {p: graph.by_name[p].outputs[0] for p, _ in bucket}
         row, dtype = sum(t.numel for t in wholes.values()) // self._ranks, wholes[name].dtype
-        joined = joined_rows(
+        joined = pack_rows(
             [editor[p] for p, _ in bucket], like=self._placed_like(name, first),
             name=f"{name}_{suffix}_joined", output=editor.tensor((1, row), dtype),
         )  # fmt: skip
@@ -193,7 +193,7 @@ class _Exchanges:
             whole = wholes[parameter]
             arrived[parameter] = self._put_before(
                 reader,
-                whole_rows(
+                unpack_rows(
                     rows, start, like=self._placed_like(parameter, reader),
                     name=f"{parameter}_{suffix}_whole",
                     output=editor.tensor(whole.shape, whole.dtype),
@@ -250,7 +250,7 @@ class _Exchanges:
         after, dtype = nodes[-1].name, nodes[-1].outputs[0].dtype
         row = sum(shares[target].numel for target in gradients)
         name = f"{after}_scattered"
-        joined = joined_rows(
+        joined = pack_rows(
             nodes, like=nodes[-1], name=f"{name}_joined",
             output=editor.tensor((self._ranks, row), dtype),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from hashlib import sha256
 from types import MappingProxyType
 
 from steelyard.ir.graph import (
-    FAR_PRODUCTS,
+    FETCH_MATMUL,
     Body,
     Graph,
     Node,
@@ -407,7 +407,7 @@ class LoopCall:
         digest = sha256(self.body.told.encode()).hexdigest()[:24]
         return Node(
             name=f"{first.value}.slices",
-            op=FAR_PRODUCTS,
+            op=FETCH_MATMUL,
             args=(
                 tuple(self._slots.get(operand, operand) for operand in self.offloaded),
                 *(Ref(name) for name, _ in self._takes),
@@ -419,7 +419,7 @@ class LoopCall:
             phase=Phase.BACKWARD,
             path=nodes[0].path,
             line=nodes[0].line,
-            signature=f"{FAR_PRODUCTS}({digest})",
+            signature=f"{FETCH_MATMUL}({digest})",
             flops=sum(node.flops for node in nodes),
             moved_bytes=sum(node.moved_bytes for node in nodes),
             body=self.body,

@@ -128,7 +128,7 @@ def with_gradients_far(
         if sink is None or sink.kind is not OutputKind.GRADIENT or parameter not in lags:
             continue
         lag, name, (value,) = lags[parameter], GRADIENT + parameter, line.inputs
-        taken = replace(line, sink=replace(sink, kind=OutputKind.FAR_GRADIENT))
+        taken = replace(line, sink=replace(sink, kind=OutputKind.OFFLOADED_GRADIENT))
         if program.repeats == 1:
             instead[number] = [taken, calls.send(name, value)]
             sent = calls.sent(name, value)

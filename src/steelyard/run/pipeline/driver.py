@@ -20,7 +20,7 @@ from steelyard.ir.graph import Graph, OutputKind
 from steelyard.ir.parallel_layout import PIPELINE
 from steelyard.ir.pipeline_schedule import Action, ActionKind
 from steelyard.ir.program import Pipeline
-from steelyard.operators import copy_laid_out
+from steelyard.operators import copy_strided
 from steelyard.run.finite_check import ACTIVATIONS, GRADIENTS, LOSS, FiniteWatch
 from steelyard.run.pipeline.messages import ByGloo, Messages, ThroughSlots
 from steelyard.run.pipeline.rng import Draws
@@ -383,5 +383,5 @@ class _ScheduledStage(PipelineStage):
             self._values[index][name] = (
                 received
                 if received.stride() == planned.stride
-                else copy_laid_out(received, list(planned.shape), list(planned.stride))
+                else copy_strided(received, list(planned.shape), list(planned.stride))
             )

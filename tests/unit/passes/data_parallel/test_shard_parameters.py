@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.errors import BadInput
 from steelyard.ir.collective import GLOO, Exchange
-from steelyard.ir.graph import JOINED_ROWS, Graph, Node, OutputKind, Ref, Role
+from steelyard.ir.graph import PACK_ROWS, Graph, Node, OutputKind, Ref, Role
 from steelyard.ir.program import Program
 from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.passes.data_parallel.all_reduce import bucketed_all_reduce
@@ -71,7 +71,7 @@ def test_a_gradient_that_does_not_lie_row_by_row_is_laid_so_to_be_scattered() ->
         for n in scattered.nodes
         if n.collective is not None and n.collective.kind is Exchange.REDUCE_SCATTER
     )
-    assert scattered.by_name[sent.inputs[0]].op == JOINED_ROWS
+    assert scattered.by_name[sent.inputs[0]].op == PACK_ROWS
     assert scattered.by_name[sent.inputs[0]].outputs[0].shape == (2, 128)
     output = next(o for o in scattered.outputs if o.target == NAME)
     assert scattered.by_name[output.node].outputs[0].shape == (8, 16)

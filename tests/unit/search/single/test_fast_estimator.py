@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Device, Link
 from steelyard.ir.graph import Graph, Output, OutputKind
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
@@ -104,7 +104,7 @@ def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool])
     rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
     link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.2)
     costs = costs_with_workspace(graph, seed) if measured else CostTable(device=DEVICE)
-    costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
+    costs = replace(costs, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=1 << 40)
     plain = Program.plain(graph).repeated(repeats)
     values = recomputable(graph)
     tally = FastEstimator(plain, costs, values, saved_for_backward(plain))
@@ -143,7 +143,7 @@ def test_all_four_fates_count_as_the_predictor_says(
     if has_offload_memory:
         rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
         link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.01)
-        costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
+        costs = replace(costs, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=1 << 40)
     values = recomputable(graph)
     tally = FastEstimator(plain, costs, values, saved_for_backward(plain), able)
     for shares in ((0.0, 0.4), (0.3, 0.4), (0.3, 1.0), (0.0, 1.0)):
@@ -178,7 +178,7 @@ def test_all_four_fates_count_as_the_predictor_says(
 def test_a_value_has_one_fate() -> None:
     graph = in_floats(random_step(3, num_values=12))
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
-    costs = CostTable(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
+    costs = CostTable(device=DEVICE, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=1 << 40)
     plain = Program.plain(graph)
     tally = FastEstimator(
         plain, costs, recomputable(graph), saved_for_backward(plain), quantizable(plain)
@@ -197,7 +197,7 @@ def test_a_value_has_one_fate() -> None:
 def test_far_memory_that_is_too_small_fits_nothing() -> None:
     graph = random_step(3, num_values=12)
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
-    costs = CostTable(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=4096)
+    costs = CostTable(device=DEVICE, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=4096)
     plain = Program.plain(graph)
     tally = FastEstimator(plain, costs, (), saved_for_backward(plain))
     choices = [tally.offload_choice(s, TransferMode.HIDDEN) for s in sorted(tally.offloadable)]
