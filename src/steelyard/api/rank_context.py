@@ -37,10 +37,10 @@ from steelyard.planner.multi_host import (
 from steelyard.run.binding import live_tensors
 from steelyard.run.launch.consistency_check import words_for
 from steelyard.run.launch.coordination import Alone, Coordinator, InGroup
-from steelyard.run.launch.environment import who_am_i
+from steelyard.run.launch.environment import rank_info
 from steelyard.run.launch.rendezvous import hold_meeting_place as hold
 from steelyard.run.launch.rendezvous import joined, needing_store
-from steelyard.run.launch.status_reporter import recorded, told_by_itself
+from steelyard.run.launch.status_reporter import recorded, reporting_lost_connections
 from steelyard.run.pipeline.driver import PipelineDriver
 from steelyard.run.sharded_model.layers import ShardedLayers, ShardedTensorsOfLayers
 from steelyard.run.sharded_model.tensors import ShardedTensors, ShardSpec
@@ -130,7 +130,7 @@ class RankContext:
         self, model: nn.Module, program: Program
     ) -> ShardedTensors | ShardedLayers | ShardedTensorsOfLayers | None:
         """Return the part of the model that this rank holds; None if it holds the whole model."""
-        sharded = self._sharded_tensors(model, program.partings) if program.partings else None
+        sharded = self._sharded_tensors(model, program.shardings) if program.shardings else None
         if program.pipeline is None:
             return sharded
         layers_of_rank = [program.pipeline.held(r) for r in range(self.layout.pipeline)]
@@ -138,10 +138,10 @@ class RankContext:
         return layers if sharded is None else ShardedTensorsOfLayers(sharded, layers)
 
     def _sharded_tensors(
-        self, model: nn.Module, partings: Sequence[ShardingChoice]
+        self, model: nn.Module, shardings: Sequence[ShardingChoice]
     ) -> ShardedTensors:
         specs: dict[str, list[ShardSpec]] = {}
-        for choice in partings:
+        for choice in shardings:
             place, group = self.layout.place(self.rank, choice.axis), self.groups[choice.axis]
             for name, placement in choice.inputs:
                 if isinstance(placement, Shard):
@@ -190,19 +190,19 @@ def _groups(layout: ParallelLayout, everyone: dist.ProcessGroup) -> dict[str, di
 @contextlib.contextmanager
 def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
     """Record for the launcher an error that ends this rank within the context."""
-    who = who_am_i(os.environ)
-    with recorded(who), told_by_itself(who):
+    who = rank_info(os.environ)
+    with recorded(who), reporting_lost_connections(who):
         who.check_size(num_ranks, planned_hosts=hosts)
         yield
 
 
 def hold_meeting_place() -> None:
     """Keep the rendezvous store open, in a process that is no rank of the plan."""
-    hold(who_am_i(os.environ))
+    hold(rank_info(os.environ))
 
 
 def keep_to_own_cores() -> None:
-    keep_to_cores_of(who_am_i(os.environ))
+    keep_to_cores_of(rank_info(os.environ))
 
 
 @contextlib.contextmanager
@@ -214,7 +214,7 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
     words = words_for(plan_digest=plan, parameters=named, batch=tensors.items())
     # Ranks that draw different batches would train on fewer samples than the plan says.
     words["values of the first batch"] = "\n".join(f"{n} {_digest(x)}" for n, x in tensors.items())
-    who, home = who_am_i(os.environ), torch_device_of(workload.model)
+    who, home = rank_info(os.environ), torch_device_of(workload.model)
     check_is_own(home)
     if who.hosts > 1:
         words |= gpu_description(home, who)
@@ -228,7 +228,7 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
 
 def restarts() -> int:
     """Return the number of times that the ranks were restarted."""
-    return who_am_i(os.environ).attempt
+    return rank_info(os.environ).attempt
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -40,7 +40,7 @@ from steelyard.planner.session import PlanningSession
 from steelyard.plans.plan import Plan, Prediction
 from steelyard.plans.plan_on_file import explanation_path
 from steelyard.predict import predict
-from steelyard.run.launch.environment import who_am_i
+from steelyard.run.launch.environment import rank_info
 from steelyard.safe_files import write_where_other
 from steelyard.search.ranks.pace import Pace
 from steelyard.search.ranks.retune import (
@@ -579,7 +579,7 @@ class Replanner:
         received = self._coordinator.words(_SEPARATOR.join(written))
         has_failed = 0
         try:
-            if who_am_i(os.environ).local_rank == 0:
+            if rank_info(os.environ).local_rank == 0:
                 for file, text in zip(files, received.split(_SEPARATOR), strict=True):
                     write_where_other(file, text)
         except PlanFileError:

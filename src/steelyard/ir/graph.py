@@ -453,7 +453,7 @@ class Graph:
         """Storages that some operator writes in place."""
         return frozenset(s for n in self.nodes for i in n.mutates for s in self.storages_of(i))
 
-    def is_look(self, node: Node) -> bool:
+    def is_alias(self, node: Node) -> bool:
         """True for a view or a getitem of a multi-output view; another getitem is a value."""
         return self.by_name[node.inputs[0]].is_free if node.is_getitem else node.is_view
 

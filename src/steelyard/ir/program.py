@@ -86,16 +86,16 @@ class Pipeline:
 class Program:
     """Straight-line code over a graph, run ``repeats`` times per step on equal micro-batches.
 
-    The last micro-batch runs this program to its end; the micro-batches before it run
-    ``earlier``. With a ``layout`` this is the program of ``rank``. Ranks with equal batch shares
-    run the same program; ``sibling_programs`` has one program for each other share. ``before``
-    overrides the program of the earlier micro-batches if it cannot be derived from the
-    instructions. ``partings`` list the sharded tensors of the model, in the order in which they
-    are sharded. ``update`` is the optimizer step that follows; an update has no ``loss``.
-    ``undivided`` gives the reason why it cannot run one parameter at a time, ``uncut`` the reason
-    by parameter why it cannot run on some rows at a time, and ``unparted`` why sharded parameters
-    would change its result. With a ``pipeline``, the instructions are those of all stages and
-    each rank runs its own.
+    The last micro-batch runs this program to its end; the micro-batches before it run ``earlier``.
+    With a ``layout`` this is the program of ``rank``. Ranks with equal batch shares run the same
+    program; ``sibling_programs`` has one program for each other share. ``before`` overrides the
+    program of the earlier micro-batches if it cannot be derived from the instructions.
+    ``shardings`` list the sharded tensors of the model, in the order in which they are sharded.
+    ``update`` is the optimizer step that follows; an update has no ``loss``. ``undivided`` gives
+    the reason why it cannot run one parameter at a time, ``unsliceable`` the reason by parameter
+    why it cannot run on some rows at a time, and ``unshardable`` why sharded parameters would
+    change its result. With a ``pipeline``, the instructions are those of all stages and each rank
+    runs its own.
     """
 
     graph: Graph
@@ -106,12 +106,12 @@ class Program:
     rank: int = 0
     sibling_programs: tuple["Program", ...] = ()
     before: "Program | None" = None
-    partings: tuple[ShardingChoice, ...] = ()
+    shardings: tuple[ShardingChoice, ...] = ()
     pipeline: Pipeline | None = None
     update: "Program | None" = None
     undivided: str = ""
-    unparted: str = ""
-    uncut: Mapping[str, str] = field(default_factory=dict)
+    unshardable: str = ""
+    unsliceable: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def plain(cls, graph: Graph, *, update: "Program | None" = None, rank: int = 0) -> Self:
@@ -258,10 +258,10 @@ class Program:
     @cached_property
     def in_shares(self) -> frozenset[str]:
         """The parameters that are sharded by rows over the data-parallel ranks."""
-        return frozenset(n for p in self.partings if p.axis == DATA for n, _ in p.inputs)
+        return frozenset(n for p in self.shardings if p.axis == DATA for n, _ in p.inputs)
 
     @cached_property
-    def spoken(self) -> tuple[str, ...]:
+    def collective_order(self) -> tuple[str, ...]:
         """The collectives and the gradient order on which all ranks must agree."""
         nodes, position = self.graph.by_name, self.graph.position
         issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)

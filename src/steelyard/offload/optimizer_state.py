@@ -210,7 +210,7 @@ class OffloadedStates:
                 self._memory.await_fetched(self._memory.fetch(self._places[name].offset, x))
                 self._insert(name, x)
 
-    def put_away(self) -> None:
+    def offload_all(self) -> None:
         self._send_all(self._parameters)
 
     def _send_all(self, names: Iterable[str]) -> None:
@@ -220,7 +220,7 @@ class OffloadedStates:
                 self._sent(name)
 
     @contextlib.contextmanager
-    def visiting(self) -> Iterator[None]:
+    def readable(self) -> Iterator[None]:
         """Make all optimizer state readable, in memory-mapped files whose pages the system may
         evict."""
         state = self._optimizer.state
@@ -231,9 +231,9 @@ class OffloadedStates:
         finally:
             state.update(offloaded_states)
 
-    def empty_for(self, name: str) -> Callable[..., torch.Tensor]:
+    def allocator_for(self, name: str) -> Callable[..., torch.Tensor]:
         """Return the function that allocates a state tensor for this parameter, to be filled and
-        then sent by ``put_away``."""
+        then sent by ``offload_all``."""
         if not any(parameter_of(moved) == name for moved in self._parameters):
             return torch.empty_strided
         return lambda shape, stride, *, dtype, device: self._mapped(  # noqa: ARG005 - on the CPU
@@ -371,7 +371,7 @@ def _probe(
     return found
 
 
-def why_uncut(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:
+def why_unsliceable(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:
     """Return why the optimizer cannot be called for some rows of a parameter; empty if it can.
 
     Tried on a small parameter: its state may depend on the size of the parameter or on other

@@ -45,7 +45,7 @@ from steelyard.predict.cost_table import CostTable, Missing, OperatorCost, Surve
 from steelyard.predict.rank_subsets import Subset, best_joined, declared_seconds, numbers_of_ranks
 from steelyard.run.codegen import emit
 from steelyard.run.compiled.inductor import compile_program
-from steelyard.run.launch.environment import who_am_i
+from steelyard.run.launch.environment import rank_info
 from steelyard.run.step import LiveStep
 
 Progress = Callable[[str], None]
@@ -111,7 +111,7 @@ class CostProvider:
             if measured.speeds and not cluster.speeds:
                 cluster = cluster.at_speeds(measured.speeds)
             if cluster.hosts > 1 and cluster.speeds:
-                own = who_am_i(os.environ).rank
+                own = rank_info(os.environ).rank
                 self._host_speed = cluster.speeds[own] / max(cluster.speeds)
         self.cluster = cluster
         self._device = cluster.fastest
@@ -614,11 +614,11 @@ class PricedSource:
         self._prices.measure(graph)
         return graph
 
-    def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
-        if partings not in self._updates:
-            self._updates[partings] = self._source.update_in_parts(update, partings)
-            self._prices.measure(self._updates[partings].graph)
-        return self._updates[partings]
+    def update_in_parts(self, update: Program, shardings: tuple[ShardingChoice, ...]) -> Program:
+        if shardings not in self._updates:
+            self._updates[shardings] = self._source.update_in_parts(update, shardings)
+            self._prices.measure(self._updates[shardings].graph)
+        return self._updates[shardings]
 
     def in_stages(
         self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int

@@ -44,9 +44,9 @@ from steelyard.measure.links.worker import (
 )
 from steelyard.predict.rank_subsets import PARTS_OF_CORES
 from steelyard.run.launch.coordination import Coordinator
-from steelyard.run.launch.environment import RankInfo, who_am_i
+from steelyard.run.launch.environment import RankInfo, rank_info
 from steelyard.run.launch.rendezvous import joined, meeting_place
-from steelyard.run.launch.status_reporter import told_by_itself
+from steelyard.run.launch.status_reporter import reporting_lost_connections
 from steelyard.safe_text import printable
 
 # A remembered link measurement is repeated if the link's time has changed by more than this;
@@ -132,7 +132,7 @@ class HostRendezvous:
         store = PrefixStore(f"measured/{number}", self.store)
         backend = backend_for(home, ranks=who.size // who.hosts)
         with (
-            told_by_itself(who),
+            reporting_lost_connections(who),
             joined(
                 who,
                 words,
@@ -263,7 +263,7 @@ def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterat
     ``asked`` and ``speeds`` must be the same on all ranks. ``speeds`` declares how fast each rank
     computes; without it the ranks measure that. The fastest host measures and plans.
     """
-    who = who_am_i(os.environ)
+    who = rank_info(os.environ)
     if who.hosts == 1:
         raise BadInput(
             f"{who.size} ranks were started on one host to plan",
@@ -280,7 +280,10 @@ def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterat
     keep_to_own_gpu()
     store = meeting_place(who)
     words = {"torch": torch.__version__, **asked}
-    with told_by_itself(who), joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store):
+    with (
+        reporting_lost_connections(who),
+        joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store),
+    ):
         check_neighbours(who)
         # The planning rank refuses a wrong number of speeds.
         all_speeds = speeds if len(speeds) == who.size else _quick_speeds(who)
@@ -409,7 +412,7 @@ def keep_to_own_gpu() -> None:
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count > 1:
-        own = who_am_i(os.environ).local_rank % count
+        own = rank_info(os.environ).local_rank % count
         _torch.when_cuda_begins(partial(torch.cuda.set_device, own))
 
 

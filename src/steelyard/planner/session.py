@@ -30,7 +30,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import OFFLOAD_TRADES, CallSite, Rule, matching, to_rules
 from steelyard.measure.cache import CostCache
 from steelyard.measure.malloc import keep_freed_memory
-from steelyard.offload.optimizer_state import why_uncut, why_undivided
+from steelyard.offload.optimizer_state import why_undivided, why_unsliceable
 from steelyard.operators import is_pointwise
 from steelyard.passes.offload.sliced_optimizer import why_whole
 from steelyard.planner.cost_provider import CostProvider, LazyCosts, PricedSource, Progress, dims_of
@@ -45,7 +45,7 @@ from steelyard.predict.missing_flops import notes_on_uncounted, refuse_uncounted
 from steelyard.run.compiled.lower import compiled, lower
 from steelyard.run.compiled.recorder import GeneratedKernel
 from steelyard.run.model_guards import ModelWatch
-from steelyard.run.sharded_model.tensors import why_unparted
+from steelyard.run.sharded_model.tensors import why_unshardable
 from steelyard.search import Floor, LayoutSearch, StepSearch
 from steelyard.search.ranks.slow_link_note import note_on_links
 from steelyard.trades import TRADES
@@ -141,9 +141,9 @@ class PlanRequest:
             undivided = why_undivided(self.optimizer, dims_of(update))
             update = replace(update, undivided=undivided)
         if self.cluster.offload_memory is not None:
-            update = replace(update, uncut=self._reasons_not_sliced(update))
+            update = replace(update, unsliceable=self._reasons_not_sliced(update))
         if self.cluster.num_devices > 1:
-            update = replace(update, unparted=why_unparted(self.optimizer))
+            update = replace(update, unshardable=why_unshardable(self.optimizer))
         return update
 
     def _has_room_for(self, graph: Graph) -> bool:
@@ -169,7 +169,7 @@ class PlanRequest:
         """Return why some parameters are not updated a few rows at a time, by parameter."""
         assert self.optimizer is not None
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        reason = why_uncut(self.optimizer)
+        reason = why_unsliceable(self.optimizer)
         found = dict.fromkeys(trained, reason) if reason else {}
         found |= why_whole(update, is_pointwise=is_pointwise)
         if _torch.any_hooks(list(trained.values())):

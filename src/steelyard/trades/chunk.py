@@ -18,7 +18,7 @@ from steelyard.ir.graph import Body, Graph, Node, Phase, Ref, SlicedValue, Symbo
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, matching, to_rules
 from steelyard.ir.step_source import StepSource
-from steelyard.passes.slicing.region import SlicedRegion, stretch_around
+from steelyard.passes.slicing.region import SlicedRegion, region_around
 from steelyard.passes.slicing.row_rules import SliceKind, Unsliceable, arguments, leading
 from steelyard.plans.rule_table import LARGEST, RuleTable, Whole
 from steelyard.plans.trade import Offer, Rejection
@@ -115,7 +115,7 @@ def _region(graph: Graph, maker: Node) -> SlicedRegion:
 
     if graph.decomposition.startswith("inductor"):
         raise Unsliceable("Inductor, which compiles a region as a whole, would merge slices again")
-    return stretch_around(graph, maker, is_pointwise=is_pointwise)
+    return region_around(graph, maker, is_pointwise=is_pointwise)
 
 
 def _huge_producers(graph: Graph) -> list[Node]:

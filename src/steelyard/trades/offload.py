@@ -19,7 +19,12 @@ from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import OFFLOAD_CALLS, Graph, Node, Phase, Ref, Tensor
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.rule import Rule, rule_of, to_rules
-from steelyard.ir.saved_activations import Late, first_late, first_wanted, saved_for_backward
+from steelyard.ir.saved_activations import (
+    BackwardRewriter,
+    first_backward_line,
+    first_backward_reader,
+    saved_for_backward,
+)
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.offload.sliced_activation_matmuls import (
     Read,
@@ -159,14 +164,14 @@ def with_transfers(
     not read stays. ``slices`` maps some values to the number of slices in which they are fetched.
     """
     plain = [i for i in program.instructions if i.sink is None]
-    first_reader = first_wanted(program.graph, plain, chosen)
+    first_reader = first_backward_reader(program.graph, plain, chosen)
     in_order = sorted(first_reader, key=lambda name: (first_reader[name], name))
     slots = {name: slot for slot, name in enumerate(in_order)}
     sliced = {name: slices[name] for name in in_order if name in slices}
     found = with_inputs_in_slices(program, sliced, slots)
     graph, lines = found.graph, found.lines
-    first = first_late(lines)
-    first_reader = first_wanted(graph, lines, first_reader.keys() - sliced.keys())
+    first = first_backward_line(lines)
+    first_reader = first_backward_reader(graph, lines, first_reader.keys() - sliced.keys())
     transfers = []
     insertions = _Insertions(graph, lines)
     for name, slot in slots.items():
@@ -179,7 +184,7 @@ def with_transfers(
         lag, lead = chosen[name]
         index = next(k for k, i in enumerate(lines) if i.value == name)
         insertions.put(transfer, made=index, lag=lag, lead=lead)
-    rewriter = Late(graph, {name: f"{name}.fetched" for name in first_reader})
+    rewriter = BackwardRewriter(graph, {name: f"{name}.fetched" for name in first_reader})
     ordered: list[Instruction] = []
     for number, line in enumerate(lines):
         ordered += insertions.before(number)
@@ -193,7 +198,7 @@ def with_transfers(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Back:
+class Fetch:
     """The fetch of a value for the line ``wanted``: the calls that start and end it.
 
     The end call returns the value or, ``behind`` that line, frees the last slices.
@@ -211,11 +216,11 @@ class Transfer:
 
     send: Node
     sent: Node
-    back: tuple[Back, ...]
+    fetches: tuple[Fetch, ...]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return (self.send, self.sent, *(n for b in self.back for n in (b.begin, b.end)))
+        return (self.send, self.sent, *(n for b in self.fetches for n in (b.begin, b.end)))
 
 
 class _Calls:
@@ -233,15 +238,15 @@ class _Calls:
     def whole(self, wanted: int) -> Transfer:
         fetch = self._call("fetch", self._sent.name, outputs=(self._tensor,))
         fetched = self._call("fetched", fetch.name, outputs=(self._tensor,))
-        back = Back(
+        fetch_whole = Fetch(
             begin=replace(fetch, collective=self._collective(OFFLOAD_IN, Exchange.FETCH)),
             end=replace(fetched, waits_for=fetch.name),
             wanted=wanted,
         )
-        return Transfer(send=self._send, sent=self._sent, back=(back,))
+        return Transfer(send=self._send, sent=self._sent, fetches=(fetch_whole,))
 
     def in_slices(self, reads: Sequence[Read]) -> Transfer:
-        back = []
+        fetches = []
         for number, read in enumerate(reads):
             copy = f"@{number}" if number else ""
             begin = self._call("begin", self._sent.name, outputs=(read.room,), copy=copy)
@@ -253,8 +258,8 @@ class _Calls:
             # The end call also reads the product, so that it runs after it.
             end = self._call("end", begin.name, read.call.name, copy=copy)
             end = replace(end, waits_for=begin.name)
-            back.append(Back(begin=begin, end=end, wanted=read.line, behind=True))
-        return Transfer(send=self._send, sent=self._sent, back=tuple(back))
+            fetches.append(Fetch(begin=begin, end=end, wanted=read.line, behind=True))
+        return Transfer(send=self._send, sent=self._sent, fetches=tuple(fetches))
 
     def _call(
         self, call_name: str, *inputs: str, outputs: tuple[Tensor, ...] = (), copy: str = ""
@@ -300,16 +305,15 @@ class _Insertions:
 
     def put(self, transfer: Transfer, *, made: int, lag: int, lead: int) -> None:
         ran_before_value = self._ran_before[made + 1]
-        fetches = [
-            max(ran_before_value, self._ran_before[back.wanted] - lead) for back in transfer.back
-        ]
-        wanted = transfer.back[0].wanted
+        fetches = transfer.fetches
+        starts = [max(ran_before_value, self._ran_before[f.wanted] - lead) for f in fetches]
+        wanted = fetches[0].wanted
         self._after.setdefault(made, []).append(_line(transfer.send, self.lines[made].phase))
-        self._put(self._frees, transfer.sent, min(ran_before_value + lag, fetches[0]), wanted)
-        for back, fetch in zip(transfer.back, fetches, strict=True):
-            self._put(self._fetch_starts, back.begin, fetch, back.wanted)
-            where = self._after if back.behind else self._fetch_ends
-            where.setdefault(back.wanted, []).append(_line(back.end, Phase.BACKWARD))
+        self._put(self._frees, transfer.sent, min(ran_before_value + lag, starts[0]), wanted)
+        for fetch, start in zip(fetches, starts, strict=True):
+            self._put(self._fetch_starts, fetch.begin, start, fetch.wanted)
+            where = self._after if fetch.behind else self._fetch_ends
+            where.setdefault(fetch.wanted, []).append(_line(fetch.end, Phase.BACKWARD))
 
     def _put(
         self, lines_at: dict[int, list[Instruction]], node: Node, num_run: int, wanted: int

@@ -310,7 +310,7 @@ def _why_not_sliceable(
         program.update.graph, parameter, is_offloaded=parameter in offloadable[OPTIMIZER]
     ):
         return "its optimizer state cannot be offloaded"
-    return program.update.uncut.get(parameter, "")
+    return program.update.unsliceable.get(parameter, "")
 
 
 def _resident_states(update: Graph, parameter: str, *, is_offloaded: bool) -> list[str]:
@@ -345,7 +345,7 @@ def _updated_in_slices(
     sliced = [p for p in slices[WEIGHTS] if _is_updated(program, p)]
     for parameter in (*sliced, *slices[OPTIMIZER]):
         assert program.update is not None
-        reason = program.update.uncut.get(parameter, "")
+        reason = program.update.unsliceable.get(parameter, "")
         if parameter not in slices[WEIGHTS]:
             reason = "its weight is not offloaded in slices"
         elif parameter not in leads[GRADIENTS]:

@@ -16,9 +16,9 @@ from steelyard.ir.quantized_activation import QuantizedActivation, can_be_coded,
 from steelyard.ir.rule import Rule, matching
 from steelyard.ir.saved_activations import (
     LEAST_BYTES,
-    Late,
-    first_late,
-    first_wanted,
+    BackwardRewriter,
+    first_backward_line,
+    first_backward_reader,
     saved_for_backward,
 )
 from steelyard.ir.step_source import StepSource
@@ -123,7 +123,7 @@ def with_codes(program: Program, chosen: Iterable[str]) -> Program:
     """
     graph = program.graph
     lines = [i for i in program.instructions if i.sink is None]
-    first_reader = first_wanted(graph, lines, chosen)
+    first_reader = first_backward_reader(graph, lines, chosen)
     if not first_reader:
         return program
     in_order = sorted(first_reader, key=graph.position.__getitem__)
@@ -132,8 +132,8 @@ def with_codes(program: Program, chosen: Iterable[str]) -> Program:
         for place, value in enumerate(in_order)
     ]
     behind, before = _places(graph, lines, encodings, first_reader)
-    rewriter = Late(graph, {c.value: c.decode.name for c in encodings})
-    first = first_late(lines)
+    rewriter = BackwardRewriter(graph, {c.value: c.decode.name for c in encodings})
+    first = first_backward_line(lines)
     ordered: list[Instruction] = []
     for number, line in enumerate(lines):
         ordered += [_line(c.decode, Phase.BACKWARD) for c in before.get(number, ())]
@@ -179,7 +179,7 @@ def _places(
     for both forms of one value.
     """
     last: dict[int, int] = {}
-    for number, line in enumerate(lines[: first_late(lines)]):
+    for number, line in enumerate(lines[: first_backward_line(lines)]):
         for name in (line.node, *line.inputs):
             last.update(dict.fromkeys(graph.storages_of(name), number))
     behind: _Places = {}

@@ -31,7 +31,7 @@ from steelyard.comm.json_gather import gathered
 from steelyard.comm.shared_memory.collectives import SharedMemoryCollectives
 from steelyard.comm.shared_memory.remote_host import RdmaTransport
 from steelyard.comm.shared_memory.same_host import SharedMemoryTransport
-from steelyard.comm.shared_memory.transport import pinned_among
+from steelyard.comm.shared_memory.transport import shared_memory_transport
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Link
 from steelyard.hardware.host_os import are_cores_alike, cores_of, quota_cores
@@ -115,11 +115,11 @@ def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[st
             # the minimum.
             product_seconds = partial(_host_product_seconds, each)
         slots: _MakesSlots | None = (
-            SharedMemoryTransport if hosts == 1 else pinned_among if each == 1 else None
+            SharedMemoryTransport if hosts == 1 else shared_memory_transport if each == 1 else None
         )
         if _is_on_gpu():
             product_seconds = _gpu_product_seconds
-            slots = partial(pinned_among, device=home) if hosts == 1 else None
+            slots = partial(shared_memory_transport, device=home) if hosts == 1 else None
         compute_times = [product_seconds()]
         # Messages are measured over the slowest link.
         receiver, sizes = (each if hosts > 1 else 1), sizes_of(home, hosts)
@@ -497,7 +497,7 @@ def _slot_message_figures(
     except BadInput:
         return {}
     # Do not poll: this measures the CPU cost, and messages after a long wait.
-    pinned.watches = False
+    pinned.polls = False
     pinned.begin()
     rank, found = dist.get_rank(), {}
     for number, (name, x) in enumerate(xs.items()):
@@ -541,12 +541,12 @@ def _slot_all_reduce_figures(
 
     for _ in range(2):  # pages are allocated when they are first written
         exchange(parts[0])
-    watches = slotted.watching(watches=False)
+    polls = slotted.set_polling(polls=False)
     begin = time.thread_time()
     for _ in range(calls):
         exchange(small)
     cpu_seconds = (time.thread_time() - begin) / calls
-    slotted.watching(watches=watches)
+    slotted.set_polling(polls=polls)
     found = [_elapsed(partial(exchange, small)) for _ in range(calls)]
     part_seconds = [_elapsed(partial(exchange, part)) for _ in range(2) for part in parts]
     dist.barrier()

@@ -99,7 +99,7 @@ def _gradient_products(program: Program, parameters: Iterable[str]) -> dict[str,
         (whole,) = product.outputs
         is_equal = (tensor.shape, tensor.stride) == (whole.shape, whole.stride)
         others = (lines[k] for k in rest)
-        are_views = all(i.sink or graph.is_look(graph.by_name[i.node]) for i in others)
+        are_views = all(i.sink or graph.is_alias(graph.by_name[i.node]) for i in others)
         own = {first, *rest}
         is_read = any(k not in own for n in own for k in reads.get(lines[n].value, ()))
         if is_equal and whole.is_contiguous and are_views and not is_read:

@@ -22,7 +22,7 @@ from steelyard.ir.graph import (
     Tensor,
 )
 from steelyard.ir.program import Instruction
-from steelyard.passes.offload.transfer_nodes import Looks, rows_in_slice
+from steelyard.passes.offload.transfer_nodes import OffloadedViews, rows_in_slice
 from steelyard.passes.slicing.column_rules import IsPointwise, in_columns, on_columns
 
 
@@ -43,7 +43,7 @@ class Product:
     is_transposed: bool
 
     @classmethod
-    def of(cls, node: Node, graph: Graph, looks: Looks) -> "Product | None":
+    def of(cls, node: Node, graph: Graph, looks: OffloadedViews) -> "Product | None":
         places = [place for place, name in enumerate(node.inputs) if looks.offloaded_source(name)]
         if node.kwargs or len(set(node.inputs)) != len(node.args) or len(places) != 1:
             return None
@@ -123,7 +123,7 @@ class Loops:
         self,
         graph: Graph,
         lines: Sequence[Instruction],
-        looks: Looks,
+        looks: OffloadedViews,
         slices: Mapping[str, int],
         *,
         is_pointwise: IsPointwise,

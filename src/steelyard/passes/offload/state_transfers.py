@@ -14,7 +14,7 @@ from steelyard.ir.program import Instruction, Program
 from steelyard.passes.offload.sliced_gradients import with_gradients_in_slices
 from steelyard.passes.offload.sliced_optimizer import update_in_slices
 from steelyard.passes.offload.sliced_weight_matmuls import with_sliced_weight_products
-from steelyard.passes.offload.transfer_nodes import Calls, Looks, Running, interleave
+from steelyard.passes.offload.transfer_nodes import Calls, OffloadedViews, Running, interleave
 from steelyard.passes.slicing.column_rules import IsPointwise
 
 
@@ -78,7 +78,7 @@ def with_weights_far(
         program = with_sliced_weight_products(program, sliced, leads, is_pointwise=is_pointwise)
         leads = {parameter: lead for parameter, lead in leads.items() if parameter not in sliced}
     calls = Calls(program.graph, Phase.BACKWARD)
-    looks = Looks(program, [WEIGHT + parameter for parameter in leads])
+    looks = OffloadedViews(program, [WEIGHT + parameter for parameter in leads])
     lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
     clock = Running(program.graph, lines)
     fetching: dict[int, list[Instruction]] = {}

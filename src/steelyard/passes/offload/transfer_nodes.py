@@ -317,7 +317,7 @@ class Running:
             last = number
 
 
-class Looks:
+class OffloadedViews:
     """The views of offloaded values; they are repeated on each fetched copy."""
 
     def __init__(self, program: Program, far: Iterable[str]) -> None:
@@ -325,7 +325,7 @@ class Looks:
         self._graph = graph
         self._source = {name: name for name in far}
         for node in graph.nodes:
-            if node.inputs and graph.is_look(node) and node.inputs[0] in self._source:
+            if node.inputs and graph.is_alias(node) and node.inputs[0] in self._source:
                 self._source[node.name] = self._source[node.inputs[0]]
         # By value name, so that copies of a view map to the same node.
         self.of = {i.value: i.node for i in program.instructions if i.node in self._source}
