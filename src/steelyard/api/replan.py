@@ -114,7 +114,10 @@ class Replanner:
             step.plan.decisions,
             step.plan.predicted.metrics.accuracy_loss,
         )
-        self._home, self._num_ranks = step.ranks.home, ParallelLayout.of(rules).num_ranks
+        self._torch_device, self._num_ranks = (
+            step.ranks.torch_device,
+            ParallelLayout.of(rules).num_ranks,
+        )
         self._hosts = self._decisions.target.hosts_of(self._num_ranks)
         self._is_compiled = session.request.runner == "inductor"
         self._members = tuple(range(self._num_ranks))
@@ -149,7 +152,7 @@ class Replanner:
 
         A compiler has threads that a fork does not copy, and CUDA does not survive a fork.
         """
-        return self._home == CPU and not self._is_compiled
+        return self._torch_device == CPU and not self._is_compiled
 
     @cached_property
     def _compressed_rules(self) -> tuple[tuple[Rule, ...], ...]:
@@ -231,7 +234,7 @@ class Replanner:
         self.close()  # a search in progress assumes the old links
         session = self._session.with_link(links.link)
         self._pending = session, links
-        self._free_bytes = min(self._coordinator.each(free_bytes(self._home)))
+        self._free_bytes = min(self._coordinator.each(free_bytes(self._torch_device)))
         has_turned = self._is_background and self._switch_at_once(number, session, links)
         self._search_rank = self._least_busy(number)
         if self._rank != self._search_rank:
@@ -304,7 +307,7 @@ class Replanner:
 
     def _measure_links(self) -> _LinkState:
         begin = time.perf_counter()
-        link = measured_now(self._links.link, hosts=self._hosts, home=self._home)
+        link = measured_now(self._links.link, hosts=self._hosts, torch_device=self._torch_device)
         # With two hosts, the one link has just been measured.
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
         seconds = time.perf_counter() - begin

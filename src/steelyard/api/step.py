@@ -77,13 +77,13 @@ class Traffic(NamedTuple):
 
     ``busy``: seconds in which values were moved to or from offload memory. ``waited``: seconds
     spent waiting for these transfers or for other ranks. ``sent``: bytes that this rank sent to
-    other ranks. ``coded``: seconds in which it encoded and decoded gradients.
+    other ranks. ``coding``: seconds in which it encoded and decoded gradients.
     """
 
     busy: float
     waited: float
     sent: float
-    coded: float
+    coding: float
 
 
 class Step:
@@ -484,14 +484,14 @@ class Step:
         if self.live.guard is None:
             return ()
         record, notes, found = self.live.guard.record(), list[str](), median_traffic(traffic)
-        if found is not None and found.coded:
+        if found is not None and found.coding:
             costs = self._pricing.made.costs.on(self.ranks.layout.num_ranks).of_rank(
                 self.ranks.rank
             )
             nodes = (n for n in self.live.program.graph.nodes if n.op in CODED_CALLS)
             predicted_seconds = sum(costs.seconds(node).value for node in nodes)
             notes.append(
-                f"encoded and decoded gradients in {format_seconds(found.coded)} of a step "
+                f"encoded and decoded gradients in {format_seconds(found.coding)} of a step "
                 f"(predicted ~{format_seconds(predicted_seconds)})"
             )
         if record.exact_steps:

@@ -38,8 +38,8 @@ class Codec:
     """A codec for gradients.
 
     ``has_residual``: the error of one step is added to the next (error feedback). ``is_linear``:
-    the encoded values can be all-reduced directly, without blocks. ``rank``: the number of
-    columns of the factors, 0 without factors. ``kept``: the number of largest elements sent, with
+    the encoded values can be all-reduced directly, without blocks. ``rank``: the number of columns
+    of the factors, 0 without factors. ``num_largest``: the number of largest elements sent, with
     their indices, for each quarter of a block; 0 sends all elements, in ``bits`` bits.
     """
 
@@ -48,12 +48,12 @@ class Codec:
     has_residual: bool = False
     is_linear: bool = False
     rank: int = 0
-    kept: int = 0
+    num_largest: int = 0
 
     @property
     def label(self) -> str:
-        if self.kept:
-            return f"the largest {4 * self.kept} of {BLOCK:,} gradients"
+        if self.num_largest:
+            return f"the largest {4 * self.num_largest} of {BLOCK:,} gradients"
         return f"gradients of rank {self.rank}" if self.rank else f"gradients in {self.bits} bits"
 
     @property
@@ -63,7 +63,7 @@ class Codec:
     @property
     def block_bytes(self) -> int:
         """Bytes of the codes of one block."""
-        return 8 * self.kept if self.kept else BLOCK * self.bits // 8
+        return 8 * self.num_largest if self.num_largest else BLOCK * self.bits // 8
 
     def row_bytes(self, blocks: int) -> int:
         """Return the bytes of a row: all scales, then all codes."""
@@ -74,7 +74,7 @@ class Codec:
 BFLOAT16 = Codec(name="bfloat16", bits=16, is_linear=True)
 INT8 = Codec(name="int8", bits=8)
 TERNARY = Codec(name="ternary", bits=2, has_residual=True)
-LARGEST = Codec(name="largest", bits=8, has_residual=True, kept=4)
+LARGEST = Codec(name="largest", bits=8, has_residual=True, num_largest=4)
 CODECS = {codec.name: codec for codec in (BFLOAT16, INT8, TERNARY, LARGEST)}
 _LOW_RANK_TRADE, _RANK = "low_rank_gradients", 4
 

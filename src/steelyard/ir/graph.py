@@ -290,7 +290,7 @@ class Body:
         )
 
     @property
-    def told(self) -> str:
+    def cost_key(self) -> str:
         """A text of every property that determines the cost of the body."""
         named: dict[str, int] = {}
 

@@ -270,12 +270,12 @@ class Program:
         return (*map(str, issued), *(target for _, target in arriving))
 
     @cached_property
-    def again(self) -> tuple[Instruction, ...]:
+    def recomputed(self) -> tuple[Instruction, ...]:
         """The instructions that recompute a value."""
         return tuple(i for i in self.instructions if i.is_again)
 
     @cached_property
-    def coded(self) -> tuple[str, ...]:
+    def quantized(self) -> tuple[str, ...]:
         """The activations that are saved in 8 bits."""
         nodes = (self.graph.by_name[i.node] for i in self.instructions)
         return tuple(node.inputs[0] for node in nodes if node.op == ENCODE)
@@ -287,7 +287,7 @@ class Program:
 
     @property
     def is_lossy(self) -> bool:
-        return bool(self.coded) or self.sends_codes
+        return bool(self.quantized) or self.sends_codes
 
     @cached_property
     def flops(self) -> int:

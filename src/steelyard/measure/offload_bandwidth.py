@@ -85,7 +85,7 @@ def _measured(memory: OffloadFile) -> dict[str, float]:
     nbytes = int(min(max(offload_memory.bytes_per_second * _SECONDS, _FEWEST_BYTES), _MOST_BYTES))
     nbytes = min(nbytes, offload_memory.size_bytes) // _SMALL_BYTES * _SMALL_BYTES or _SMALL_BYTES
     # Two transfers at once may use the same slot: their data is never read.
-    slots = Slots(memory, memory.kept([nbytes]) * 2)
+    slots = Slots(memory, memory.reserve_permanent([nbytes]) * 2)
     large = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     small = large[:_SMALL_BYTES]
     _round_trip(slots, large)  # the first transfer touches the buffers and the file

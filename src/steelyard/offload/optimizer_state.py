@@ -50,7 +50,9 @@ class OffloadedStates:
     ) -> None:
         self._memory = memory
         nbytes_of = program.far_rooms
-        places = dict(zip(nbytes_of, memory.kept(list(nbytes_of.values())), strict=True))
+        places = dict(
+            zip(nbytes_of, memory.reserve_permanent(list(nbytes_of.values())), strict=True)
+        )
         self.tensors = OffloadedTensors(
             {n: (parameters[parameter_of(n)], places[n]) for n in places if not _is_state(n)},
             memory=memory,

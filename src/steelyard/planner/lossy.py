@@ -221,7 +221,7 @@ class LossyPlanner:
 
     def _quantized_sites(self, program: Program) -> list[CallSite]:
         graph = program.graph
-        sites = (spot_of(graph, graph.by_name[value]) for value in program.coded)
+        sites = (spot_of(graph, graph.by_name[value]) for value in program.quantized)
         return [site for site in sites if site is not None]
 
     @cached_property

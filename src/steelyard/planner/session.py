@@ -77,9 +77,9 @@ class PlanRequest:
         The memory floor is checked against the budget ``within`` before anything is measured. If
         not ``is_priced``, operators are measured on the first access to the prices.
         """
-        home = torch_device_of(self.model)
-        cluster = local_cluster(home, self.cluster, runner=self.runner, cache=CostCache())
-        session = replace(self, cluster=cluster)._captured(home, within or Budget())
+        torch_device = torch_device_of(self.model)
+        cluster = local_cluster(torch_device, self.cluster, runner=self.runner, cache=CostCache())
+        session = replace(self, cluster=cluster)._captured(torch_device, within or Budget())
         if is_priced:
             session.pricing.checked  # noqa: B018 measures
         return session
@@ -93,7 +93,7 @@ class PlanRequest:
             far_bytes=0 if offload_memory is None else offload_memory.size_bytes,
         )
 
-    def _captured(self, home: torch.device, within: Budget) -> "PlanningSession":
+    def _captured(self, torch_device: torch.device, within: Budget) -> "PlanningSession":
         self.on_progress("capturing the step")
         source = CapturedStep(
             model=self.model,
@@ -113,11 +113,13 @@ class PlanRequest:
             update = self._with_reasons(update)
         base = Program.plain(graph, update=update)
         self.check_floor(Floor.of(base), within)
-        if self.cluster.is_here and home.type == "cpu" and self._has_room_for(graph):
+        if self.cluster.is_here and torch_device.type == "cpu" and self._has_room_for(graph):
             keep_freed_memory()
 
         def measured() -> CostProvider:
-            prices = CostProvider(self.cluster, on_progress=self.on_progress, home=home)
+            prices = CostProvider(
+                self.cluster, on_progress=self.on_progress, torch_device=torch_device
+            )
             prices.measure(graph, may_lack=True)
             if update is not None:
                 prices.measure(update.graph, may_lack=True)
@@ -258,7 +260,7 @@ class PlanningSession:
         layout = ParallelLayout.of(rules)
         _refuse_unequal_stages(layout, self.prices.costs.on(layout.num_ranks).devices)
         program = apply_rules_on_ranks(self.base, rules, trades=TRADES, source=self._priced_source)
-        if program.coded:
+        if program.quantized:
             # The quantization operators exist only in the rewritten program.
             self.prices.measure(program.graph)
         return program

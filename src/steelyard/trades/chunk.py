@@ -97,7 +97,7 @@ class Chunk:
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
-        assert not program.again, "chunk changes the graph, so it is applied before recompute"
+        assert not program.recomputed, "chunk changes the graph, so it is applied before recompute"
         graph = program.graph
         for rule in rules:
             for name in sorted(matching(graph, (rule,))):
@@ -289,7 +289,7 @@ class _SlicedGraph:
             path=maker.path,
             line=maker.line,
             nth=maker.nth,
-            signature=f"steelyard.sliced({sha256(body.told.encode()).hexdigest()[:24]})",
+            signature=f"steelyard.sliced({sha256(body.cost_key.encode()).hexdigest()[:24]})",
             flops=sum(n.flops for n in region.nodes),
             moved_bytes=sum(n.moved_bytes for n in region.nodes),
             body=body,

@@ -30,7 +30,7 @@ from steelyard.ir.optimizer_update import WEIGHT, parameters_named, parameters_o
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
 from steelyard.ir.step_source import StepSource
-from steelyard.passes.compression.compressed_all_reduce import coded
+from steelyard.passes.compression.compressed_all_reduce import compressed
 from steelyard.passes.data_parallel.buckets import buckets
 from steelyard.plans.rule_table import (
     MOST_PARAMETERS,
@@ -167,7 +167,7 @@ def _compressed(program: Program, rules: Sequence[Rule], source: StepSource) -> 
     """Return the program that exchanges the gradients of these rules in their codecs."""
     if not rules:
         return program
-    assert not program.again, "gradient compression is applied before recompute"
+    assert not program.recomputed, "gradient compression is applied before recompute"
     layout = program.layout
     if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1:
         others = layout.pipeline > 1 or layout.tensor > 1
@@ -186,7 +186,7 @@ def _compressed(program: Program, rules: Sequence[Rule], source: StepSource) -> 
             expected="unsharded parameters, each in one rule",
             remedy=f"remove it from the {rules[0].trade} rules, or plan again",
         )
-    graph = coded(program.graph, codecs, num_ranks=layout.batch, transport=source.transport)
+    graph = compressed(program.graph, codecs, num_ranks=layout.batch, transport=source.transport)
     return program.with_graph(source.rewritten(graph))
 
 

@@ -99,7 +99,7 @@ class Offload:
                 expected="each value in one rule, because it is offloaded once",
                 remedy="remove one of them from the plan, or plan again",
             )
-        recomputed = {i.node for i in program.again}
+        recomputed = {i.node for i in program.recomputed}
         impossible = [name for name in chosen if name in recomputed] or sorted(
             # A smaller batch may shrink values below the worthwhile size; they are offloaded all
             # the same.
@@ -108,7 +108,7 @@ class Offload:
         if impossible:
             node = program.graph.by_name[impossible[0]]
             problem = "is recomputed" if impossible[0] in recomputed else "cannot be offloaded"
-            problem = "is kept in 8 bits" if impossible[0] in program.coded else problem
+            problem = "is kept in 8 bits" if impossible[0] in program.quantized else problem
             raise Mismatch(
                 f"offload rule for {node.op} in {node.path or 'the top level'}, which {problem}",
                 expected="rules for values that the backward pass reads, once each",

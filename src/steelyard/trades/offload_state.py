@@ -23,7 +23,7 @@ from steelyard.passes.offload.sliced_gradients import made_by_products
 from steelyard.passes.offload.sliced_weight_matmuls import sliceable
 from steelyard.passes.offload.state_transfers import (
     with_gradients_far,
-    with_states_far,
+    with_offloaded_states,
     with_weights_far,
 )
 from steelyard.plans.rule_table import MOST_PARAMETERS, Parameter, Positive, RuleTable, Whole
@@ -201,7 +201,7 @@ def _with_update(
     if not offloaded:
         return program
     lead_of = {p: max(given.get(p, 0) for given in leads.values()) for p in offloaded}
-    return replace(program, update=with_states_far(update, offloaded, lead_of, slices))
+    return replace(program, update=with_offloaded_states(update, offloaded, lead_of, slices))
 
 
 def _why_not(program: Program) -> str:

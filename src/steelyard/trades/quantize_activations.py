@@ -80,7 +80,7 @@ class QuantizeActivations:
                 expected="each value in one rule, because it is quantized once",
                 remedy="remove one of them from the plan, or plan again",
             )
-        recomputed = {i.node for i in program.again}
+        recomputed = {i.node for i in program.recomputed}
         # A smaller batch may shrink values below the worthwhile size; they are encoded all the
         # same.
         impossible = sorted(chosen & recomputed) or sorted(
@@ -153,7 +153,7 @@ def with_codes(program: Program, chosen: Iterable[str]) -> Program:
 def _inexact_choice(program: Program) -> Node | None:
     """Return an operator that would compute indices or a mask from inexact values, if any."""
     graph = program.graph
-    inexact = {f"{value}.decoded" for value in program.coded}
+    inexact = {f"{value}.decoded" for value in program.quantized}
     for line in program.instructions:
         if line.sink is None and inexact.intersection(line.inputs):
             node = graph.by_name[line.node]

@@ -77,7 +77,7 @@ class Recompute:
             )
         if not named:
             return program
-        times = Counter(i.node for i in program.again if i.node in allowed)
+        times = Counter(i.node for i in program.recomputed if i.node in allowed)
         for value, rule in named.items():
             times[value] = max(times[value], rule.times)
         return with_copies(program, times, times=times)

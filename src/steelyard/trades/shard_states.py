@@ -100,7 +100,7 @@ class ShardStates:
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
-        assert not program.again, "shard_states changes the graph, so it is applied early"
+        assert not program.recomputed, "shard_states changes the graph, so it is applied early"
         layout, update = program.layout, program.update
         if any(rule.degree != layout.batch for rule in rules) or layout.batch == 1:
             raise Mismatch(
@@ -136,7 +136,7 @@ class ShardStates:
         else:
             graph = gathered(
                 program.graph, names, num_ranks=layout.batch, transport=source.transport, axis=DATA,
-                stride=layout.tensor, again=[name for name, rule in named if rule.times > 1],
+                stride=layout.tensor, regathered=[name for name, rule in named if rule.times > 1],
                 together={name: rule.bucket_bytes for name, rule in named},
             )  # fmt: skip
         inputs = tuple((name, Shard(0)) for name in names)

@@ -83,7 +83,7 @@ class ShardTensor:
         ranks = program.layout.tensor
         if not rules or ranks == 1:
             return program
-        assert not program.again, "shard_tensor changes the graph, so it is applied early"
+        assert not program.recomputed, "shard_tensor changes the graph, so it is applied early"
         if program.update is not None and program.update.unshardable:
             raise Mismatch(
                 f"the plan shards weights, but {program.update.unshardable}",

@@ -68,7 +68,7 @@ class SparseGradients:
     def rewrite(self, program: Program, rules: Sequence[Rule], source: StepSource) -> Program:
         if not rules:
             return program
-        assert not program.again, "sparse gradients are applied before recompute"
+        assert not program.recomputed, "sparse gradients are applied before recompute"
         layout = program.layout
         if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1 or layout.shares:
             raise Mismatch(

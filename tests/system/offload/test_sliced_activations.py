@@ -79,7 +79,7 @@ def tower(layer: Callable[[int, int], nn.Module], *shape: int, height: int = 1) 
 
 
 def able(program: Program) -> list[str]:
-    made_again = {line.node for line in program.again}
+    made_again = {line.node for line in program.recomputed}
     values = saved_for_backward(program, least_bytes=1) - made_again
     return sorted(sliceable_inputs(program, values))
 

@@ -264,7 +264,7 @@ def test_with_copies_and_transfers_at_random_it_trains_the_same(
     before, constants, reads = captured(model, loss, batch)
     again = [v for v in sorted(recomputable(before.graph)) if rng.random() < 0.4]
     copied = with_copies(before, again)
-    able = sorted(saved_for_backward(copied) - {i.node for i in copied.again})
+    able = sorted(saved_for_backward(copied) - {i.node for i in copied.recomputed})
     times = {v: (rng.randrange(4), rng.randrange(4)) for v in able if rng.random() < 0.4}
     slices = {v: rng.choice((2, 3)) for v in sliceable_inputs(copied, sorted(times))}
     moving = with_transfers(copied, times, slices)

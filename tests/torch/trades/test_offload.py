@@ -40,7 +40,7 @@ def moved(seed: int) -> tuple[Program, Program, dict[str, tuple[int, int]]]:
     plain = Program.plain(random_step(seed, num_values=12))
     again = [v for v in sorted(recomputable(plain.graph)) if rng.random() < 0.3]
     before = with_copies(plain, again)
-    able = sorted(saved_for_backward(before) - {i.node for i in before.again})
+    able = sorted(saved_for_backward(before) - {i.node for i in before.recomputed})
     times = {v: (rng.randrange(6), rng.randrange(6)) for v in able if rng.random() < 0.7}
     return before, with_transfers(before, times), times
 

@@ -114,7 +114,7 @@ def test_rules_of_other_trades_are_for_a_rank_as_for_the_whole() -> None:
     offers, _ = recompute.offers(plain, trial().source)
     widest = max(offers, key=lambda o: sum(r.count for r in o.rules))
     program = shared(2, *widest.rules)
-    assert len(program.again) == len(trial().apply_rules(widest.rules).again) > 0
+    assert len(program.recomputed) == len(trial().apply_rules(widest.rules).recomputed) > 0
     assert program.problems() == []
 
 

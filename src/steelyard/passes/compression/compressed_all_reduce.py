@@ -38,7 +38,7 @@ from steelyard.passes.data_parallel.buckets import (
 from steelyard.passes.graph_editor import GraphEditor, call, issue, issue_in_place, wait
 
 
-def coded(
+def compressed(
     graph: Graph,
     codecs: Mapping[str, Codec],
     *,
@@ -247,4 +247,4 @@ class _Sending:
         return self._editor.put_after(after, replace(arrived, nth=-1))
 
 
-__all__ = ["coded"]
+__all__ = ["compressed"]

@@ -177,10 +177,10 @@ def _without_sinks(program: Program, lines: list[Instruction]) -> Program:
     return replace(program, instructions=tuple(lines))
 
 
-def _live_bytes(graph: Graph, moved: Sequence[Node]) -> int:
+def _live_bytes(graph: Graph, nodes: Sequence[Node]) -> int:
     """Return the bytes live from these lines on: their results and the backend's buffers."""
-    storages = {storage for node in moved for storage in graph.storages_of(node.name)}
-    backend_bytes = (node.collective.held_bytes for node in moved if node.collective is not None)
+    storages = {storage for node in nodes for storage in graph.storages_of(node.name)}
+    backend_bytes = (node.collective.held_bytes for node in nodes if node.collective is not None)
     return sum(graph.storages[storage].nbytes for storage in storages) + sum(backend_bytes)
 
 

@@ -404,7 +404,7 @@ class LoopCall:
     def _whole(self) -> Node:
         first = next(iter(self._lines.values()))
         nodes = [self._graph.by_name[line.node] for line in self._lines.values()]
-        digest = sha256(self.body.told.encode()).hexdigest()[:24]
+        digest = sha256(self.body.cost_key.encode()).hexdigest()[:24]
         return Node(
             name=f"{first.value}.slices",
             op=FETCH_MATMUL,

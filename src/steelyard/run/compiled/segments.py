@@ -117,7 +117,7 @@ def _regions(program: Program) -> Iterator[_Region | Instruction]:
             current.lines.append(line)
             region_of[line.value] = current
     close()
-    recomputed = {line.node for line in program.again}
+    recomputed = {line.node for line in program.recomputed}
     for each in found:
         if isinstance(each, _Region) and _is_single_kernel(graph, each.lines, recomputed):
             yield from each.lines

@@ -67,7 +67,7 @@ class FastEstimator:
         quantizable: Iterable[str] = (),
         slices: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        assert not program.again
+        assert not program.recomputed
         self.program = program
         self._lines = [i for i in program.instructions if i.sink is None]
         backward = (i for i, ins in enumerate(self._lines) if ins.phase is Phase.BACKWARD)

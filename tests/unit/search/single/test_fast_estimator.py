@@ -60,7 +60,9 @@ def test_peak_and_seconds_are_the_predictors(case: tuple[int, int, bool]) -> Non
         assert tally.flops_of(tally.storages_of(chosen)) == program.flops
         assert counted.excess(counted.peak_bytes) == 0.0
         # A view is made again too, but is no operator that runs.
-        assert len(counted.active) == sum(not graph.by_name[i.node].is_free for i in program.again)
+        assert len(counted.active) == sum(
+            not graph.by_name[i.node].is_free for i in program.recomputed
+        )
 
 
 @settings(deadline=None, max_examples=300)
@@ -89,7 +91,9 @@ def test_what_is_made_several_times_counts_as_the_predictor_says(
         assert counted.seconds == pytest.approx(step_seconds(program, costs).value)
         assert counted.folded().max() == counted.live_bytes.max() <= counted.peak_bytes
         assert tally.flops_of(choice) == program.flops
-        assert len(counted.active) == sum(not graph.by_name[i.node].is_free for i in program.again)
+        assert len(counted.active) == sum(
+            not graph.by_name[i.node].is_free for i in program.recomputed
+        )
         # What is said to be made several times is all that is.
         plainly = tally.estimate(tally.storages_of(chosen) | set(counted.repeated))
         assert (plainly.peak_bytes, plainly.active) == (counted.peak_bytes, counted.active)
@@ -165,7 +169,7 @@ def test_all_four_fates_count_as_the_predictor_says(
         }
         copied = with_copies(plain, chosen, times=times)
         program = with_codes(copied, {tally.quantizable[s] for s in small})
-        assert frozenset(program.coded) == codes
+        assert frozenset(program.quantized) == codes
         times = tally.lags_and_leads(choice)
         program = with_transfers(program, times) if times else program
         assert counted.peak_bytes == peak_bytes(program, costs)
@@ -226,7 +230,7 @@ def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:
         tally = FastEstimator(plain, costs, values)
         program = with_copies(plain, values)
         assert tally.estimate(tally.storages_of(values)).peak_bytes == peak_bytes(program, costs)
-        readers = {i.node for i in program.again if weight.name in i.inputs}
+        readers = {i.node for i in program.recomputed if weight.name in i.inputs}
         sink = next(n for n, i in enumerate(program.instructions) if i.sink == update)
         after = {i.node for i in program.instructions[sink:] if i.is_again}
         assert not readers & after, "a copy would read the new value of the buffer"
