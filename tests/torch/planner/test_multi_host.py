@@ -338,7 +338,7 @@ def test_all_hear_what_the_first_tells_and_that_it_has_gone() -> None:
     silent = HostRendezvous(who=RankInfo(rank=1, size=2, hosts=2), store=HashStore())
     with (
         mock.patch("steelyard.planner.multi_host._PLANNING_SECONDS", 0.1),
-        pytest.raises(RankFailed, match="rank 0 has told nothing"),
+        pytest.raises(RankFailed, match="rank 0 exited without sending a plan"),
     ):
         silent.receive()
 

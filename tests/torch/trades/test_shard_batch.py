@@ -414,7 +414,7 @@ def test_more_ranks_than_examples_are_told_so() -> None:
         searching=searching,
     )  # fmt: skip
     reasons = {r.label: r.reason for r in three.refusals if r.trade == "shard_batch"}
-    assert reasons == {"among 3 ranks": "the batch has 2 examples"}
+    assert reasons == {"among 3 ranks": "the batch has only 2 samples"}
 
 
 def test_a_parameter_with_gaps_is_a_refusal_and_no_error() -> None:
@@ -436,7 +436,7 @@ def test_a_cluster_that_is_not_here_is_planned_for_from_what_was_declared() -> N
     assert ParallelLayout.of(rules).num_ranks in (1, 2, 4, 8)
     assert many.predicted.step_seconds.value <= one
     (uneven,) = (r for r in many.plan.refused if r.label == "among 16 ranks")
-    assert uneven.reason == "the batch has 8 examples"
+    assert uneven.reason == "the batch has only 8 samples"
 
 
 def test_what_stays_between_steps_is_not_moved_where_ranks_exchange_it() -> None:
@@ -445,7 +445,7 @@ def test_what_stays_between_steps_is_not_moved_where_ranks_exchange_it() -> None
     assert not offers
     assert "if ranks exchange gradients" in refusal.reason
     rule = Rule(trade="offload_state", module="head.weight", op="gradient")
-    with pytest.raises(Mismatch, match="lies on 2 ranks and moves weights"):
+    with pytest.raises(Mismatch, match="needs 2 ranks and offloads weights"):
         shared(2, rule)
 
 

@@ -145,7 +145,7 @@ def test_results_laid_out_otherwise_than_the_graph_says_are_told() -> None:
     otherwise = ("aten.neg.default", [X.t()], [X.t().contiguous()])
     _, survey = measure_operators([graph_of(as_said, otherwise)], DEVICE)
     (note,) = survey.notes
-    assert note.startswith("aten.neg.default lays its results out otherwise")
+    assert note.startswith("aten.neg.default returns results in another layout")
 
 
 def test_exchanges_are_left_to_the_links() -> None:
