@@ -110,7 +110,7 @@ def _sent(count: int, way: str) -> tuple[float, float]:
 
 
 def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
-    from steelyard.comm.gloo.direct_collectives import hand_round, put_together
+    from steelyard.comm.gloo.direct_collectives import all_to_all_into, put_together
     from steelyard.ir.collective import GLOO, Exchange
     from steelyard.ir.gradient_codec import CODECS, blocks_of
     from steelyard.operators import gradient_codecs as codes
@@ -136,7 +136,7 @@ def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
         assert coded.shape[1] == CODECS[way].row_bytes(blocks // parts)
         if parts > 1:
             received = torch.empty_like(coded)
-            hand_round(received, coded, group)
+            all_to_all_into(received, coded, group)
             sent.append((Exchange.ALL_TO_ALL, coded.nbytes))
             coded = codes.encode_sum(received, None, way)
         whole = coded.new_empty((count, coded.shape[1]))

@@ -83,7 +83,7 @@ FAULTS = {
     ),
     "another torch": Fault(says="rank 1 differs from rank 0 in the torch", code=BAD_INPUT),
     "four planned, two started": Fault(
-        says="the plan is for 4 ranks, and 2 were started", code=BAD_INPUT,
+        says="the plan is for 4 ranks, but 2 were started", code=BAD_INPUT,
         by_hand=(_planned_by("four.plan.toml"),) * 2,
     ),
     "a batch that does not divide": Fault(

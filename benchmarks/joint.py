@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import steelyard as sy
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Link
 from steelyard.ir.graph import Phase
 from steelyard.plans.plan import Prediction
 from steelyard.search import StepSearch
@@ -134,7 +134,7 @@ def at_the_ends(both: sy.Planned, limits: list[int]) -> tuple[int, int]:
     found = []
     for rate in (1.0, 1e18):
         link = Link(kind="declared", latency_seconds=0.0, bytes_per_second=rate, doubt=0.0)
-        costs = replace(session.prices.costs, links={FAR_OUT: link, FAR_IN: link})
+        costs = replace(session.prices.costs, links={OFFLOAD_OUT: link, OFFLOAD_IN: link})
         search = StepSearch(
             session.base, trades=session.request.trades, source=session.source, costs=costs
         )

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import (
 
 from steelyard.api.planned import Planned
 from steelyard.capture.step import CapturedStep
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link, OffloadMemory
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Device, Link, OffloadMemory
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
@@ -61,7 +61,7 @@ def costs_of(*graphs: Graph, device: Device = DEVICE) -> CostTable:
     and
     a search is offered none."""
     declared = CostTable(device=device)
-    computed = (n for graph in graphs for n in graph.nodes if not n.is_free and not n.is_far)
+    computed = (n for graph in graphs for n in graph.nodes if not n.is_free and not n.is_transfer)
     by_signature = {n.signature: n for n in computed}
     _meter(graphs)
     return CostTable(
@@ -258,7 +258,7 @@ def trial_of(name: str) -> Trial:
 
 
 FAR_LINK = Link(kind="declared for tests", latency_seconds=2e-4, bytes_per_second=2e8)
-FAR_LINKS = {FAR_OUT: FAR_LINK, FAR_IN: FAR_LINK}
+FAR_LINKS = {OFFLOAD_OUT: FAR_LINK, OFFLOAD_IN: FAR_LINK}
 
 
 @functools.cache
@@ -267,7 +267,7 @@ def far_memory() -> OffloadFile:
 
 
 def has_offload_memory(program: Program) -> bool:
-    return any(node.is_far for node in program.graph.nodes)
+    return any(node.is_transfer for node in program.graph.nodes)
 
 
 def predicted_above(program: Program, costs: CostTable) -> int:

@@ -12,8 +12,8 @@ from unittest import mock
 
 import steelyard as sy
 from steelyard.hardware.cluster import (
-    FAR_IN,
-    FAR_OUT,
+    OFFLOAD_IN,
+    OFFLOAD_OUT,
     Cluster,
     LevelMember,
     OffloadMemory,
@@ -62,7 +62,7 @@ def _operators(graphs: Sequence[Graph], device: Device, **_: Any) -> tuple[CostT
     costs = {
         signature: OperatorCost(seconds=_seconds(node), workspace_bytes=_workspace(node))
         for signature, node in nodes.items()
-        if not node.is_far
+        if not node.is_transfer
     }
     return CostTable(device=device, operators=costs), Survey(measured=len(costs))
 
@@ -96,4 +96,4 @@ def _ranks(*_: Any, **__: Any) -> LinkMeasurement:
 
 
 def _far(*_: Any, **__: Any) -> tuple[dict[str, Link], tuple[str, ...]]:
-    return dict.fromkeys((FAR_IN, FAR_OUT), _link("offload memory", "far")), ()
+    return dict.fromkeys((OFFLOAD_IN, OFFLOAD_OUT), _link("offload memory", "far")), ()

@@ -37,10 +37,10 @@ from steelyard.planner.multi_host import (
 from steelyard.run.binding import live_tensors
 from steelyard.run.launch.consistency_check import words_for
 from steelyard.run.launch.coordination import Alone, Coordinator, InGroup
-from steelyard.run.launch.environment import who_am_i
+from steelyard.run.launch.environment import rank_info
 from steelyard.run.launch.rendezvous import hold_meeting_place as hold
 from steelyard.run.launch.rendezvous import joined, needing_store
-from steelyard.run.launch.status_reporter import recorded, told_by_itself
+from steelyard.run.launch.status_reporter import recorded, reporting_lost_connections
 from steelyard.run.pipeline.driver import PipelineDriver
 from steelyard.run.sharded_model.layers import ShardedLayers, ShardedTensorsOfLayers
 from steelyard.run.sharded_model.tensors import ShardedTensors, ShardSpec
@@ -69,7 +69,7 @@ class RankContext:
 
     layout: ParallelLayout = ALONE
     rank: int = 0
-    home: torch.device = CPU
+    torch_device: torch.device = CPU
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     # If only some of the ranks take the step: the coordinator of all ranks, and if this rank stands
     # by.
@@ -77,8 +77,8 @@ class RankContext:
     stands_by: bool = False
 
     @classmethod
-    def of(cls, layout: ParallelLayout, home: torch.device = CPU) -> "RankContext":
-        """Return the context in the current process group, for a model on the device ``home``."""
+    def of(cls, layout: ParallelLayout, torch_device: torch.device = CPU) -> "RankContext":
+        """Return the context in the current process group, for a model on ``torch_device``."""
         if layout.num_ranks == 1:
             return cls()
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -91,10 +91,10 @@ class RankContext:
                 remedy="start them with steelyard run, or with torchrun and init_process_group "
                 "before apply; or plan again for this number of ranks",
             )
-        _refuse_backends(group, home)
+        _refuse_backends(group, torch_device)
         groups = _groups(layout, group)
         take_turns()
-        return cls(layout=layout, rank=group.rank(), home=home, groups=groups)
+        return cls(layout=layout, rank=group.rank(), torch_device=torch_device, groups=groups)
 
     @cached_property
     def coordinator(self) -> Coordinator:
@@ -116,7 +116,7 @@ class RankContext:
         return RankContext(
             layout=layout,
             rank=members.index(rank) if is_member else 0,
-            home=self.home,
+            torch_device=self.torch_device,
             groups=groups,
             everyone=self.coordinator,
             stands_by=not is_member,
@@ -124,13 +124,13 @@ class RankContext:
 
     @cached_property
     def channels(self) -> Mapping[str, Channel]:
-        return {axis: Channel.of(group, self.home) for axis, group in self.groups.items()}
+        return {axis: Channel.of(group, self.torch_device) for axis, group in self.groups.items()}
 
     def parts_of(
         self, model: nn.Module, program: Program
     ) -> ShardedTensors | ShardedLayers | ShardedTensorsOfLayers | None:
         """Return the part of the model that this rank holds; None if it holds the whole model."""
-        sharded = self._sharded_tensors(model, program.partings) if program.partings else None
+        sharded = self._sharded_tensors(model, program.shardings) if program.shardings else None
         if program.pipeline is None:
             return sharded
         layers_of_rank = [program.pipeline.held(r) for r in range(self.layout.pipeline)]
@@ -138,10 +138,10 @@ class RankContext:
         return layers if sharded is None else ShardedTensorsOfLayers(sharded, layers)
 
     def _sharded_tensors(
-        self, model: nn.Module, partings: Sequence[ShardingChoice]
+        self, model: nn.Module, shardings: Sequence[ShardingChoice]
     ) -> ShardedTensors:
         specs: dict[str, list[ShardSpec]] = {}
-        for choice in partings:
+        for choice in shardings:
             place, group = self.layout.place(self.rank, choice.axis), self.groups[choice.axis]
             for name, placement in choice.inputs:
                 if isinstance(placement, Shard):
@@ -164,16 +164,16 @@ class RankContext:
         )
 
 
-def _refuse_backends(group: dist.ProcessGroup, home: torch.device) -> None:
+def _refuse_backends(group: dist.ProcessGroup, torch_device: torch.device) -> None:
     """Check that the group has a backend for the model's device, and one for the CPU.
 
     Ranks coordinate through tensors on the CPU, whatever the device of the model.
     """
     backends = dist.get_backend_config(group)
-    if not {"cpu", home.type} <= {pair.partition(":")[0] for pair in backends.split(",")}:
-        required = "gloo" if home.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if not {"cpu", torch_device.type} <= {pair.partition(":")[0] for pair in backends.split(",")}:
+        required = "gloo" if torch_device.type == "cpu" else "cpu:gloo,cuda:nccl"
         raise BadInput(
-            f"the process group has the backends {backends}, but the model is on {home}",
+            f"the process group has the backends {backends}, but the model is on {torch_device}",
             expected="a backend for the model's device, and one for the CPU",
             remedy=f'call init_process_group("{required}")',
         )
@@ -190,19 +190,19 @@ def _groups(layout: ParallelLayout, everyone: dist.ProcessGroup) -> dict[str, di
 @contextlib.contextmanager
 def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
     """Record for the launcher an error that ends this rank within the context."""
-    who = who_am_i(os.environ)
-    with recorded(who), told_by_itself(who):
+    who = rank_info(os.environ)
+    with recorded(who), reporting_lost_connections(who):
         who.check_size(num_ranks, planned_hosts=hosts)
         yield
 
 
 def hold_meeting_place() -> None:
     """Keep the rendezvous store open, in a process that is no rank of the plan."""
-    hold(who_am_i(os.environ))
+    hold(rank_info(os.environ))
 
 
 def keep_to_own_cores() -> None:
-    keep_to_cores_of(who_am_i(os.environ))
+    keep_to_cores_of(rank_info(os.environ))
 
 
 @contextlib.contextmanager
@@ -214,21 +214,21 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
     words = words_for(plan_digest=plan, parameters=named, batch=tensors.items())
     # Ranks that draw different batches would train on fewer samples than the plan says.
     words["values of the first batch"] = "\n".join(f"{n} {_digest(x)}" for n, x in tensors.items())
-    who, home = who_am_i(os.environ), torch_device_of(workload.model)
-    check_is_own(home)
+    who, torch_device = rank_info(os.environ), torch_device_of(workload.model)
+    check_is_own(torch_device)
     if who.hosts > 1:
-        words |= gpu_description(home, who)
-    backend = backend_for(home, ranks=who.size // who.hosts)
+        words |= gpu_description(torch_device, who)
+    backend = backend_for(torch_device, ranks=who.size // who.hosts)
     with needing_store(who), joined(who, words, timeout_seconds=timeout_seconds, backend=backend):
         if who.hosts > 1:
             check_neighbours(who)
-            probe_hosts(who, home)
+            probe_hosts(who, torch_device)
         yield
 
 
 def restarts() -> int:
     """Return the number of times that the ranks were restarted."""
-    return who_am_i(os.environ).attempt
+    return rank_info(os.environ).attempt
 
 
 def _digest(tensor: torch.Tensor) -> str:

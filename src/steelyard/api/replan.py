@@ -41,7 +41,7 @@ from steelyard.planner.session import PlanningSession
 from steelyard.plans.plan import Plan, Prediction
 from steelyard.plans.plan_on_file import explanation_path
 from steelyard.predict import predict
-from steelyard.run.launch.environment import who_am_i
+from steelyard.run.launch.environment import rank_info
 from steelyard.safe_files import write_where_other
 from steelyard.search.ranks.pace import Pace
 from steelyard.search.ranks.retune import (
@@ -115,7 +115,10 @@ class Replanner:
             step.plan.decisions,
             step.plan.predicted.metrics.accuracy_loss,
         )
-        self._home, self._num_ranks = step.ranks.home, ParallelLayout.of(rules).num_ranks
+        self._torch_device, self._num_ranks = (
+            step.ranks.torch_device,
+            ParallelLayout.of(rules).num_ranks,
+        )
         self._hosts = self._decisions.target.hosts_of(self._num_ranks)
         self._is_compiled = session.request.runner == "inductor"
         self._members = tuple(range(self._num_ranks))
@@ -150,7 +153,7 @@ class Replanner:
 
         A compiler has threads that a fork does not copy, and CUDA does not survive a fork.
         """
-        return self._home == CPU and not self._is_compiled
+        return self._torch_device == CPU and not self._is_compiled
 
     @cached_property
     def _compressed_rules(self) -> tuple[tuple[Rule, ...], ...]:
@@ -232,7 +235,7 @@ class Replanner:
         self.close()  # a search in progress assumes the old links
         session = self._session.with_link(links.link)
         self._pending = session, links
-        self._free_bytes = min(self._coordinator.each(free_bytes(self._home)))
+        self._free_bytes = min(self._coordinator.each(free_bytes(self._torch_device)))
         has_turned = self._is_background and self._switch_at_once(number, session, links)
         self._search_rank = self._least_busy(number)
         if self._rank != self._search_rank:
@@ -305,7 +308,7 @@ class Replanner:
 
     def _measure_links(self) -> _LinkState:
         begin = time.perf_counter()
-        link = measured_now(self._links.link, hosts=self._hosts, home=self._home)
+        link = measured_now(self._links.link, hosts=self._hosts, torch_device=self._torch_device)
         # With two hosts, the one link has just been measured.
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
         seconds = time.perf_counter() - begin
@@ -580,7 +583,7 @@ class Replanner:
         received = self._coordinator.words(_SEPARATOR.join(written))
         has_failed = 0
         try:
-            if who_am_i(os.environ).local_rank == 0:
+            if rank_info(os.environ).local_rank == 0:
                 for file, text in zip(files, received.split(_SEPARATOR), strict=True):
                     write_where_other(file, text)
         except PlanFileError:

@@ -75,13 +75,13 @@ class Traffic(NamedTuple):
 
     ``busy``: seconds in which values were moved to or from offload memory. ``waited``: seconds
     spent waiting for these transfers or for other ranks. ``sent``: bytes that this rank sent to
-    other ranks. ``coded``: seconds in which it encoded and decoded gradients.
+    other ranks. ``coding``: seconds in which it encoded and decoded gradients.
     """
 
     busy: float
     waited: float
     sent: float
-    coded: float
+    coding: float
 
 
 class Step:
@@ -120,7 +120,7 @@ class Step:
         captured.reads.check()
         offload_memory = plan.decisions.offload_memory
         self.offload_file = OffloadFile(offload_memory) if offload_memory else None
-        if (program.partings or program.pipeline) and optimizer is None:
+        if (program.shardings or program.pipeline) and optimizer is None:
             raise BadInput(
                 "the plan shards the weights, but no optimizer was given",
                 expected="an optimizer, so that its step can be tested on shards",
@@ -442,14 +442,16 @@ class Step:
             layout = ParallelLayout.of(plan.decisions.rules)
             self.ranks = everyone if members == all_ranks else everyone.among(members, layout)
             self._members = members
-            self.live.turn_among(
+            self.live.change_ranks(
                 rank=layout.place(self.ranks.rank, DATA),
                 channels=self.ranks.channels,
-                tell_loss=None if members == all_ranks else self.ranks.coordinator.tell_loss,
+                broadcast_loss=None
+                if members == all_ranks
+                else self.ranks.coordinator.broadcast_loss,
                 stands_by=self.ranks.stands_by,
             )
             self._sent_counter, self._num_scans = SentBytesCounter(), 0
-        self.live.begin_anew(self._guard())
+        self.live.switch_programs(self._guard())
         self._laps.clear()
         self._traffic = [self.traffic()]
 
@@ -479,28 +481,28 @@ class Step:
         """Return notes on gradient compression: its time, exact steps, residuals and fallbacks."""
         if self.live.guard is None:
             return ()
-        seen, notes, found = self.live.guard.seen(), list[str](), median_traffic(traffic)
-        if found is not None and found.coded:
+        record, notes, found = self.live.guard.record(), list[str](), median_traffic(traffic)
+        if found is not None and found.coding:
             costs = self._pricing.made.costs.on(self.ranks.layout.num_ranks).of_rank(
                 self.ranks.rank
             )
             nodes = (n for n in self.live.program.graph.nodes if n.op in CODED_CALLS)
             predicted_seconds = sum(costs.seconds(node).value for node in nodes)
             notes.append(
-                f"encoded and decoded gradients in {format_seconds(found.coded)} of a step "
+                f"encoded and decoded gradients in {format_seconds(found.coding)} of a step "
                 f"(predicted ~{format_seconds(predicted_seconds)})"
             )
-        if seen.exact_steps:
+        if record.exact_steps:
             notes.append(
-                f"{seen.exact_steps} steps sent gradients uncompressed and are excluded from all "
+                f"{record.exact_steps} steps sent gradients uncompressed and are excluded from all "
                 "step figures"
             )
-        if any(seen.held):
+        if any(record.residuals):
             notes.append(
-                f"error feedback held at most {max(seen.held):.2g} steps' worth of gradients, in "
-                f"{len(seen.held)} checks"
+                f"error feedback held at most {max(record.residuals):.2g} steps' worth of "
+                f"gradients, in {len(record.residuals)} checks"
             )
-        for rung, reason in enumerate(seen.reasons, start=1):
+        for rung, reason in enumerate(record.reasons, start=1):
             notes.append(
                 f"gradients were sent in {_codec_text(self._codec_fallbacks[rung])} from then on: "
                 f"{reason}"
@@ -654,7 +656,7 @@ class Step:
             base = Program.plain(graph, update=self._update, rank=self.ranks.rank)
             program = apply_rules(base, rules, trades=TRADES, source=source)
             if program.layout.shares and self.ranks is self._plan_ranks:
-                self.ranks.coordinator.check_equal("exchanges", "\n".join(program.spoken))
+                self.ranks.coordinator.check_equal("exchanges", "\n".join(program.collective_order))
             return program, source.captured(micro_batches=program.units, share=program.share)
 
     def _fit_micro_batches(self, rule: Rule, source: CapturedStep) -> Rule:

@@ -252,7 +252,7 @@ def _local_values(graph: Graph) -> frozenset[str]:
             continue
         if parameter_views.isdisjoint(node.inputs):
             found.add(node.name)
-        elif graph.is_look(node):
+        elif graph.is_alias(node):
             found.add(node.name)
             parameter_views.add(node.name)
     return frozenset(found)

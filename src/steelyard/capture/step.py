@@ -31,7 +31,7 @@ from steelyard.capture.tracing.fake_execution import on_cpu, restoring_attribute
 from steelyard.capture.tracing.joint_graph import Loss, trace
 from steelyard.capture.tracing.optimizer import (
     OptimizerFactory,
-    Shares,
+    ShardsByParameter,
     capture_update,
     leaner_settings,
 )
@@ -174,17 +174,17 @@ class CapturedStep:
     def update(self) -> Program | None:
         return None if self.optimizer is None else self._update(self.optimizer, {})
 
-    def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
+    def update_in_parts(self, update: Program, shardings: tuple[ShardingChoice, ...]) -> Program:
         """Return ``update``, which is unsharded, with the graph of one rank's shards instead."""
         assert self.optimizer is not None, "a step with an update has an optimizer"
-        shares = _shards_by_parameter(partings)
+        shares = _shards_by_parameter(shardings)
         key = tuple((name, tuple(shards)) for name, shards in sorted(shares.items()))
         if key not in self._sharded_updates:
             self._sharded_updates[key] = self._update(self.optimizer, shares)
         sharded = self._sharded_updates[key]
         return replace(update, graph=sharded.graph, instructions=sharded.instructions)
 
-    def _update(self, make: OptimizerFactory, shares: Shares) -> Program:
+    def _update(self, make: OptimizerFactory, shares: ShardsByParameter) -> Program:
         unused = frozenset(self.graph(micro_batches=1).unused)
         return capture_update(self.model, make, without_gradient=unused, shares=shares)
 
@@ -218,30 +218,30 @@ class CapturedStep:
         if program.update is None:
             return pipeline
         updates = (
-            self._update_of_stage(program.update, pipeline.held(rank), program.partings)
+            self._update_of_stage(program.update, pipeline.held(rank), program.shardings)
             for rank in range(num_ranks)
         )
         return replace(pipeline, updates=tuple(updates))
 
     def _update_of_stage(
-        self, update: Program, parameters: frozenset[str], partings: tuple[ShardingChoice, ...]
+        self, update: Program, parameters: frozenset[str], shardings: tuple[ShardingChoice, ...]
     ) -> Program:
         """Return the update of a pipeline stage: only these parameters have gradients."""
         restricted = update_of(update, {name.removeprefix(WEIGHT) for name in parameters})
         if restricted is not None:
             return restricted
-        if (parameters, partings) not in self._stage_updates:
+        if (parameters, shardings) not in self._stage_updates:
             assert self.optimizer is not None, "a step with an update has an optimizer"
             named = (name for name, _ in self.model.named_parameters())
             without_gradient = {name for name in named if f"parameter:{name}" not in parameters}
             without_gradient |= set(self.graph(micro_batches=1).unused)
-            self._stage_updates[parameters, partings] = capture_update(
+            self._stage_updates[parameters, shardings] = capture_update(
                 self.model,
                 self.optimizer,
                 without_gradient=frozenset(without_gradient),
-                shares=_shards_by_parameter(partings),
+                shares=_shards_by_parameter(shardings),
             )
-        captured = self._stage_updates[parameters, partings]
+        captured = self._stage_updates[parameters, shardings]
         return replace(update, graph=captured.graph, instructions=captured.instructions)
 
     def entries(self) -> tuple[BatchEntry, ...]:
@@ -326,10 +326,10 @@ class CapturedStep:
             )
 
 
-def _shards_by_parameter(partings: tuple[ShardingChoice, ...]) -> Shares:
+def _shards_by_parameter(shardings: tuple[ShardingChoice, ...]) -> ShardsByParameter:
     """Return the shards of each parameter by its name."""
     found: dict[str, list[tuple[Shard, int]]] = {}
-    for choice in partings:
+    for choice in shardings:
         for name, placement in choice.inputs:
             if isinstance(placement, Shard):
                 found.setdefault(name.partition(":")[2], []).append((placement, choice.num_ranks))

@@ -7,9 +7,13 @@ import torch
 import torch.distributed as dist
 
 
-def backend_for(home: torch.device, *, ranks: int) -> str:
+def backend_for(torch_device: torch.device, *, ranks: int) -> str:
     """Return gloo for CPU tensors, and for a GPU that several of ``ranks`` ranks share, which
     NCCL refuses; otherwise NCCL."""
-    if home.type == "cpu" or ranks > torch.cuda.device_count() or not dist.is_nccl_available():
+    if (
+        torch_device.type == "cpu"
+        or ranks > torch.cuda.device_count()
+        or not dist.is_nccl_available()
+    ):
         return "gloo"
     return "cpu:gloo,cuda:nccl"

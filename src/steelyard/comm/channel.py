@@ -96,7 +96,7 @@ def check_channels(program: Program, channels: Mapping[str, Channel]) -> None:
     for exchange in program.exchanges:
         collective = nodes[program.instructions[exchange.issue].node].collective
         assert collective is not None
-        if collective.is_far:
+        if collective.is_transfer:
             continue
         channel = channels.get(collective.axis)
         num_ranks_of_channel = channel.num_ranks if channel is not None else "no"

@@ -18,14 +18,15 @@ _SENT = struct.Struct("=200xQQ")
 
 
 def connections() -> list[socket.socket]:
-    """Return the current connections, which must be returned to their owner with ``give_back``;
+    """Return the current connections, which must be returned to their owner with
+    ``detach_sockets``;
     empty if the kernel is not Linux."""
     descriptors = _OPEN.iterdir() if _OPEN.exists() else ()
     borrowed = [_connection(int(entry.name)) for entry in descriptors]
     return [connection for connection in borrowed if connection is not None]
 
 
-def give_back(borrowed: list[socket.socket]) -> None:
+def detach_sockets(borrowed: list[socket.socket]) -> None:
     """Detach the sockets; otherwise Python would close the connections with these objects."""
     for connection in borrowed:
         connection.detach()
@@ -38,11 +39,11 @@ class SentBytesCounter:
     def __init__(self) -> None:
         self.is_counted = True
         self._connections: list[socket.socket] = []
-        weakref.finalize(self, give_back, self._connections)
+        weakref.finalize(self, detach_sockets, self._connections)
 
     def look(self) -> None:
         """Find the connections that are open now."""
-        give_back(self._connections)
+        detach_sockets(self._connections)
         self._connections[:] = connections()
 
     @property

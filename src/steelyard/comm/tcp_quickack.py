@@ -10,7 +10,7 @@ import contextlib
 import socket
 import weakref
 
-from steelyard.comm.tcp_counters import connections, give_back
+from steelyard.comm.tcp_counters import connections, detach_sockets
 
 # On other kernels than Linux nothing changes.
 _IS_SUPPORTED = hasattr(socket, "TCP_QUICKACK")
@@ -22,7 +22,7 @@ class QuickAcks:
 
     def __init__(self) -> None:
         self._connections = connections() if _IS_SUPPORTED else []
-        weakref.finalize(self, give_back, self._connections)
+        weakref.finalize(self, detach_sockets, self._connections)
 
     def at_once(self) -> None:
         """Acknowledge at once until the kernel reverts to delays, which it does as soon as both

@@ -14,8 +14,8 @@ from steelyard.errors import BadInput
 from steelyard.hardware.device import DTYPES, Device
 from steelyard.hardware.link import Link
 from steelyard.hardware.offload_memory import (
-    FAR_IN,
-    FAR_OUT,
+    OFFLOAD_IN,
+    OFFLOAD_OUT,
     OFFLOAD_PAGE_BYTES,
     OFFLOAD_PIECE_BYTES,
     OffloadMemory,
@@ -26,8 +26,8 @@ from steelyard.safe_text import printable
 
 __all__ = [
     "DTYPES",
-    "FAR_IN",
-    "FAR_OUT",
+    "OFFLOAD_IN",
+    "OFFLOAD_OUT",
     "OFFLOAD_PAGE_BYTES",
     "OFFLOAD_PIECE_BYTES",
     "Cluster",

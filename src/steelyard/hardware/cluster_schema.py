@@ -33,7 +33,7 @@ def _parser_of(parse: Callable[..., float], what: str, example: str) -> Callable
         if isinstance(given, str | int | float) and not isinstance(given, bool):
             raise BudgetError(
                 f"{what} = {str(given)[:40]!r} has no unit",
-                expected=f"a text such as {example}",
+                expected=f"a string such as {example}",
                 remedy=f'write {what} = "{example}"',
             )
         return given
@@ -60,7 +60,7 @@ def _read_point(given: object) -> object:
     if not isinstance(given, list) or len(given) != 2:
         raise BudgetError(
             "a point of a curve must be a size and a time",
-            expected='two texts such as ["1 MiB", "120 us"]',
+            expected='two strings such as ["1 MiB", "120 us"]',
             remedy="write both",
         )
     size, time = given

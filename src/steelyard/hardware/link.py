@@ -91,7 +91,7 @@ class Link:
 def _check(points: Sequence[Point]) -> None:
     wrong = ""
     if len(points) < 2:
-        wrong = f"has {len(points)} points; at least two are needed"
+        wrong = "has fewer than two points"
     for (size, seconds), (larger, longer) in pairwise(points):
         if larger <= size:
             wrong = f"has sizes that decrease, from {size} to {larger} bytes"

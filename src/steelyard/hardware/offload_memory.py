@@ -13,7 +13,7 @@ OFFLOAD_PAGE_BYTES = 4096
 _SLOWEST = 1e6
 # The axis names of the links to and from offload memory, over which a rank communicates with
 # itself at a later time.
-FAR_OUT, FAR_IN = "far out", "far in"
+OFFLOAD_OUT, OFFLOAD_IN = "offload out", "offload in"
 # Bytes of the device buffer for transfers, which are split into pieces; one per direction.
 OFFLOAD_PIECE_BYTES = 1 << 20
 

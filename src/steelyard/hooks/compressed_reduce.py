@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from steelyard.comm.gloo.direct_collectives import hand_round, put_together
+from steelyard.comm.gloo.direct_collectives import all_gather_into, all_to_all_into
 from steelyard.ir.gradient_codec import BLOCK, Codec, blocks_of
 from steelyard.operators import low_rank
 from steelyard.operators.gradient_codecs import (
@@ -48,7 +48,7 @@ class CompressedReduce:
         if self._parts == 1:
             return decode_sum(self._all_gather(coded), name)
         received = torch.empty_like(coded)
-        hand_round(received, coded, self._group)
+        all_to_all_into(received, coded, self._group)
         reduced = encode_sum(received, own_error := self._empty_part(lost), name)
         if lost is not None and own_error is not None:
             # Error feedback: this rank also compensates the error of compressing the sum.
@@ -89,7 +89,7 @@ class CompressedReduce:
         tensors = [piece for row in rows for piece in (row, padding)]
         coded = encode_gradients(tensors, None, self._codec.name, self._ranks)
         received = torch.empty_like(coded)
-        hand_round(received, coded, self._group)
+        all_to_all_into(received, coded, self._group)
         return decode_sum(received, self._codec.name)
 
     @property
@@ -101,5 +101,5 @@ class CompressedReduce:
 
     def _all_gather(self, row: torch.Tensor) -> torch.Tensor:
         gathered = row.new_empty((self._ranks, row.shape[1]))
-        put_together(gathered, row, self._group)
+        all_gather_into(gathered, row, self._group)
         return gathered

@@ -26,8 +26,8 @@ class Exchange(StrEnum):
     ALL_TO_ALL = "all-to-all"
     # Transfers between a rank's device and offload memory, over axes named in
     # hardware/cluster.py.
-    SEND = "send far"
-    FETCH = "fetch from far"
+    SEND = "offload"
+    FETCH = "fetch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class Collective:
     """One collective, from the call that issues it to the call that waits for it.
 
     Each rank sends ``sent_bytes`` in ``hops`` messages, sequentially unless ``is_direct``.
-    ``says``: the backend adds headers to them. ``held_bytes`` are the backend's own buffers,
-    without arguments and results, until the wait completes. Every ``stride``-th rank takes part;
-    ``places`` are the participants among pipeline ranks. ``is_pinned``: ranks exchange through
-    shared memory.
+    ``adds_headers``: the backend adds headers to them. ``held_bytes`` are the backend's own
+    buffers, without arguments and results, until the wait completes. Every ``stride``-th rank takes
+    part; ``places`` are the participants among pipeline ranks. ``is_pinned``: ranks exchange
+    through shared memory.
     """
 
     kind: Exchange
@@ -51,7 +51,7 @@ class Collective:
     places: tuple[int, ...] = ()
     is_direct: bool = False
     is_pinned: bool = False
-    says: bool = False
+    adds_headers: bool = False
 
     @property
     def waits(self) -> int:
@@ -75,7 +75,7 @@ class Collective:
         gloo sends headers for each piece sent and received (gloo/allreduce.cc,
         transport/tcp/pair.cc).
         """
-        if not self.says or not self.hops:
+        if not self.adds_headers or not self.hops:
             return self.sent_bytes
         is_ring = self.kind is Exchange.ALL_REDUCE
         header_bytes = self._ring_header_bytes if is_ring else self.hops * _HEADER_BYTES
@@ -105,7 +105,7 @@ class Collective:
         return self.kind in (Exchange.ALL_REDUCE, Exchange.REDUCE_SCATTER, Exchange.ALL_TO_ALL)
 
     @property
-    def is_far(self) -> bool:
+    def is_transfer(self) -> bool:
         """True for transfers between device and offload memory, not between ranks."""
         return self.kind in (Exchange.SEND, Exchange.FETCH)
 
@@ -116,14 +116,14 @@ class Transport:
 
     ``keeps_input``: the argument must stay alive until the wait completes. ``is_direct``: except
     for all-reduce, a rank sends each peer its part at once. ``is_pinned``: through shared memory.
-    ``says``: the backend adds headers to the payload, see ``wire_bytes``.
+    ``adds_headers``: the backend adds headers to the payload, see ``wire_bytes``.
     """
 
     name: str
     keeps_input: frozenset[Exchange] = frozenset()
     is_direct: bool = False
     is_pinned: bool = False
-    says: bool = False
+    adds_headers: bool = False
 
     def collective(
         self, kind: Exchange, *, axis: str, num_ranks: int, nbytes: int, stride: int = 1
@@ -144,7 +144,7 @@ class Transport:
             stride=stride,
             is_direct=self.is_direct and kind is not Exchange.ALL_REDUCE,
             is_pinned=self.is_pinned,
-            says=self.says,
+            adds_headers=self.adds_headers,
         )
 
 
@@ -154,7 +154,7 @@ GLOO = Transport(
     name="gloo",
     keeps_input=frozenset({Exchange.ALL_GATHER, Exchange.ALL_TO_ALL, Exchange.REDUCE_SCATTER}),
     is_direct=True,
-    says=True,
+    adds_headers=True,
 )
 # Ranks write into each other's slots and read received data in place: nothing is copied.
 THROUGH_SLOTS = Transport(name="slots", is_pinned=True)

@@ -20,8 +20,8 @@ ENCODE_SUM = "steelyard.encode_sum"
 DECODE, DECODE_SUM = "steelyard.decode_gradients", "steelyard.decode_sum"
 # Compute the left factor of each matrix; the right one, from the reduced left one; the matrices.
 LEFT, RIGHT = "steelyard.left_factors", "steelyard.right_factors"
-OF_FACTORS = "steelyard.of_factors"
-CODED_CALLS = frozenset({ENCODE, ENCODE_SUM, DECODE, DECODE_SUM, LEFT, RIGHT, OF_FACTORS})
+MATRICES_OF_FACTORS = "steelyard.matrices_of_factors"
+CODED_CALLS = frozenset({ENCODE, ENCODE_SUM, DECODE, DECODE_SUM, LEFT, RIGHT, MATRICES_OF_FACTORS})
 # The first call of each exchange; all others read data from other ranks.
 FIRST_CALLS = frozenset({ENCODE, LEFT})
 # Name prefix of the inputs with the error feedback of one bucket, and name suffix of those with
@@ -36,8 +36,8 @@ class Codec:
     """A codec for gradients.
 
     ``has_residual``: the error of one step is added to the next (error feedback). ``is_linear``:
-    the encoded values can be all-reduced directly, without blocks. ``rank``: the number of
-    columns of the factors, 0 without factors. ``kept``: the number of largest elements sent, with
+    the encoded values can be all-reduced directly, without blocks. ``rank``: the number of columns
+    of the factors, 0 without factors. ``num_largest``: the number of largest elements sent, with
     their indices, for each quarter of a block; 0 sends all elements, in ``bits`` bits.
     """
 
@@ -46,12 +46,12 @@ class Codec:
     has_residual: bool = False
     is_linear: bool = False
     rank: int = 0
-    kept: int = 0
+    num_largest: int = 0
 
     @property
     def label(self) -> str:
-        if self.kept:
-            return f"the largest {4 * self.kept} of {BLOCK:,} gradients"
+        if self.num_largest:
+            return f"the largest {4 * self.num_largest} of {BLOCK:,} gradients"
         return f"gradients of rank {self.rank}" if self.rank else f"gradients in {self.bits} bits"
 
     @property
@@ -61,7 +61,7 @@ class Codec:
     @property
     def block_bytes(self) -> int:
         """Bytes of the codes of one block."""
-        return 8 * self.kept if self.kept else BLOCK * self.bits // 8
+        return 8 * self.num_largest if self.num_largest else BLOCK * self.bits // 8
 
     def row_bytes(self, blocks: int) -> int:
         """Return the bytes of a row: all scales, then all codes."""
@@ -72,7 +72,7 @@ class Codec:
 BFLOAT16 = Codec(name="bfloat16", bits=16, is_linear=True)
 INT8 = Codec(name="int8", bits=8)
 TERNARY = Codec(name="ternary", bits=2, has_residual=True)
-LARGEST = Codec(name="largest", bits=8, has_residual=True, kept=4)
+LARGEST = Codec(name="largest", bits=8, has_residual=True, num_largest=4)
 CODECS = {codec.name: codec for codec in (BFLOAT16, INT8, TERNARY, LARGEST)}
 
 

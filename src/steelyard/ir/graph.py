@@ -111,13 +111,13 @@ def without_refs(argument: Argument) -> Argument:
     return argument
 
 
-FAR_CALLS = "steelyard.far_"
+OFFLOAD_CALLS = "steelyard.offload_"
 # A matrix product that streams one operand from offload memory, slice by slice.
-FAR_PRODUCTS = "steelyard.product_far"
+FETCH_MATMUL = "steelyard.fetch_matmul"
 # A matrix product that streams its result to offload memory, slice by slice.
-SENT_PRODUCTS = "steelyard.product_sent"
+MATMUL_SEND = "steelyard.matmul_send"
 # Concatenates tensors for one joint collective, and extracts one of them from its result.
-JOINED_ROWS, WHOLE_ROWS = "steelyard.joined_rows", "steelyard.whole_rows"
+PACK_ROWS, UNPACK_ROWS = "steelyard.pack_rows", "steelyard.unpack_rows"
 _COPIES = ("aten.clone.default", "aten._unsafe_view.default")
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 
@@ -169,23 +169,23 @@ class Node:
         return self.multiplies_in or (self.outputs[0].dtype if self.outputs else "float32")
 
     @property
-    def is_far(self) -> bool:
+    def is_transfer(self) -> bool:
         """True if the node copies a value to or from offload memory; the link sets its price."""
-        return self.op.startswith(FAR_CALLS)
+        return self.op.startswith(OFFLOAD_CALLS)
 
     @property
     def is_packing(self) -> bool:
         """True if the node packs or unpacks the tensors of one joint collective."""
-        return self.op in (JOINED_ROWS, WHOLE_ROWS)
+        return self.op in (PACK_ROWS, UNPACK_ROWS)
 
     @property
-    def is_far_product(self) -> bool:
-        return self.op == FAR_PRODUCTS
+    def is_fetch_matmul(self) -> bool:
+        return self.op == FETCH_MATMUL
 
     @property
     def is_slicing(self) -> bool:
         """True if the node starts a sliced fetch; the consumer issues the fetch of later slices."""
-        return self.op in (f"{FAR_CALLS}begin", f"{FAR_CALLS}begin_weight")
+        return self.op in (f"{OFFLOAD_CALLS}begin", f"{OFFLOAD_CALLS}begin_weight")
 
     @property
     def is_getitem(self) -> bool:
@@ -290,7 +290,7 @@ class Body:
         )
 
     @property
-    def told(self) -> str:
+    def cost_key(self) -> str:
         """A text of every property that determines the cost of the body."""
         named: dict[str, int] = {}
 
@@ -322,7 +322,7 @@ class OutputKind(StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
     # A gradient that is sent to offload memory and leaves device memory.
-    FAR_GRADIENT = "gradient, far"
+    OFFLOADED_GRADIENT = "gradient, offloaded"
     # The sum over all ranks and micro-batches, in place of this rank's own accumulated gradient.
     SUMMED = "gradient, summed"
     UPDATE = "update"
@@ -453,7 +453,7 @@ class Graph:
         """Storages that some operator writes in place."""
         return frozenset(s for n in self.nodes for i in n.mutates for s in self.storages_of(i))
 
-    def is_look(self, node: Node) -> bool:
+    def is_alias(self, node: Node) -> bool:
         """True for a view or a getitem of a multi-output view; another getitem is a value."""
         return self.by_name[node.inputs[0]].is_free if node.is_getitem else node.is_view
 

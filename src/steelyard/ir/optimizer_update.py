@@ -66,7 +66,7 @@ def owners(graph: Graph) -> Mapping[str, str] | None:
             is_owned = graph.storages[tensor.storage].role in _OWNED
             owner[node.name] = parameter_of(node.name) if is_owned else ""
             continue
-        if node.is_far:
+        if node.is_transfer:
             owner[node.name] = parameter_of(far_name(node))
             continue
         parameters = {owner[name] for name in node.inputs} - {""}

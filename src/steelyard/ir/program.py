@@ -86,16 +86,16 @@ class Pipeline:
 class Program:
     """Straight-line code over a graph, run ``repeats`` times per step on equal micro-batches.
 
-    The last micro-batch runs this program to its end; the micro-batches before it run
-    ``earlier``. With a ``layout`` this is the program of ``rank``. Ranks with equal batch shares
-    run the same program; ``sibling_programs`` has one program for each other share. ``before``
-    overrides the program of the earlier micro-batches if it cannot be derived from the
-    instructions. ``partings`` list the sharded tensors of the model, in the order in which they
-    are sharded. ``update`` is the optimizer step that follows; an update has no ``loss``.
-    ``undivided`` gives the reason why it cannot run one parameter at a time, ``uncut`` the reason
-    by parameter why it cannot run on some rows at a time, and ``unparted`` why sharded parameters
-    would change its result. With a ``pipeline``, the instructions are those of all stages and
-    each rank runs its own.
+    The last micro-batch runs this program to its end; the micro-batches before it run ``earlier``.
+    With a ``layout`` this is the program of ``rank``. Ranks with equal batch shares run the same
+    program; ``sibling_programs`` has one program for each other share. ``before`` overrides the
+    program of the earlier micro-batches if it cannot be derived from the instructions.
+    ``shardings`` list the sharded tensors of the model, in the order in which they are sharded.
+    ``update`` is the optimizer step that follows; an update has no ``loss``. ``undivided`` gives
+    the reason why it cannot run one parameter at a time, ``unsliceable`` the reason by parameter
+    why it cannot run on some rows at a time, and ``unshardable`` why sharded parameters would
+    change its result. With a ``pipeline``, the instructions are those of all stages and each rank
+    runs its own.
     """
 
     graph: Graph
@@ -106,12 +106,12 @@ class Program:
     rank: int = 0
     sibling_programs: tuple["Program", ...] = ()
     before: "Program | None" = None
-    partings: tuple[ShardingChoice, ...] = ()
+    shardings: tuple[ShardingChoice, ...] = ()
     pipeline: Pipeline | None = None
     update: "Program | None" = None
     undivided: str = ""
-    unparted: str = ""
-    uncut: Mapping[str, str] = field(default_factory=dict)
+    unshardable: str = ""
+    unsliceable: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def plain(cls, graph: Graph, *, update: "Program | None" = None, rank: int = 0) -> Self:
@@ -258,10 +258,10 @@ class Program:
     @cached_property
     def in_shares(self) -> frozenset[str]:
         """The parameters that are sharded by rows over the data-parallel ranks."""
-        return frozenset(n for p in self.partings if p.axis == DATA for n, _ in p.inputs)
+        return frozenset(n for p in self.shardings if p.axis == DATA for n, _ in p.inputs)
 
     @cached_property
-    def spoken(self) -> tuple[str, ...]:
+    def collective_order(self) -> tuple[str, ...]:
         """The collectives and the gradient order on which all ranks must agree."""
         nodes, position = self.graph.by_name, self.graph.position
         issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
@@ -270,12 +270,12 @@ class Program:
         return (*map(str, issued), *(target for _, target in arriving))
 
     @cached_property
-    def again(self) -> tuple[Instruction, ...]:
+    def recomputed(self) -> tuple[Instruction, ...]:
         """The instructions that recompute a value."""
         return tuple(i for i in self.instructions if i.is_again)
 
     @cached_property
-    def coded(self) -> tuple[str, ...]:
+    def quantized(self) -> tuple[str, ...]:
         """The activations that are saved in 8 bits."""
         nodes = (self.graph.by_name[i.node] for i in self.instructions)
         return tuple(node.inputs[0] for node in nodes if node.op == ENCODE)
@@ -287,7 +287,7 @@ class Program:
 
     @property
     def is_lossy(self) -> bool:
-        return bool(self.coded) or self.sends_codes
+        return bool(self.quantized) or self.sends_codes
 
     @cached_property
     def flops(self) -> int:
@@ -331,12 +331,14 @@ class Program:
     def _offloaded_sizes(self) -> dict[Argument, int]:
         nodes = self.graph.by_name
         moving = (nodes[self.instructions[e.issue].node] for e in self.exchanges)
-        return {n.args[0]: n.collective.sent_bytes for n in moving if n.is_far and n.collective}
+        return {
+            n.args[0]: n.collective.sent_bytes for n in moving if n.is_transfer and n.collective
+        }
 
     @cached_property
     def is_moving(self) -> bool:
         """True if any value is copied to or from offload memory."""
-        moves = any(node.is_far for node in self.graph.nodes)
+        moves = any(node.is_transfer for node in self.graph.nodes)
         return moves or (self.update is not None and self.update.is_moving)
 
     @cached_property

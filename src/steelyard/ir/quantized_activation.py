@@ -59,7 +59,7 @@ def chosen_by(graph: Graph) -> frozenset[str]:
     """Return the values that some operator chooses by, directly or through a view."""
     found: set[str] = set()
     for node in reversed(graph.nodes):
-        if chooses(graph, node) or (node.name in found and graph.is_look(node)):
+        if chooses(graph, node) or (node.name in found and graph.is_alias(node)):
             found.update(node.inputs)
     return frozenset(found)
 

@@ -24,13 +24,13 @@ def saved_for_backward(program: Program, *, least_bytes: int = LEAST_BYTES) -> f
     output_storages = {s for o in graph.outputs for s in graph.storages_of(o.node)}
     makers: dict[int, set[str]] = {}
     for node in graph.nodes:
-        if not graph.is_look(node):
+        if not graph.is_alias(node):
             for storage in graph.storages_of(node.name):
                 makers.setdefault(storage, set()).add(node.name)
     needed = graph.reaching_backward & {i.value for i in program.instructions}
     found = set()
     for node in graph.forward():
-        if node.name not in needed or len(node.outputs) != 1 or graph.is_look(node):
+        if node.name not in needed or len(node.outputs) != 1 or graph.is_alias(node):
             continue
         (tensor,) = node.outputs
         maker = graph.by_name[node.inputs[0]] if node.is_getitem else node
@@ -55,18 +55,18 @@ def _fills(tensor: Tensor, nbytes: int) -> bool:
     return not tensor.pending and tensor.offset == 0 and tensor.nbytes == nbytes > 0
 
 
-def first_late(lines: Sequence[Instruction]) -> int:
+def first_backward_line(lines: Sequence[Instruction]) -> int:
     """Return the index of the first backward line."""
     return next((k for k, i in enumerate(lines) if i.phase is Phase.BACKWARD), len(lines))
 
 
-def first_wanted(
+def first_backward_reader(
     graph: Graph, lines: Sequence[Instruction], chosen: Iterable[str]
 ) -> dict[str, int]:
     """Return the first backward line that reads each value or a view of it, if one does."""
     values_of = _values_behind(graph, frozenset(chosen))
     first_reader: dict[str, int] = {}
-    for number in range(first_late(lines), len(lines)):
+    for number in range(first_backward_line(lines), len(lines)):
         for name in lines[number].inputs:
             for value in values_of.get(name, ()):
                 first_reader.setdefault(value, number)
@@ -77,14 +77,14 @@ def _values_behind(graph: Graph, chosen: frozenset[str]) -> dict[str, tuple[str,
     """Return the chosen values behind each forward name: the value itself or its views."""
     values_of: dict[str, tuple[str, ...]] = {name: (name,) for name in chosen}
     for node in graph.forward():
-        if node.name not in values_of and graph.is_look(node):
+        if node.name not in values_of and graph.is_alias(node):
             values = tuple(dict.fromkeys(v for i in node.inputs for v in values_of.get(i, ())))
             if values:
                 values_of[node.name] = values
     return values_of
 
 
-class Late:
+class BackwardRewriter:
     """Rewrites backward lines to read restored values ``instead`` of the originals.
 
     Views of the originals are recreated on the restored values.

@@ -39,7 +39,7 @@ class StepSource(Protocol):
         """Return one rank's graph under a sharding of tensors."""
         ...
 
-    def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
+    def update_in_parts(self, update: Program, shardings: tuple[ShardingChoice, ...]) -> Program:
         """Return the optimizer step on one rank's shards, possibly sharded along several axes."""
         ...
 
@@ -108,8 +108,8 @@ class ShardedSource:
     def in_parts(self, graph: Graph, choice: ShardingChoice, *, rank: int) -> Graph:
         return self.source.in_parts(graph, choice, rank=rank)
 
-    def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
-        return self.source.update_in_parts(update, partings)
+    def update_in_parts(self, update: Program, shardings: tuple[ShardingChoice, ...]) -> Program:
+        return self.source.update_in_parts(update, shardings)
 
     def in_stages(
         self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link, OffloadMemory
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Link, OffloadMemory
 from steelyard.measure.cache import CostCache
 from steelyard.offload.activations import Slots
 from steelyard.offload.tier import OffloadFile
@@ -51,10 +51,10 @@ def measured_links(
     finally:
         memory.close()
     links, notes = {}, []
-    for axis in (FAR_OUT, FAR_IN):
+    for axis in (OFFLOAD_OUT, OFFLOAD_IN):
         rate, reached = offload_memory.bytes_per_second, found[f"{axis} reached"]
         if reached < _REACHED * rate:
-            verb = "written" if axis == FAR_OUT else "read"
+            verb = "written" if axis == OFFLOAD_OUT else "read"
             notes.append(
                 f"offload memory in {offload_memory.folder} is {verb} at "
                 f"{format_bytes(reached)}/s, not at the declared {format_bytes(rate)}/s; "
@@ -74,7 +74,7 @@ def measured_links(
 
 _FIGURES = {
     f"{axis} {what}"
-    for axis in (FAR_OUT, FAR_IN)
+    for axis in (OFFLOAD_OUT, OFFLOAD_IN)
     for what in ("reached", "latency", "call", "disturbs")
 }
 
@@ -85,7 +85,7 @@ def _measured(memory: OffloadFile) -> dict[str, float]:
     nbytes = int(min(max(offload_memory.bytes_per_second * _SECONDS, _FEWEST_BYTES), _MOST_BYTES))
     nbytes = min(nbytes, offload_memory.size_bytes) // _SMALL_BYTES * _SMALL_BYTES or _SMALL_BYTES
     # Two transfers at once may use the same slot: their data is never read.
-    slots = Slots(memory, memory.kept([nbytes]) * 2)
+    slots = Slots(memory, memory.reserve_permanent([nbytes]) * 2)
     large = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     small = large[:_SMALL_BYTES]
     _round_trip(slots, large)  # the first transfer touches the buffers and the file
@@ -93,7 +93,7 @@ def _measured(memory: OffloadFile) -> dict[str, float]:
     times = max(1, round(offload_memory.bytes_per_second * _SECONDS / nbytes))
     large_trips = [_round_trip(slots, large) for _ in range(times)]
     found: dict[str, float] = {}
-    for axis, direction in ((FAR_OUT, 0), (FAR_IN, 1)):
+    for axis, direction in ((OFFLOAD_OUT, 0), (OFFLOAD_IN, 1)):
         latency = max(
             0.0,
             median(t[direction] for t in small_trips)
@@ -106,7 +106,7 @@ def _measured(memory: OffloadFile) -> dict[str, float]:
             / max(1e-9, sum(t[direction] - latency for t in large_trips)),
             f"{axis} call": max(median(t[2] for t in small_trips) / 2, _ALMOST_ZERO),
             f"{axis} disturbs": max(
-                _slowdown_share(slots, large, is_sent=axis == FAR_OUT), _ALMOST_ZERO
+                _slowdown_share(slots, large, is_sent=axis == OFFLOAD_OUT), _ALMOST_ZERO
             ),
         }
     return found

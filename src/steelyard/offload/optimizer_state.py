@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from steelyard.errors import BadInput, Mismatch, RunFailed
-from steelyard.ir.graph import FAR_CALLS
+from steelyard.ir.graph import OFFLOAD_CALLS
 from steelyard.ir.optimizer_update import GRADIENT, WEIGHT, far_name, key_of, owners, parameter_of
 from steelyard.ir.program import Program
 from steelyard.offload.location import OffloadedLayout
@@ -50,7 +50,9 @@ class OffloadedStates:
     ) -> None:
         self._memory = memory
         nbytes_of = program.far_rooms
-        places = dict(zip(nbytes_of, memory.kept(list(nbytes_of.values())), strict=True))
+        places = dict(
+            zip(nbytes_of, memory.reserve_permanent(list(nbytes_of.values())), strict=True)
+        )
         self.tensors = OffloadedTensors(
             {n: (parameters[parameter_of(n)], places[n]) for n in places if not _is_state(n)},
             memory=memory,
@@ -210,7 +212,7 @@ class OffloadedStates:
                 self._memory.await_fetched(self._memory.fetch(self._places[name].offset, x))
                 self._insert(name, x)
 
-    def put_away(self) -> None:
+    def offload_all(self) -> None:
         self._send_all(self._parameters)
 
     def _send_all(self, names: Iterable[str]) -> None:
@@ -220,7 +222,7 @@ class OffloadedStates:
                 self._sent(name)
 
     @contextlib.contextmanager
-    def visiting(self) -> Iterator[None]:
+    def readable(self) -> Iterator[None]:
         """Make all optimizer state readable, in memory-mapped files whose pages the system may
         evict."""
         state = self._optimizer.state
@@ -231,9 +233,9 @@ class OffloadedStates:
         finally:
             state.update(offloaded_states)
 
-    def empty_for(self, name: str) -> Callable[..., torch.Tensor]:
+    def allocator_for(self, name: str) -> Callable[..., torch.Tensor]:
         """Return the function that allocates a state tensor for this parameter, to be filled and
-        then sent by ``put_away``."""
+        then sent by ``offload_all``."""
         if not any(parameter_of(moved) == name for moved in self._parameters):
             return torch.empty_strided
         return lambda shape, stride, *, dtype, device: self._mapped(  # noqa: ARG005 - on the CPU
@@ -274,14 +276,14 @@ def _calls_of_update(update: Program, sliced: Collection[str]) -> Iterator[tuple
     nodes = update.graph.by_name
     owner = owners(update.graph)
     assert owner is not None
-    offloaded = {parameter_of(far_name(node)) for node in nodes.values() if node.is_far}
+    offloaded = {parameter_of(far_name(node)) for node in nodes.values() if node.is_transfer}
     done: set[str] = set()
     for line in update.instructions:
         node = nodes[line.node]
-        if node.is_far and owner[line.node] in sliced:
+        if node.is_transfer and owner[line.node] in sliced:
             continue
-        if node.is_far:
-            yield node.op.removeprefix(FAR_CALLS).partition("_")[0], far_name(node)
+        if node.is_transfer:
+            yield node.op.removeprefix(OFFLOAD_CALLS).partition("_")[0], far_name(node)
             continue
         portion = owner[line.node] if owner[line.node] in offloaded else ""
         if portion not in done:
@@ -371,7 +373,7 @@ def _probe(
     return found
 
 
-def why_uncut(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:
+def why_unsliceable(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:
     """Return why the optimizer cannot be called for some rows of a parameter; empty if it can.
 
     Tried on a small parameter: its state may depend on the size of the parameter or on other

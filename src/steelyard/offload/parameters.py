@@ -47,7 +47,7 @@ class OffloadedTensors:
         self.calls: Mapping[str, Callable[[str], None]] = {
             "fetch": self._fetch, "fetched": self._fetched, "send": self._send, "sent": self._sent
         }  # fmt: skip
-        self.put_away()
+        self.offload_all()
 
     def begin(self) -> None:
         """Prepare a step or an update: drop transfers that a failed one has left pending."""
@@ -55,9 +55,9 @@ class OffloadedTensors:
             unfinished.clear()
         self.products.clear()
         self.gradients.clear()
-        self.put_away()
+        self.offload_all()
 
-    def put_away(self) -> None:
+    def offload_all(self) -> None:
         """Send all weights whose data was replaced since, which at first is every weight."""
         for location in self._weights:
             if not location.is_offloaded(location.parameter):

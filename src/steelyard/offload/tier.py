@@ -39,8 +39,8 @@ class OffloadFile:
         self.moved_bytes = 0
         self._file = _open(offload_memory)
         self._size = self._permanent_bytes = 0
-        self._out = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="far out")
-        self._in = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="far in")
+        self._out = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="offload out")
+        self._in = _Lane(os.dup(self._file), offload_memory.bytes_per_second, name="offload in")
         self._close = weakref.finalize(self, _close_all, self._file, self._out, self._in)
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class OffloadFile:
             self._reserve(total)
         return list(accumulate(rounded[:-1], initial=self._permanent_bytes))
 
-    def kept(self, sizes: Sequence[int]) -> list[int]:
+    def reserve_permanent(self, sizes: Sequence[int]) -> list[int]:
         """Return offsets of space that is never given to anything else. Call this before
         ``shared``."""
         offsets = self.shared(sizes) if sizes else []
@@ -216,9 +216,9 @@ class _Lane:
         self.busy_seconds += time.perf_counter() - begin
 
 
-def _check_complete(moved: int, wanted: int) -> None:
-    if moved != wanted:
-        raise OSError(f"moved {moved} of {wanted} bytes")
+def _check_complete(transferred: int, wanted: int) -> None:
+    if transferred != wanted:
+        raise OSError(f"transferred {transferred} of {wanted} bytes")
 
 
 def _open(offload_memory: OffloadMemory) -> int:

@@ -16,13 +16,13 @@ from steelyard.ir.gradient_codec import (
     ENCODE,
     ENCODE_SUM,
     LEFT,
-    OF_FACTORS,
+    MATRICES_OF_FACTORS,
     RIGHT,
 )
 from steelyard.ir.graph import (
-    JOINED_ROWS,
+    PACK_ROWS,
     PRODUCTS,
-    WHOLE_ROWS,
+    UNPACK_ROWS,
     Argument,
     Body,
     Node,
@@ -86,7 +86,7 @@ def torch_object(text: str) -> Any:
     return getattr(torch, name)
 
 
-def copy_laid_out(x: torch.Tensor, shape: list[int], stride: list[int]) -> torch.Tensor:
+def copy_strided(x: torch.Tensor, shape: list[int], stride: list[int]) -> torch.Tensor:
     """Copy ``x`` to a new storage with the given strides."""
     return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
@@ -104,13 +104,13 @@ def all_gather(share: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     return issued
 
 
-def joined_rows(tensors: list[torch.Tensor], num_rows: int) -> torch.Tensor:
+def pack_rows(tensors: list[torch.Tensor], num_rows: int) -> torch.Tensor:
     """Reshape each tensor to ``num_rows`` equal rows and concatenate them along dim 1."""
     return torch.cat([x.reshape(num_rows, -1) for x in tensors], dim=1)
 
 
-def whole_rows(joined: torch.Tensor, start: int, shape: list[int]) -> torch.Tensor:
-    """Copy one tensor out of ``joined_rows``; its columns of ``joined`` begin at ``start``."""
+def unpack_rows(joined: torch.Tensor, start: int, shape: list[int]) -> torch.Tensor:
+    """Copy one tensor out of ``pack_rows``; its columns of ``joined`` begin at ``start``."""
     whole = joined.new_empty(shape)
     rows = whole.view(joined.shape[0], -1)
     rows.copy_(joined[:, start : start + rows.shape[1]])
@@ -181,7 +181,7 @@ def encode8(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     the derivative of a division divides by the value.
     """
     if not is_dense(x.shape, x.stride()):
-        x = copy_laid_out(x, list(x.shape), list(stride))
+        x = copy_strided(x, list(x.shape), list(stride))
     flat = x.as_strided((x.numel(),), (1,))
     coded = _encode8_fake(x, stride)
     strides, scales, codes = _split_coded(coded, x.dim(), x.numel())
@@ -222,7 +222,7 @@ def decode8(
     return x
 
 
-def coding_error(x: torch.Tensor) -> torch.Tensor:
+def quantization_error(x: torch.Tensor) -> torch.Tensor:
     """Return the relative error (L2 norm) of ``x`` in 8 bits; not finite if ``x`` is not."""
     flat = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.flatten()
     lost, norm = torch.zeros(2, dtype=torch.float64, device=x.device)
@@ -466,22 +466,22 @@ _OWN: dict[str, Operator] = {
     "steelyard.nll_loss_sum": nll_loss_sum,
     "steelyard.nll_loss_weight": nll_loss_weight,
     "steelyard.all_gather": all_gather,
-    JOINED_ROWS: joined_rows,
-    WHOLE_ROWS: whole_rows,
-    "steelyard.copy_laid_out": copy_laid_out,
-    "steelyard.coding_error": coding_error,
+    PACK_ROWS: pack_rows,
+    UNPACK_ROWS: unpack_rows,
+    "steelyard.copy_strided": copy_strided,
+    "steelyard.quantization_error": quantization_error,
     ENCODE: gradient_codecs.encode_gradients,
     ENCODE_SUM: gradient_codecs.encode_sum,
     DECODE: gradient_codecs.decode_gradients,
     DECODE_SUM: gradient_codecs.decode_sum,
     LEFT: low_rank.left_factors,
     RIGHT: low_rank.right_factors,
-    OF_FACTORS: low_rank.of_factors,
-    "steelyard.batch_statistics": sync_batchnorm.batch_statistics,
-    "steelyard.joint_statistics": sync_batchnorm.joint_statistics,
-    "steelyard.moved_mean": sync_batchnorm.moved_mean,
-    "steelyard.moved_variance": sync_batchnorm.moved_variance,
-    "steelyard.normalised": sync_batchnorm.normalised,
-    "steelyard.normalised_backward": sync_batchnorm.normalised_backward,
-    "steelyard.normalised_sums": sync_batchnorm.normalised_sums,
+    MATRICES_OF_FACTORS: low_rank.matrices_of_factors,
+    "steelyard.batch_norm_stats": sync_batchnorm.batch_norm_stats,
+    "steelyard.batch_norm_gather_stats": sync_batchnorm.batch_norm_gather_stats,
+    "steelyard.update_running_mean": sync_batchnorm.update_running_mean,
+    "steelyard.update_running_var": sync_batchnorm.update_running_var,
+    "steelyard.batch_norm_elemt": sync_batchnorm.batch_norm_elemt,
+    "steelyard.batch_norm_backward_elemt": sync_batchnorm.batch_norm_backward_elemt,
+    "steelyard.batch_norm_backward_reduce": sync_batchnorm.batch_norm_backward_reduce,
 }

@@ -365,7 +365,7 @@ def _largest(pieces: _Parts) -> _Encoded:
     scale = _largest_magnitude(pieces) * (1 / 127)
     places, values, left = [], [], torch.stack([*pieces])
     at = torch.arange(_QUARTER, dtype=torch.float32, device=scale.device)
-    for _ in range(CODECS["largest"].kept):
+    for _ in range(CODECS["largest"].num_largest):
         size = left.abs()
         found = torch.where(size == size.amax(2, keepdim=True), at, float(_QUARTER))
         # A NaN equals nothing, so the position would be out of range.
@@ -380,9 +380,12 @@ def _largest(pieces: _Parts) -> _Encoded:
 
 
 def _decode_largest(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
-    kept = CODECS["largest"].kept
-    fields = codes.to(torch.float32).reshape(*codes.shape[:2], 4, 2 * kept)
-    places, values = fields[..., :kept], (fields[..., kept:] - 128) * scales.unsqueeze(-1)
+    num_largest = CODECS["largest"].num_largest
+    fields = codes.to(torch.float32).reshape(*codes.shape[:2], 4, 2 * num_largest)
+    places, values = (
+        fields[..., :num_largest],
+        (fields[..., num_largest:] - 128) * scales.unsqueeze(-1),
+    )
     at = torch.arange(_QUARTER, dtype=torch.float32, device=codes.device)
     found = []
     for quarter in range(4):
@@ -390,7 +393,7 @@ def _decode_largest(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
         each = [
             (at == places[:, :, quarter, n : n + 1]).to(torch.float32)
             * values[:, :, quarter, n : n + 1]
-            for n in range(kept)
+            for n in range(num_largest)
         ]
         found.append(sum(each[1:], each[0]).sum(0))
     return found

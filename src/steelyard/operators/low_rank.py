@@ -60,7 +60,7 @@ def right_factors(
     return flat
 
 
-def of_factors(
+def matrices_of_factors(
     lefts: torch.Tensor,
     rights: torch.Tensor,
     start: torch.Tensor,

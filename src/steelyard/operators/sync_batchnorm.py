@@ -9,12 +9,12 @@ import torch
 _aten = torch.ops.aten
 
 
-def batch_statistics(x: torch.Tensor) -> torch.Tensor:
+def batch_norm_stats(x: torch.Tensor) -> torch.Tensor:
     """Return the statistics of this rank's samples."""
     return torch.stack(_aten.batch_norm_update_stats.default(x, None, None, 0.0))
 
 
-def joint_statistics(gathered: torch.Tensor, num_ranks: int) -> torch.Tensor:
+def batch_norm_gather_stats(gathered: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """Return the statistics of all samples from those of each rank, for equal shares."""
     means, variances = gathered.view(num_ranks, 2, -1).unbind(1)
     mean = means.mean(0)
@@ -22,7 +22,7 @@ def joint_statistics(gathered: torch.Tensor, num_ranks: int) -> torch.Tensor:
     return torch.stack((mean, variances.add((means - mean).square()).mean(0)))
 
 
-def normalised(
+def batch_norm_elemt(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -37,18 +37,20 @@ def normalised(
     return result
 
 
-def moved_mean(buffer: torch.Tensor, statistics: torch.Tensor, momentum: float) -> torch.Tensor:
+def update_running_mean(
+    buffer: torch.Tensor, statistics: torch.Tensor, momentum: float
+) -> torch.Tensor:
     return buffer.lerp(statistics[0], momentum)
 
 
-def moved_variance(
+def update_running_var(
     buffer: torch.Tensor, statistics: torch.Tensor, momentum: float, count: int
 ) -> torch.Tensor:
     """Update the running variance with the unbiased variance of ``count`` values."""
     return buffer.lerp(statistics[1] * (count / (count - 1)), momentum)
 
 
-def normalised_sums(
+def batch_norm_backward_reduce(
     gradient: torch.Tensor, x: torch.Tensor, statistics: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Return this rank's contribution to the gradients of weight and bias."""
@@ -62,7 +64,7 @@ def normalised_sums(
     return torch.stack((of_weight, of_bias))
 
 
-def normalised_backward(
+def batch_norm_backward_elemt(
     gradient: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor | None,

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from steelyard.ir.collective import Collective, Exchange, Transport
 from steelyard.ir.graph import (
-    JOINED_ROWS,
-    WHOLE_ROWS,
+    PACK_ROWS,
+    UNPACK_ROWS,
     Argument,
     Axis,
     Graph,
@@ -149,18 +149,18 @@ def view(source: Node, tensor: Tensor, *, name: str) -> Node:
     )  # fmt: skip
 
 
-def joined_rows(tensors: Sequence[Node], *, like: Node, name: str, output: Tensor) -> Node:
+def pack_rows(tensors: Sequence[Node], *, like: Node, name: str, output: Tensor) -> Node:
     """Make a node that reshapes each tensor to the rows of ``output`` and joins them on dim 1."""
     return call(
-        JOINED_ROWS, like, name=name, args=(tuple(Ref(t.name) for t in tensors), output.shape[0]),
+        PACK_ROWS, like, name=name, args=(tuple(Ref(t.name) for t in tensors), output.shape[0]),
         inputs=tensors, output=output, moved_bytes=2 * output.nbytes,
     )  # fmt: skip
 
 
-def whole_rows(joined: Node, start: int, *, like: Node, name: str, output: Tensor) -> Node:
+def unpack_rows(joined: Node, start: int, *, like: Node, name: str, output: Tensor) -> Node:
     """Make a node that copies one tensor out of ``joined``; its columns begin at ``start``."""
     return call(
-        WHOLE_ROWS, like, name=name, args=(Ref(joined.name), start, output.shape),
+        UNPACK_ROWS, like, name=name, args=(Ref(joined.name), start, output.shape),
         inputs=(joined,), output=output, moved_bytes=2 * output.nbytes,
     )  # fmt: skip
 

@@ -35,14 +35,14 @@ def merged(reads: Iterable[Span]) -> list[Span]:
 
 
 def late_reads(
-    graph: Graph, lines: Sequence[Instruction], first_late: int, storages: Collection[int]
+    graph: Graph, lines: Sequence[Instruction], first_backward_line: int, storages: Collection[int]
 ) -> dict[int, list[Span]]:
     """Return the spans of lines in which the backward pass reads each of these forward storages."""
     begun: dict[int, list[list[int]]] = {storage: [] for storage in storages}
-    early = {node.name for node in graph.nodes} - {i.value for i in lines[first_late:]}
+    early = {node.name for node in graph.nodes} - {i.value for i in lines[first_backward_line:]}
     # By backward value, the reads that it extends because it is a view of the storage read.
     extended: dict[str, list[tuple[int, list[int]]]] = {}
-    for number in range(first_late, len(lines)):
+    for number in range(first_backward_line, len(lines)):
         line = lines[number]
         found: list[tuple[int, list[int]]] = []
         for name in line.inputs:

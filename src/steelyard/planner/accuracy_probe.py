@@ -24,7 +24,7 @@ from steelyard.hardware.cluster import OffloadMemory
 from steelyard.ir.graph import Node, Output, OutputKind, Phase, Ref, Role, Storage, Tensor
 from steelyard.ir.parallel_layout import ALONE, DATA
 from steelyard.ir.program import Instruction, Program
-from steelyard.ir.saved_activations import first_late
+from steelyard.ir.saved_activations import first_backward_line
 from steelyard.measure.device_memory import random_devices
 from steelyard.offload.optimizer_state import OffloadedStates
 from steelyard.offload.tier import OffloadFile
@@ -39,7 +39,7 @@ MORE_STEPS = 30
 _SEED = 0
 
 
-def coding_errors(
+def quantization_errors(
     source: CapturedStep, base: Program, values: Iterable[str], *, probe: str
 ) -> dict[str, float]:
     """Return the error of each value on the user's batch, as a share of its norm.
@@ -84,7 +84,7 @@ def _with_error_probes(base: Program, values: Iterable[str], probe: str) -> Prog
     }
     lines = [i for i in base.instructions if i.sink is None]
     probed: list[Instruction] = []
-    for line in lines[: first_late(lines)]:
+    for line in lines[: first_backward_line(lines)]:
         probed.append(line)
         if line.value in errors:
             node = errors[line.value]

@@ -18,12 +18,12 @@ from steelyard.safe_text import printable
 
 
 def target_differences(
-    ours: Target, theirs: Target, home: torch.device = CPU, *, used: Sequence[int] = ()
+    ours: Target, theirs: Target, torch_device: torch.device = CPU, *, used: Sequence[int] = ()
 ) -> Iterator[str]:
     """Yield a note for each harmless difference between two targets.
 
-    The rules of the plan still apply, but their cost or result may change. ``home`` is the device
-    of the model's parameters; ``used`` are the ranks of the plan that take the step.
+    The rules of the plan still apply, but their cost or result may change. ``torch_device`` is the
+    device of the model's parameters; ``used`` are the ranks of the plan that take the step.
     """
     if ours.batch != theirs.batch:
         yield "planned for another batch shape; its rules were predicted again for this one"
@@ -39,12 +39,14 @@ def target_differences(
         )
     elif ours.cluster not in (
         theirs.cluster,
-        _used_cluster_fingerprint(theirs, used or range(ours.ranks), home),
+        _used_cluster_fingerprint(theirs, used or range(ours.ranks), torch_device),
     ):
         yield "planned for another machine or number of threads; predicted again for this one"
 
 
-def _used_cluster_fingerprint(theirs: Target, used: Sequence[int], home: torch.device) -> str:
+def _used_cluster_fingerprint(
+    theirs: Target, used: Sequence[int], torch_device: torch.device
+) -> str:
     """Return the cluster fingerprint to compare with if the plan uses only some of its ranks.
 
     If the plan was made for several hosts like this machine, it is the fingerprint of the ranks
@@ -58,10 +60,12 @@ def _used_cluster_fingerprint(theirs: Target, used: Sequence[int], home: torch.d
     whole = Cluster.here(ranks=theirs.ranks, hosts=theirs.hosts, speeds=speeds)
     part, cache = Cluster.here(ranks=ranks, hosts=hosts, speeds=used_speeds), CostCache()
     try:
-        is_equal = local_cluster(home, whole, cache=cache).fingerprint == theirs.cluster
+        is_equal = local_cluster(torch_device, whole, cache=cache).fingerprint == theirs.cluster
     except BadInput:  # this machine has fewer GPUs than a host of the plan
         is_equal = False
-    return local_cluster(home, part, cache=cache).fingerprint if is_equal else theirs.cluster
+    return (
+        local_cluster(torch_device, part, cache=cache).fingerprint if is_equal else theirs.cluster
+    )
 
 
 def check_cluster(decisions: Decisions, cluster: Cluster) -> None:

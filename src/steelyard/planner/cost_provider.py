@@ -45,7 +45,7 @@ from steelyard.predict.cost_table import CostTable, Missing, OperatorCost, Surve
 from steelyard.predict.rank_subsets import Subset, best_joined, declared_seconds, numbers_of_ranks
 from steelyard.run.codegen import emit
 from steelyard.run.compiled.inductor import compile_program
-from steelyard.run.launch.environment import who_am_i
+from steelyard.run.launch.environment import rank_info
 from steelyard.run.step import LiveStep
 
 Progress = Callable[[str], None]
@@ -68,9 +68,9 @@ class CostProvider:
     """
 
     def __init__(
-        self, cluster: Cluster, *, on_progress: Progress, home: torch.device = CPU
+        self, cluster: Cluster, *, on_progress: Progress, torch_device: torch.device = CPU
     ) -> None:
-        self._is_here, self._home = cluster.is_here, home
+        self._is_here, self._torch_device = cluster.is_here, torch_device
         self._on_progress = on_progress
         self._cache = CostCache()
         self._operators: dict[str, OperatorCost] = {}
@@ -94,8 +94,8 @@ class CostProvider:
         if cluster.num_devices > 1 and self._is_here:
             on_progress("measuring the links between ranks")
             measured = measured_ranks(
-                cluster.num_devices, hosts=cluster.hosts, home=home, speeds=cluster.speeds,
-                cache=self._cache,
+                cluster.num_devices, hosts=cluster.hosts, torch_device=torch_device,
+                speeds=cluster.speeds, cache=self._cache,
             )  # fmt: skip
             # Ranks of one machine, or of hosts with one rank each, all have the same distance.
             if measured.near is not None:
@@ -111,15 +111,17 @@ class CostProvider:
             if measured.speeds and not cluster.speeds:
                 cluster = cluster.at_speeds(measured.speeds)
             if cluster.hosts > 1 and cluster.speeds:
-                own = who_am_i(os.environ).rank
+                own = rank_info(os.environ).rank
                 self._host_speed = cluster.speeds[own] / max(cluster.speeds)
         self.cluster = cluster
         self._device = cluster.fastest
-        of_a_host, hosts = (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
-        if home.type != "cpu":
+        ranks_per_host, hosts = (
+            (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
+        )
+        if torch_device.type != "cpu":
             # Ranks on their own GPUs do not slow each other down.
-            of_a_host = hosts = 1
-        self._background_load = BackgroundLoad(of_a_host, self._device, hosts=hosts)
+            ranks_per_host = hosts = 1
+        self._background_load = BackgroundLoad(ranks_per_host, self._device, hosts=hosts)
         if cluster.offload_memory is not None:
             on_progress("measuring offload memory")
             far_links, notes = measured_links(cluster.offload_memory, cache=self._cache)
@@ -136,10 +138,10 @@ class CostProvider:
             spread=spread,
             subsets=subsets,
             skew=skew,
-            shares_cores=of_a_host * hosts > 1 and is_virtual(),
+            shares_cores=ranks_per_host * hosts > 1 and is_virtual(),
         )
         self._cpu_quota_slowdown = (
-            self._slowdown_of_cpu_quota(of_a_host) if home.type == "cpu" else 1.0
+            self._slowdown_of_cpu_quota(ranks_per_host) if torch_device.type == "cpu" else 1.0
         )
         uncalibrated = self.costs.whole_step.scaled(self._cpu_quota_slowdown)
         self.costs = replace(self.costs, whole_step=uncalibrated)
@@ -147,7 +149,7 @@ class CostProvider:
         # Signatures of operators that cannot be called outside the step.
         self.failed: set[str] = set()
 
-    def _slowdown_of_cpu_quota(self, of_a_host: int) -> float:
+    def _slowdown_of_cpu_quota(self, ranks_per_host: int) -> float:
         """Return the ratio of wall-clock time to CPU time under the CPU quota of this process.
 
         It exceeds 1 if the control group has less than one core for each rank here, and each rank
@@ -156,7 +158,7 @@ class CostProvider:
         threads = self._threads or torch.get_num_threads()
         if not self._is_here or threads > 1:
             return 1.0
-        slowdown = max(1.0, of_a_host / quota_cores())
+        slowdown = max(1.0, ranks_per_host / quota_cores())
         if slowdown > 1:
             self.notes.append(
                 f"the control group of this process may use {quota_cores():.2g} of the cores: "
@@ -194,7 +196,7 @@ class CostProvider:
         """
         sent = {name for node in graph.nodes if node.collective for name in node.inputs}
         return all(
-            node.is_free or node.is_far or node.collective or node.waits_for or node.is_packing
+            node.is_free or node.is_transfer or node.collective or node.waits_for or node.is_packing
             or (node.name in sent and node.op == _JOIN)
             or node.signature in self._known
             for node in graph.nodes
@@ -208,7 +210,7 @@ class CostProvider:
         """
         self._background_load.is_given(graphs)
         new = {
-            n.signature for g in graphs for n in g.nodes if not n.is_free and not n.is_far
+            n.signature for g in graphs for n in g.nodes if not n.is_free and not n.is_transfer
         } - self._known
         if not new or not self._is_here:
             return 0
@@ -256,7 +258,7 @@ class CostProvider:
             sharers=self._background_load.num_ranks,
             hosts=self._background_load.hosts,
             beside=self._background_load.at_work,
-            torch_device=self._home,
+            torch_device=self._torch_device,
             **options,
         )
         notes = (*survey.notes, *self._background_load.notes)
@@ -287,7 +289,9 @@ class CostProvider:
                 if is_profiled(is_quick=True):
                     raise _profiled("the optimizer's step")
                 with self._background_load.at_work():
-                    seconds = update_call_seconds(make, dims=dims, calls=calls, device=self._home)
+                    seconds = update_call_seconds(
+                        make, dims=dims, calls=calls, device=self._torch_device
+                    )
                 seconds = self._cache.settle_whole(context, name, seconds)
         seconds = seconds.scaled(self._host_speed)
         self.costs = replace(self.costs, update_call_seconds=seconds)
@@ -302,7 +306,9 @@ class CostProvider:
             base.graph.fingerprint,
             "calibrating them with a whole step",
             lambda: whole_step(
-                self._runnable(source, base), seconds_budget=_CALIBRATION_SECONDS, device=self._home
+                self._runnable(source, base),
+                seconds_budget=_CALIBRATION_SECONDS,
+                device=self._torch_device,
             ),
             operators=self._operator_seconds(base),
             scale=self._host_speed,
@@ -310,7 +316,7 @@ class CostProvider:
         if whole is None:
             return
         self.costs = replace(self.costs, whole_step=whole.scaled(self._cpu_quota_slowdown))
-        if self._home.type != "cpu" and self._update_calls:
+        if self._torch_device.type != "cpu" and self._update_calls:
             self._subtract_overlapped_update(source, base)
 
     def _subtract_overlapped_update(self, source: CapturedStep, base: Program) -> None:
@@ -320,7 +326,7 @@ class CostProvider:
             source,
             f"lead of the host in {base.graph.fingerprint}",
             "measuring how far the host runs ahead",
-            lambda: host_lead(run, device=self._home),
+            lambda: host_lead(run, device=self._torch_device),
             operators=1.0,
         )
         if lead is None:
@@ -342,7 +348,7 @@ class CostProvider:
             lambda: whole_step(
                 self._runnable(source, base, lowered=lowered),
                 seconds_budget=_CALIBRATION_SECONDS,
-                device=self._home,
+                device=self._torch_device,
             ),
             operators=self._operator_seconds(lowered),
             scale=self._host_speed,
@@ -380,7 +386,7 @@ class CostProvider:
                     self._runnable(source, cut),
                     self._runnable(source, self._base),
                     seconds_budget=_SPLIT_CALIBRATION_SECONDS,
-                    device=self._home,
+                    device=self._torch_device,
                 ),
                 operators=operator_ratio,
             )
@@ -417,7 +423,7 @@ class CostProvider:
                 if is_profiled(is_quick=True):
                     raise _profiled("a whole step")
                 self._on_progress(doing)
-                with _restored(source.model, self._home), self._background_load.at_work():
+                with _restored(source.model, self._torch_device), self._background_load.at_work():
                     ratio = run()
                 if ratio is None:
                     return None
@@ -446,7 +452,8 @@ class CostProvider:
             and not source.captured().is_grown
             and not _torch.any_hooks(list(source.model.parameters()))
             and self._operator_seconds(program) > 0
-            and peak_bytes(program, self.costs) < _SHARE_OF_FREE_MEMORY * free_bytes(self._home)
+            and peak_bytes(program, self.costs)
+            < _SHARE_OF_FREE_MEMORY * free_bytes(self._torch_device)
         )
 
     def _runnable(
@@ -614,11 +621,11 @@ class PricedSource:
         self._prices.measure(graph)
         return graph
 
-    def update_in_parts(self, update: Program, partings: tuple[ShardingChoice, ...]) -> Program:
-        if partings not in self._updates:
-            self._updates[partings] = self._source.update_in_parts(update, partings)
-            self._prices.measure(self._updates[partings].graph)
-        return self._updates[partings]
+    def update_in_parts(self, update: Program, shardings: tuple[ShardingChoice, ...]) -> Program:
+        if shardings not in self._updates:
+            self._updates[shardings] = self._source.update_in_parts(update, shardings)
+            self._prices.measure(self._updates[shardings].graph)
+        return self._updates[shardings]
 
     def in_stages(
         self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
@@ -653,14 +660,14 @@ class PricedSource:
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module, home: torch.device) -> Iterator[None]:
+def _restored(model: nn.Module, torch_device: torch.device) -> Iterator[None]:
     """Restore gradients, buffers and the random state after the context."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=random_devices(home)):
+        with torch.random.fork_rng(devices=random_devices(torch_device)):
             yield
     finally:
         for parameter, gradient in gradients:

@@ -25,7 +25,7 @@ from steelyard.ir.rule_kinds import (
     ValueOffload,
 )
 from steelyard.measure.device_memory import free_bytes
-from steelyard.planner.accuracy_probe import MORE_STEPS, STEPS, coding_errors, drift, losses
+from steelyard.planner.accuracy_probe import MORE_STEPS, STEPS, drift, losses, quantization_errors
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import Drift, beyond
 from steelyard.plans.budget import Budget
@@ -222,7 +222,7 @@ class LossyPlanner:
 
     def _quantized_sites(self, program: Program) -> list[CallSite]:
         graph = program.graph
-        sites = (spot_of(graph, graph.by_name[value]) for value in program.coded)
+        sites = (spot_of(graph, graph.by_name[value]) for value in program.quantized)
         return [site for site in sites if site is not None]
 
     @cached_property
@@ -235,7 +235,7 @@ class LossyPlanner:
         offers, _ = trade.offers(session.base, session.source)
         offered = {rule for offer in offers for rule in of_kind(offer.rules, ValueCodec)}
         values = matching(graph, sorted(offered))
-        found = coding_errors(session.source, session.base, values, probe=trade.probe)
+        found = quantization_errors(session.source, session.base, values, probe=trade.probe)
         sites = ((spot_of(graph, graph.by_name[v]), error) for v, error in found.items())
         return {
             site: error if math.isfinite(error) else math.inf

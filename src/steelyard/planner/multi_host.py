@@ -44,9 +44,9 @@ from steelyard.measure.links.worker import (
 )
 from steelyard.predict.rank_subsets import PARTS_OF_CORES
 from steelyard.run.launch.coordination import Coordinator
-from steelyard.run.launch.environment import RankInfo, who_am_i
+from steelyard.run.launch.environment import RankInfo, rank_info
 from steelyard.run.launch.rendezvous import joined, meeting_place
-from steelyard.run.launch.status_reporter import told_by_itself
+from steelyard.run.launch.status_reporter import reporting_lost_connections
 from steelyard.safe_text import printable
 
 # A remembered link measurement is repeated if the link's time has changed by more than this;
@@ -112,27 +112,27 @@ class HostRendezvous:
         finally:
             self.store.set(f"rest/{number}", "")
 
-    def _ensure_measured(self, home: torch.device) -> None:
-        if home.type not in self._measured_devices:
-            number = self._request(home.type)
+    def _ensure_measured(self, torch_device: torch.device) -> None:
+        if torch_device.type not in self._measured_devices:
+            number = self._request(torch_device.type)
             self._wait_for_others(number)
             # Ranks that came need not wait for a rank that does not come.
             self.store.set(f"all came/{number}", "")
-            self._measure(number, home)
-            self._measured_devices.add(home.type)
+            self._measure(number, torch_device)
+            self._measured_devices.add(torch_device.type)
 
     def _request(self, request: str) -> int:
         number = int(self.store.add(_REQUEST_COUNTER, 1))
         self.store.set(f"work/{number}", request)
         return number
 
-    def _measure(self, number: int, home: torch.device) -> None:
+    def _measure(self, number: int, torch_device: torch.device) -> None:
         """Measure the links together with all ranks that were called."""
-        who, words = self.who, gpu_description(home, self.who)
+        who, words = self.who, gpu_description(torch_device, self.who)
         store = PrefixStore(f"measured/{number}", self.store)
-        backend = backend_for(home, ranks=who.size // who.hosts)
+        backend = backend_for(torch_device, ranks=who.size // who.hosts)
         with (
-            told_by_itself(who),
+            reporting_lost_connections(who),
             joined(
                 who,
                 words,
@@ -142,7 +142,7 @@ class HostRendezvous:
                 backend=backend,
             ),
         ):
-            probe_hosts(who, home)
+            probe_hosts(who, torch_device)
 
     def _wait_for_others(self, number: int) -> None:
         started_keys = [f"at work/{number}/{rank}" for rank in self._other_ranks]
@@ -263,7 +263,7 @@ def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterat
     ``asked`` and ``speeds`` must be the same on all ranks. ``speeds`` declares how fast each rank
     computes; without it the ranks measure that. The fastest host measures and plans.
     """
-    who = who_am_i(os.environ)
+    who = rank_info(os.environ)
     if who.hosts == 1:
         raise BadInput(
             f"{who.size} ranks were started on one host to plan",
@@ -280,7 +280,10 @@ def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterat
     keep_to_own_gpu()
     store = meeting_place(who)
     words = {"torch": torch.__version__, **asked}
-    with told_by_itself(who), joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store):
+    with (
+        reporting_lost_connections(who),
+        joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store),
+    ):
         check_neighbours(who)
         # The planning rank refuses a wrong number of speeds.
         all_speeds = speeds if len(speeds) == who.size else _quick_speeds(who)
@@ -302,8 +305,8 @@ def _quick_speeds(who: RankInfo) -> list[float]:
     return gathered(1 / seconds, float)
 
 
-def probe_hosts(who: RankInfo, home: torch.device) -> None:
-    """Measure the links of all ranks of the current group, from the device ``home``.
+def probe_hosts(who: RankInfo, torch_device: torch.device) -> None:
+    """Measure the links of all ranks of the current group, from the device ``torch_device``.
 
     Skipped if every rank remembers a measurement of exactly these hosts and a short probe shows
     that it still holds.
@@ -311,25 +314,36 @@ def probe_hosts(who: RankInfo, home: torch.device) -> None:
     cache, hosts = CostCache(), who.hosts
     names = gathered(socket.gethostname(), str)
     before = gathered(
-        remembered_probe(names, hosts=hosts, home=home, cache=cache), tuple[float, ...] | None
+        remembered_probe(names, hosts=hosts, torch_device=torch_device, cache=cache),
+        tuple[float, ...] | None,
     )
     with on_own_cores(who):
         last = before[0]
-        if last is not None and len({*before}) == 1 and _is_unchanged(last, home):
+        if last is not None and len({*before}) == 1 and _is_unchanged(last, torch_device):
             return
-        figures = figures_of_this_rank(hosts=hosts, home=home)
-        figures_of_ranks, session = gathered(figures, dict[str, float]), probe_link(home)
+        figures = figures_of_this_rank(hosts=hosts, torch_device=torch_device)
+        figures_of_ranks, session = gathered(figures, dict[str, float]), probe_link(torch_device)
         # With two hosts, measurements cannot show which of them has the slow link.
-        joins = measured_joins(figures_of_ranks, hosts=hosts, home=home) if hosts > 2 else {}
+        joins = (
+            measured_joins(figures_of_ranks, hosts=hosts, torch_device=torch_device)
+            if hosts > 2
+            else {}
+        )
     # Stored under all cores of the host, because planning uses all of them.
     remember_hosts(
-        figures_of_ranks, names, hosts=hosts, home=home, session=session, joins=joins, cache=cache
+        figures_of_ranks,
+        names,
+        hosts=hosts,
+        torch_device=torch_device,
+        session=session,
+        joins=joins,
+        cache=cache,
     )
 
 
 def probe_local_ranks(num_ranks: int, model: nn.Module) -> None:
     """Measure the links of ``num_ranks`` ranks of this host, unless they are in the cache."""
-    measured_ranks(num_ranks, home=torch_device_of(model), cache=CostCache())
+    measured_ranks(num_ranks, torch_device=torch_device_of(model), cache=CostCache())
 
 
 def own_device(kind: str) -> torch.device:
@@ -339,15 +353,15 @@ def own_device(kind: str) -> torch.device:
     return torch.device(kind, torch.cuda.current_device())
 
 
-def gpu_description(home: torch.device, who: RankInfo) -> dict[str, str]:
+def gpu_description(torch_device: torch.device, who: RankInfo) -> dict[str, str]:
     """Return the properties of the device that must be equal on all hosts.
 
     A device of another kind would take other times, and have another memory size.
     """
-    if home.type == "cpu":
+    if torch_device.type == "cpu":
         return {"kind of device": "a processor"}
     many = "" if who.size // who.hosts <= torch.cuda.device_count() else ", shared by ranks"
-    return {"kind of device": f"{torch.cuda.get_device_properties(home).name}{many}"}
+    return {"kind of device": f"{torch.cuda.get_device_properties(torch_device).name}{many}"}
 
 
 def check_neighbours(who: RankInfo) -> None:
@@ -409,13 +423,13 @@ def keep_to_own_gpu() -> None:
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count > 1:
-        own = who_am_i(os.environ).local_rank % count
+        own = rank_info(os.environ).local_rank % count
         _torch.when_cuda_begins(partial(torch.cuda.set_device, own))
 
 
-def _is_unchanged(before: tuple[float, ...], home: torch.device) -> bool:
+def _is_unchanged(before: tuple[float, ...], torch_device: torch.device) -> bool:
     """True if a small and a larger collective take about the time that they took before."""
-    pairs = zip(probe_link(home), before, strict=True)
+    pairs = zip(probe_link(torch_device), before, strict=True)
     return all(
         abs(seconds - before_seconds) <= _CHANGED_SHARE * before_seconds + _CHANGED_SECONDS
         for seconds, before_seconds in pairs

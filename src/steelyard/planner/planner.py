@@ -137,8 +137,10 @@ class Planner:
         program = session.apply_rules(decisions.rules)
         predicted, accuracy_notes = self._predict_program(decisions, program)
         used = decisions.ranks_used(ParallelLayout.of(decisions.rules).num_ranks)
-        home = torch_device_of(session.source.model)
-        differences = target_differences(session.target(), decisions.target, home, used=used)
+        torch_device = torch_device_of(session.source.model)
+        differences = target_differences(
+            session.target(), decisions.target, torch_device, used=used
+        )
         notes = [
             *accuracy_notes,
             *session.notes(),
@@ -194,7 +196,7 @@ class Planner:
         if not program.is_lossy:
             return predicted, []
         loss = "ranks send compressed gradients"
-        if count := len(program.coded):
+        if count := len(program.quantized):
             loss = f"{count} value{'s are' if count > 1 else ' is'} kept in 8 bits"
         if not allowed:
             return predicted, [f"does not fit: {loss}, and the accuracy budget is 0"]

@@ -31,7 +31,7 @@ from steelyard.ir.rule import CallSite, Rule, matching, of_kind, to_rules
 from steelyard.ir.rule_kinds import Recomputation, StateOffload
 from steelyard.measure.cache import CostCache
 from steelyard.measure.malloc import keep_freed_memory
-from steelyard.offload.optimizer_state import why_uncut, why_undivided
+from steelyard.offload.optimizer_state import why_undivided, why_unsliceable
 from steelyard.operators import is_pointwise
 from steelyard.passes.offload.sliced_optimizer import why_whole
 from steelyard.planner.cost_provider import CostProvider, LazyCosts, PricedSource, Progress, dims_of
@@ -46,7 +46,7 @@ from steelyard.predict.missing_flops import notes_on_uncounted, refuse_uncounted
 from steelyard.run.compiled.lower import compiled, lower
 from steelyard.run.compiled.recorder import GeneratedKernel
 from steelyard.run.model_guards import ModelWatch
-from steelyard.run.sharded_model.tensors import why_unparted
+from steelyard.run.sharded_model.tensors import why_unshardable
 from steelyard.search import Floor, LayoutSearch, StepSearch
 from steelyard.search.ranks.slow_link_note import note_on_links
 from steelyard.trades import TRADES
@@ -78,9 +78,9 @@ class PlanRequest:
         The memory floor is checked against the budget ``within`` before anything is measured. If
         not ``is_priced``, operators are measured on the first access to the prices.
         """
-        home = torch_device_of(self.model)
-        cluster = local_cluster(home, self.cluster, runner=self.runner, cache=CostCache())
-        session = replace(self, cluster=cluster)._captured(home, within or Budget())
+        torch_device = torch_device_of(self.model)
+        cluster = local_cluster(torch_device, self.cluster, runner=self.runner, cache=CostCache())
+        session = replace(self, cluster=cluster)._captured(torch_device, within or Budget())
         if is_priced:
             session.pricing.checked  # noqa: B018 measures
         return session
@@ -94,7 +94,7 @@ class PlanRequest:
             far_bytes=0 if offload_memory is None else offload_memory.size_bytes,
         )
 
-    def _captured(self, home: torch.device, within: Budget) -> "PlanningSession":
+    def _captured(self, torch_device: torch.device, within: Budget) -> "PlanningSession":
         self.on_progress("capturing the step")
         source = CapturedStep(
             model=self.model,
@@ -114,11 +114,13 @@ class PlanRequest:
             update = self._with_reasons(update)
         base = Program.plain(graph, update=update)
         self.check_floor(Floor.of(base), within)
-        if self.cluster.is_here and home.type == "cpu" and self._has_room_for(graph):
+        if self.cluster.is_here and torch_device.type == "cpu" and self._has_room_for(graph):
             keep_freed_memory()
 
         def measured() -> CostProvider:
-            prices = CostProvider(self.cluster, on_progress=self.on_progress, home=home)
+            prices = CostProvider(
+                self.cluster, on_progress=self.on_progress, torch_device=torch_device
+            )
             prices.measure(graph, may_lack=True)
             if update is not None:
                 prices.measure(update.graph, may_lack=True)
@@ -142,9 +144,9 @@ class PlanRequest:
             undivided = why_undivided(self.optimizer, dims_of(update))
             update = replace(update, undivided=undivided)
         if self.cluster.offload_memory is not None:
-            update = replace(update, uncut=self._reasons_not_sliced(update))
+            update = replace(update, unsliceable=self._reasons_not_sliced(update))
         if self.cluster.num_devices > 1:
-            update = replace(update, unparted=why_unparted(self.optimizer))
+            update = replace(update, unshardable=why_unshardable(self.optimizer))
         return update
 
     def _has_room_for(self, graph: Graph) -> bool:
@@ -170,7 +172,7 @@ class PlanRequest:
         """Return why some parameters are not updated a few rows at a time, by parameter."""
         assert self.optimizer is not None
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        reason = why_uncut(self.optimizer)
+        reason = why_unsliceable(self.optimizer)
         found = dict.fromkeys(trained, reason) if reason else {}
         found |= why_whole(update, is_pointwise=is_pointwise)
         if _torch.any_hooks(list(trained.values())):
@@ -259,7 +261,7 @@ class PlanningSession:
         layout = ParallelLayout.of(rules)
         _refuse_unequal_stages(layout, self.prices.costs.on(layout.num_ranks).devices)
         program = apply_rules_on_ranks(self.base, rules, trades=TRADES, source=self._priced_source)
-        if program.coded:
+        if program.quantized:
             # The quantization operators exist only in the rewritten program.
             self.prices.measure(program.graph)
         return program

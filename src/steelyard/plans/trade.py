@@ -161,7 +161,9 @@ def apply_rules_on_ranks(
         apply_rules(replace(program, rank=rank), rules, trades=trades, source=source)
         for rank in layout.unequal_ranks
     )
-    differing = next((other for other in others if other.spoken != first.spoken), None)
+    differing = next(
+        (other for other in others if other.collective_order != first.collective_order), None
+    )
     if differing is not None:
         raise Mismatch(
             f"with shares of {spelled(layout.shares)}, ranks {first.rank} and {differing.rank} "

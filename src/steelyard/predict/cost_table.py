@@ -96,7 +96,7 @@ class CostTable:
     def seconds(self, node: Node) -> Estimate:
         if node.is_free:
             return FREE
-        if node.is_far:
+        if node.is_transfer:
             return self.exchange_device_seconds(node)
         known = self.operators.get(node.signature)
         slower = 1 / self.device.speed
@@ -124,7 +124,7 @@ class CostTable:
     def link_of(self, collective: Collective) -> Link | None:
         """Return the link of an exchange, or None if only the time of whole exchanges is known."""
         link = self.links.get(collective.link)
-        if link is None or self.spread is None or collective.is_far:
+        if link is None or self.spread is None or collective.is_transfer:
             return link
         return self.spread.link_of(collective, link)
 
@@ -185,16 +185,16 @@ class CostTable:
                 f"the step exchanges data over the axis {collective.axis!r}, whose link is unknown",
                 expected=f"a link for each axis; there is one for {sorted(self.links) or 'none'}",
                 remedy="name a folder for offload memory"
-                if collective.is_far
+                if collective.is_transfer
                 else "declare the link that joins these ranks",
             )
-        if self.spread is not None and not collective.is_far:
+        if self.spread is not None and not collective.is_transfer:
             link = self.spread.shared(collective, link)
         seconds = link.seconds(collective.sent_bytes, messages=collective.waits)
         return Estimate.within(seconds, share=link.doubt)
 
     def is_measured(self, node: Node) -> bool:
-        if node.is_free or node.is_far:
+        if node.is_free or node.is_transfer:
             return True
         known = self.operators.get(node.signature)
         return known is not None and known.is_measured

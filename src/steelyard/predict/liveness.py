@@ -7,7 +7,7 @@ the line that waits for it. Not for seconds: see timeline.py.
 
 from dataclasses import dataclass
 
-from steelyard.ir.graph import FAR_CALLS, Graph, Node, OutputKind, Role
+from steelyard.ir.graph import OFFLOAD_CALLS, Graph, Node, OutputKind, Role
 from steelyard.ir.program import Instruction, Program, Underway
 from steelyard.ir.quantized_activation import DECODE, ENCODE
 from steelyard.plans.peak_memory import LiveTensor
@@ -81,10 +81,10 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
 
 def _label(graph: Graph, instruction: Instruction) -> str:
     node = graph.by_name[instruction.node]
-    if node.is_far and node.op in _FETCHES:
+    if node.is_transfer and node.op in _FETCHES:
         how = "in slices" if node.args[1:] else "fetched"
         return f"{_FETCHES[node.op]} ({how})"
-    if node.is_far:
+    if node.is_transfer:
         # The name is that of the value which is fetched.
         how = "in slices" if node.is_slicing else "fetched"
         return f"{graph.by_name[node.name.rpartition('.')[0]].op} ({how})"
@@ -97,7 +97,7 @@ def _label(graph: Graph, instruction: Instruction) -> str:
 
 
 _FETCHES = {
-    f"{FAR_CALLS}{call}_{kind}": name
+    f"{OFFLOAD_CALLS}{call}_{kind}": name
     for call in ("fetch", "fetched", "begin", "room")
     for kind, name in (("weight", "weight"), ("gradient", "gradient"), ("state", "optimizer state"))
 }

@@ -170,14 +170,14 @@ def playing_through(program: Program, playing: "Playing") -> Generator[float, fl
             issued = nodes[program.instructions[issue].node].collective
             assert issued is not None
             playing.wait(issued, arrives[issue])
-        if node.is_far_product:
+        if node.is_fetch_matmul:
             playing.carry_out(node)
             continue
         playing.run(node)
         if node.collective is not None and node.is_slicing:
             playing.begin_slices(node)
         elif node.collective is not None:
-            last_rank_at = None if node.is_far else (yield playing.clock)
+            last_rank_at = None if node.is_transfer else (yield playing.clock)
             arrives[index] = playing.issue(node.collective, not_before=last_rank_at or 0.0)
     return playing.played(begins)
 
@@ -210,7 +210,7 @@ class Playing:
         stall = max(0.0, arrival - self.clock)
         self._exposed += stall
         self.clock += stall
-        if stall and not issued.is_far:
+        if stall and not issued.is_transfer:
             self._synchronized_at = self.clock
         link = self._costs.link_of(issued)
         if link is None:
@@ -234,7 +234,7 @@ class Playing:
         """Issue an exchange and return when it arrives."""
         begin = max(self.begins(collective), not_before)
         arrival = begin + self._link(self._costs.exchange_seconds(collective))
-        if self._costs.skew is not None and not collective.is_far:
+        if self._costs.skew is not None and not collective.is_transfer:
             arrival += self._link(self._costs.skew.wait(self.clock - self._synchronized_at))
         self._link_free_at[collective.link] = arrival
         return arrival

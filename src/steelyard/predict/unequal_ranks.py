@@ -134,7 +134,7 @@ def synchronized_clocks(
     ends = [one.seconds for one in played]
     program = classes[0].program.passes[number]
     issued = (program.graph.by_name[name].collective for name in program.graph.collectives)
-    return [max(ends)] * len(ends) if any(c and not c.is_far for c in issued) else ends
+    return [max(ends)] * len(ends) if any(c and not c.is_transfer for c in issued) else ends
 
 
 def play_synchronized(

@@ -168,7 +168,7 @@ class BoundProgram:
             (o.kind, live.get(o.target), slots.get(o.target)) for o in outputs
         ]
         self._sinks = [
-            offload_sink(target) if kind is OutputKind.FAR_GRADIENT else _sink(kind, target)
+            offload_sink(target) if kind is OutputKind.OFFLOADED_GRADIENT else _sink(kind, target)
             for kind, target, _ in self._targets
         ]
         self._writes_batch = None in self._sinks
@@ -284,7 +284,7 @@ class BoundProgram:
             return self._sinks
         sinks = list(self._sinks)
         for index, (kind, target, slot) in enumerate(self._targets):
-            is_gradient = kind in (OutputKind.GRADIENT, OutputKind.FAR_GRADIENT)
+            is_gradient = kind in (OutputKind.GRADIENT, OutputKind.OFFLOADED_GRADIENT)
             if is_gradient and deferred is not None and _torch.any_hooks([target]):
                 sinks[index] = _defer(target, deferred)
             elif target is None:

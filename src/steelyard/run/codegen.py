@@ -19,14 +19,14 @@ from steelyard.comm.shared_memory.collectives import SharedMemoryCollectives
 from steelyard.errors import BadInput, RunFailed
 from steelyard.ir.collective import Exchange
 from steelyard.ir.gradient_codec import CODED_CALLS
-from steelyard.ir.graph import FAR_CALLS, SENT_PRODUCTS, Argument, Axis, Node, Ref, Symbol
+from steelyard.ir.graph import MATMUL_SEND, OFFLOAD_CALLS, Argument, Axis, Node, Ref, Symbol
 from steelyard.ir.message_slots import rounds_of
 from steelyard.ir.parallel_layout import DATA
 from steelyard.ir.program import Instruction, Program
 from steelyard.offload.activations import Slots
 from steelyard.offload.parameters import OffloadedTensors
 from steelyard.offload.tier import OffloadFile
-from steelyard.operators import copy_laid_out, operator_named
+from steelyard.operators import copy_strided, operator_named
 from steelyard.run.fast_bindings import OutputBuffer, fastest_call, writing_into
 from steelyard.run.finite_check import FiniteWatch, checked_call, finite_check_places
 
@@ -112,7 +112,7 @@ def _carriers(
     )
     issued = (nodes[program.instructions[one.issue].node].collective for one in program.exchanges)
     rounds = rounds_of(program.graph)
-    for axis in sorted({c.axis for c in issued if c is not None and not c.is_far}):
+    for axis in sorted({c.axis for c in issued if c is not None and not c.is_transfer}):
         channel = channels[axis]
         if channel.calls:
             continue
@@ -248,7 +248,7 @@ class _Writer:
             if isinstance(line, Fused) or line.sink is not None:
                 continue
             node = nodes[line.node]
-            if node.collective is not None and not node.collective.is_far:
+            if node.collective is not None and not node.collective.is_transfer:
                 issued[line.value] = index
             elif node.waits_for and (issue := issued.get(line.inputs[0])) is not None:
                 in_flight.update(range(issue + 1, index))
@@ -320,7 +320,7 @@ class _Writer:
         return fastest_call(node) if buffer is None else writing_into(buffer, node)
 
     def _offload_call(self, node: Node) -> Callable[..., Any] | None:
-        if node.is_far_product:
+        if node.is_fetch_matmul:
             (names, *_), body = node.args, node.body
             assert isinstance(names, tuple)
             assert body is not None
@@ -328,19 +328,19 @@ class _Writer:
             owner = self._offload_owner(names[0])
             assert owner is not None
             return owner.products.carrying_out(body)
-        if node.op == SENT_PRODUCTS:
+        if node.op == MATMUL_SEND:
             assert self._tensors is not None
             return self._tensors.gradients.rows
-        if not node.is_far:
+        if not node.is_transfer:
             return None
         owner = self._offload_owner(node.args[0])
-        bound: Callable[..., Any] = getattr(owner, node.op.removeprefix(FAR_CALLS))
+        bound: Callable[..., Any] = getattr(owner, node.op.removeprefix(OFFLOAD_CALLS))
         return bound
 
     def _exchange_call(self, node: Node) -> Callable[..., Any] | None:
         """Return the call for a collective, a wait or a gradient codec: timed, or replacing
         torch's own."""
-        if node.is_far:
+        if node.is_transfer:
             return None
         if node.op in CODED_CALLS and DATA in self._channels:
             return self._channels[DATA].coding.timed(operator_named(node.op))
@@ -379,14 +379,14 @@ def as_captured(x: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.
             "was captured",
             remedy="report this model: torch described one of its operators incorrectly",
         )
-    return copy_laid_out(x, list(x.shape), list(stride))
+    return copy_strided(x, list(x.shape), list(stride))
 
 
 def with_strides(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """Return ``x`` with these strides, copied if its own differ."""
     if all(n < 2 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
         return x
-    return copy_laid_out(x, list(x.shape), list(stride))
+    return copy_strided(x, list(x.shape), list(stride))
 
 
 # Views that differ from their argument only in shape and strides. A conjugate view does not

@@ -23,11 +23,11 @@ MaxOverRanks = Callable[[Sequence[float]], Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """A record of the guard's checks; ``held`` is the relative residual at each check."""
+class FallbackRecord:
+    """A record of the guard's checks; ``residuals`` has the relative residual at each check."""
 
     exact_steps: int
-    held: tuple[float, ...]
+    residuals: tuple[float, ...]
     reasons: tuple[str, ...]
 
 
@@ -62,9 +62,11 @@ class CompressionFallback:
     def load_state(self, warm_up: int, fallbacks: int) -> None:
         self.warm_up, self._fallbacks = warm_up, min(fallbacks, self._rungs - 1)
 
-    def seen(self) -> Seen:
-        return Seen(
-            exact_steps=self._exact_steps, held=tuple(self._residuals), reasons=tuple(self._reasons)
+    def record(self) -> FallbackRecord:
+        return FallbackRecord(
+            exact_steps=self._exact_steps,
+            residuals=tuple(self._residuals),
+            reasons=tuple(self._reasons),
         )
 
     def should_fall_back(self, loss: float, residual_ratio: Callable[[], float]) -> bool:
@@ -105,4 +107,4 @@ class CompressionFallback:
         return ""
 
 
-__all__ = ["EVERY", "MOST_HELD", "CompressionFallback", "Seen"]
+__all__ = ["EVERY", "MOST_HELD", "CompressionFallback", "FallbackRecord"]

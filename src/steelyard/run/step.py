@@ -54,11 +54,11 @@ class CodeReads(Protocol):
 
 # Called with a description of a shape change: the step, the new shape and the planned one.
 OnChange = Callable[[str], None]
-TellLoss = Callable[[torch.Tensor | None], torch.Tensor]
+BroadcastLoss = Callable[[torch.Tensor | None], torch.Tensor]
 OtherShape = Callable[[Any], tuple[Program, Constants, CodeReads]]
 
 
-class Held(Protocol):
+class ShardedModelState(Protocol):
     """A model of which this rank holds only a shard between steps."""
 
     def whole(
@@ -66,7 +66,7 @@ class Held(Protocol):
     ) -> contextlib.AbstractContextManager[None]: ...
 
 
-class InStages(Protocol):
+class PipelineRunner(Protocol):
     """Runs forward and backward over all micro-batches on ranks that each own some pipeline
     stages.
 
@@ -115,14 +115,14 @@ class LiveStep:
         batch: Any,
         optimizer: torch.optim.Optimizer | None = None,
         states: OffloadedStates | None = None,
-        parts: Held | None = None,
+        parts: ShardedModelState | None = None,
         reduction: Reduction = "mean",
         other_shape: OtherShape | None = None,
         on_change: OnChange = lambda _: None,
         runner: Callable[[Program], Emitted] = emit,
         reads: CodeReads | None = None,
         rank: int = 0,
-        in_stages: Callable[[Program, Mapping[str, Any]], InStages] | None = None,
+        in_stages: Callable[[Program, Mapping[str, Any]], PipelineRunner] | None = None,
         channels: Mapping[str, Channel] = MappingProxyType({}),
         guard: CompressionFallback | None = None,
         finite: FiniteWatch | None = None,
@@ -141,10 +141,10 @@ class LiveStep:
         self.program = program
         self.other: dict[Shapes, Program] = {}
         self._rank = rank
-        self._broadcast_loss: TellLoss | None = None
+        self._broadcast_loss: BroadcastLoss | None = None
         self._is_standby = False
         self._in_stages = in_stages
-        self._stages: dict[Program, InStages] = {}
+        self._stages: dict[Program, PipelineRunner] = {}
         self._reduction = reduction
         self._other_shape = other_shape
         self._on_change = on_change
@@ -238,7 +238,7 @@ class LiveStep:
 
     def states_readable(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which all optimizer state can be read, offloaded or not."""
-        return self.states.visiting() if self.states else contextlib.nullcontext()
+        return self.states.readable() if self.states else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def states_loading(self) -> Iterator[Callable[[str], Callable[..., torch.Tensor]]]:
@@ -250,8 +250,8 @@ class LiveStep:
         if self.states is None:
             yield lambda _: torch.empty_strided
         else:
-            yield self.states.empty_for
-            self.states.put_away()
+            yield self.states.allocator_for
+            self.states.offload_all()
 
     def _prepare(self, batch: Any) -> tuple[BoundProgram, list[Any]]:
         """Refuse everything that can be refused, before anything is modified; return the bound
@@ -374,23 +374,23 @@ class LiveStep:
         named = self.model.named_parameters()
         return {f"{WEIGHT}{name}": p.grad for name, p in named if p.grad is not None}
 
-    def turn_among(
+    def change_ranks(
         self,
         *,
         rank: int,
         channels: Mapping[str, Channel],
-        tell_loss: TellLoss | None,
+        broadcast_loss: BroadcastLoss | None,
         stands_by: bool,
     ) -> None:
         """Change the set of ranks that take part, from the next step on.
 
-        With ``tell_loss``, all ranks receive the loss of the first; a rank that ``stands_by``
+        With ``broadcast_loss``, all ranks receive the loss of the first; a rank that ``stands_by``
         does nothing else.
         """
         self._rank, self.residuals.channels = rank, channels
-        self._broadcast_loss, self._is_standby = tell_loss, stands_by
+        self._broadcast_loss, self._is_standby = broadcast_loss, stands_by
 
-    def begin_anew(self, guard: CompressionFallback | None) -> None:
+    def switch_programs(self, guard: CompressionFallback | None) -> None:
         """Switch to new programs, which ``other_shape`` returns for each shape, from the next
         step on.
 

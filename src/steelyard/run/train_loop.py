@@ -342,12 +342,12 @@ class _TrainingRun:
                     f"{shlex.quote(str(before))}",
                 )
             raise error from None
-        with self.live.whole(), self.live.states_loading() as empty_for:
+        with self.live.whole(), self.live.states_loading() as allocator_for:
             position = state.load(
                 chosen,
                 model=self.live.model,
                 optimizer=self.live.optimizer,
-                empty_for=empty_for,
+                allocator_for=allocator_for,
                 note=self.tell,
             )
         if unrestored := self.live.restore_residuals(state.residuals_in(chosen)):

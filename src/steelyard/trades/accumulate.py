@@ -60,7 +60,7 @@ class Accumulate:
     ) -> Program:
         if not rules:
             return program
-        assert not program.again, "accumulate changes the graph, so it is applied first"
+        assert not program.recomputed, "accumulate changes the graph, so it is applied first"
         parts = self._parts(rules, source)
         if parts == program.repeats:
             return program

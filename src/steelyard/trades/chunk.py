@@ -17,7 +17,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, matching, to_rules
 from steelyard.ir.rule_kinds import SlicedComputation
 from steelyard.ir.step_source import StepSource
-from steelyard.passes.slicing.region import SlicedRegion, stretch_around
+from steelyard.passes.slicing.region import SlicedRegion, region_around
 from steelyard.passes.slicing.row_rules import SliceKind, Unsliceable, arguments, leading
 from steelyard.plans.trade import Offer, Rejection
 
@@ -91,7 +91,7 @@ class Chunk:
     def rewrite(self, program: Program, rules: Sequence[ChunkRule], source: StepSource) -> Program:
         if not rules:
             return program
-        assert not program.again, "chunk changes the graph, so it is applied before recompute"
+        assert not program.recomputed, "chunk changes the graph, so it is applied before recompute"
         graph = program.graph
         for rule in rules:
             for name in sorted(matching(graph, (rule,))):
@@ -109,7 +109,7 @@ def _region(graph: Graph, maker: Node) -> SlicedRegion:
 
     if graph.decomposition.startswith("inductor"):
         raise Unsliceable("Inductor, which compiles a region as a whole, would merge slices again")
-    return stretch_around(graph, maker, is_pointwise=is_pointwise)
+    return region_around(graph, maker, is_pointwise=is_pointwise)
 
 
 def _huge_producers(graph: Graph) -> list[Node]:
@@ -274,8 +274,8 @@ class _SlicedGraph:
             gives=tuple(gives),
         )
         return Node(
-            name=f"{maker.name}.stream",
-            op="steelyard.stream",
+            name=f"{maker.name}.sliced",
+            op="steelyard.sliced",
             args=tuple(Ref(take.name) for take in takes),
             inputs=tuple(take.name for take in takes),
             outputs=tuple(result.tensor for result in gives),
@@ -283,7 +283,7 @@ class _SlicedGraph:
             path=maker.path,
             line=maker.line,
             nth=maker.nth,
-            signature=f"steelyard.stream({sha256(body.told.encode()).hexdigest()[:24]})",
+            signature=f"steelyard.sliced({sha256(body.cost_key.encode()).hexdigest()[:24]})",
             flops=sum(n.flops for n in region.nodes),
             moved_bytes=sum(n.moved_bytes for n in region.nodes),
             body=body,

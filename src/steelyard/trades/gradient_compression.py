@@ -40,7 +40,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, pattern_of
 from steelyard.ir.rule_kinds import GradientCompression
 from steelyard.ir.step_source import StepSource
-from steelyard.passes.compression.compressed_all_reduce import coded
+from steelyard.passes.compression.compressed_all_reduce import compressed
 from steelyard.passes.data_parallel.buckets import buckets
 from steelyard.plans.trade import Offer, Rejection
 
@@ -260,7 +260,7 @@ def _compressed(
     """Return the program that exchanges the gradients of these rules in their codecs."""
     if not rules:
         return program
-    assert not program.again, "gradient compression is applied before recompute"
+    assert not program.recomputed, "gradient compression is applied before recompute"
     layout = program.layout
     if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1:
         others = layout.pipeline > 1 or layout.tensor > 1
@@ -279,7 +279,7 @@ def _compressed(
             expected="unsharded parameters, each in one rule",
             remedy=f"remove it from the {rules[0].trade} rules, or plan again",
         )
-    graph = coded(program.graph, codecs, num_ranks=layout.batch, transport=source.transport)
+    graph = compressed(program.graph, codecs, num_ranks=layout.batch, transport=source.transport)
     return program.with_graph(source.rewritten(graph))
 
 

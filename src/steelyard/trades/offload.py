@@ -12,13 +12,18 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from steelyard.errors import Mismatch
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT
 from steelyard.ir.collective import Collective, Exchange
-from steelyard.ir.graph import FAR_CALLS, Graph, Node, Phase, Ref, Tensor
+from steelyard.ir.graph import OFFLOAD_CALLS, Graph, Node, Phase, Ref, Tensor
 from steelyard.ir.program import Instruction, Program
 from steelyard.ir.rule import Rule, rule_of, to_rules
 from steelyard.ir.rule_kinds import ValueOffload
-from steelyard.ir.saved_activations import Late, first_late, first_wanted, saved_for_backward
+from steelyard.ir.saved_activations import (
+    BackwardRewriter,
+    first_backward_line,
+    first_backward_reader,
+    saved_for_backward,
+)
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.offload.sliced_activation_matmuls import (
     Read,
@@ -87,7 +92,7 @@ class Offload:
                 expected="each value in one rule, because it is offloaded once",
                 remedy="remove one of them from the plan, or plan again",
             )
-        recomputed = {i.node for i in program.again}
+        recomputed = {i.node for i in program.recomputed}
         impossible = [name for name in chosen if name in recomputed] or sorted(
             # A smaller batch may shrink values below the worthwhile size; they are offloaded all
             # the same.
@@ -96,7 +101,7 @@ class Offload:
         if impossible:
             node = program.graph.by_name[impossible[0]]
             problem = "is recomputed" if impossible[0] in recomputed else "cannot be offloaded"
-            problem = "is kept in 8 bits" if impossible[0] in program.coded else problem
+            problem = "is kept in 8 bits" if impossible[0] in program.quantized else problem
             raise Mismatch(
                 f"offload rule for {node.op} in {node.path or 'the top level'}, which {problem}",
                 expected="rules for values that the backward pass reads, once each",
@@ -152,14 +157,14 @@ def with_transfers(
     not read stays. ``slices`` maps some values to the number of slices in which they are fetched.
     """
     plain = [i for i in program.instructions if i.sink is None]
-    first_reader = first_wanted(program.graph, plain, chosen)
+    first_reader = first_backward_reader(program.graph, plain, chosen)
     in_order = sorted(first_reader, key=lambda name: (first_reader[name], name))
     slots = {name: slot for slot, name in enumerate(in_order)}
     sliced = {name: slices[name] for name in in_order if name in slices}
     found = with_inputs_in_slices(program, sliced, slots)
     graph, lines = found.graph, found.lines
-    first = first_late(lines)
-    first_reader = first_wanted(graph, lines, first_reader.keys() - sliced.keys())
+    first = first_backward_line(lines)
+    first_reader = first_backward_reader(graph, lines, first_reader.keys() - sliced.keys())
     transfers = []
     insertions = _Insertions(graph, lines)
     for name, slot in slots.items():
@@ -172,7 +177,7 @@ def with_transfers(
         lag, lead = chosen[name]
         index = next(k for k, i in enumerate(lines) if i.value == name)
         insertions.put(transfer, made=index, lag=lag, lead=lead)
-    rewriter = Late(graph, {name: f"{name}.fetched" for name in first_reader})
+    rewriter = BackwardRewriter(graph, {name: f"{name}.fetched" for name in first_reader})
     ordered: list[Instruction] = []
     for number, line in enumerate(lines):
         ordered += insertions.before(number)
@@ -186,7 +191,7 @@ def with_transfers(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Back:
+class Fetch:
     """The fetch of a value for the line ``wanted``: the calls that start and end it.
 
     The end call returns the value or, ``behind`` that line, frees the last slices.
@@ -204,11 +209,11 @@ class Transfer:
 
     send: Node
     sent: Node
-    back: tuple[Back, ...]
+    fetches: tuple[Fetch, ...]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return (self.send, self.sent, *(n for b in self.back for n in (b.begin, b.end)))
+        return (self.send, self.sent, *(n for b in self.fetches for n in (b.begin, b.end)))
 
 
 class _Calls:
@@ -220,21 +225,21 @@ class _Calls:
         self._slot = slot
         (self._tensor,) = self._node.outputs
         send, sent = self._call("send", value), self._call("sent", f"{value}.send", value)
-        self._send = replace(send, collective=self._collective(FAR_OUT, Exchange.SEND))
+        self._send = replace(send, collective=self._collective(OFFLOAD_OUT, Exchange.SEND))
         self._sent = replace(sent, waits_for=send.name)
 
     def whole(self, wanted: int) -> Transfer:
         fetch = self._call("fetch", self._sent.name, outputs=(self._tensor,))
         fetched = self._call("fetched", fetch.name, outputs=(self._tensor,))
-        back = Back(
-            begin=replace(fetch, collective=self._collective(FAR_IN, Exchange.FETCH)),
+        fetch_whole = Fetch(
+            begin=replace(fetch, collective=self._collective(OFFLOAD_IN, Exchange.FETCH)),
             end=replace(fetched, waits_for=fetch.name),
             wanted=wanted,
         )
-        return Transfer(send=self._send, sent=self._sent, back=(back,))
+        return Transfer(send=self._send, sent=self._sent, fetches=(fetch_whole,))
 
     def in_slices(self, reads: Sequence[Read]) -> Transfer:
-        back = []
+        fetches = []
         for number, read in enumerate(reads):
             copy = f"@{number}" if number else ""
             begin = self._call("begin", self._sent.name, outputs=(read.room,), copy=copy)
@@ -246,8 +251,8 @@ class _Calls:
             # The end call also reads the product, so that it runs after it.
             end = self._call("end", begin.name, read.call.name, copy=copy)
             end = replace(end, waits_for=begin.name)
-            back.append(Back(begin=begin, end=end, wanted=read.line, behind=True))
-        return Transfer(send=self._send, sent=self._sent, back=tuple(back))
+            fetches.append(Fetch(begin=begin, end=end, wanted=read.line, behind=True))
+        return Transfer(send=self._send, sent=self._sent, fetches=tuple(fetches))
 
     def _call(
         self, call_name: str, *inputs: str, outputs: tuple[Tensor, ...] = (), copy: str = ""
@@ -255,14 +260,14 @@ class _Calls:
         # Marked backward: code that names or counts forward nodes must see the step as captured.
         return Node(
             name=f"{self._value}.{call_name}{copy}",
-            op=f"{FAR_CALLS}{call_name}",
+            op=f"{OFFLOAD_CALLS}{call_name}",
             args=(self._slot, *(Ref(i) for i in inputs)),
             inputs=inputs,
             outputs=outputs,
             phase=Phase.BACKWARD,
             path=self._node.path,
             line=self._node.line,
-            signature=f"{FAR_CALLS}{call_name}",
+            signature=f"{OFFLOAD_CALLS}{call_name}",
         )
 
     def _collective(self, axis: str, kind: Exchange) -> Collective:
@@ -293,16 +298,15 @@ class _Insertions:
 
     def put(self, transfer: Transfer, *, made: int, lag: int, lead: int) -> None:
         ran_before_value = self._ran_before[made + 1]
-        fetches = [
-            max(ran_before_value, self._ran_before[back.wanted] - lead) for back in transfer.back
-        ]
-        wanted = transfer.back[0].wanted
+        fetches = transfer.fetches
+        starts = [max(ran_before_value, self._ran_before[f.wanted] - lead) for f in fetches]
+        wanted = fetches[0].wanted
         self._after.setdefault(made, []).append(_line(transfer.send, self.lines[made].phase))
-        self._put(self._frees, transfer.sent, min(ran_before_value + lag, fetches[0]), wanted)
-        for back, fetch in zip(transfer.back, fetches, strict=True):
-            self._put(self._fetch_starts, back.begin, fetch, back.wanted)
-            where = self._after if back.behind else self._fetch_ends
-            where.setdefault(back.wanted, []).append(_line(back.end, Phase.BACKWARD))
+        self._put(self._frees, transfer.sent, min(ran_before_value + lag, starts[0]), wanted)
+        for fetch, start in zip(fetches, starts, strict=True):
+            self._put(self._fetch_starts, fetch.begin, start, fetch.wanted)
+            where = self._after if fetch.behind else self._fetch_ends
+            where.setdefault(fetch.wanted, []).append(_line(fetch.end, Phase.BACKWARD))
 
     def _put(
         self, lines_at: dict[int, list[Instruction]], node: Node, num_run: int, wanted: int

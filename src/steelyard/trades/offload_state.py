@@ -22,7 +22,7 @@ from steelyard.passes.offload.sliced_gradients import made_by_products
 from steelyard.passes.offload.sliced_weight_matmuls import sliceable
 from steelyard.passes.offload.state_transfers import (
     with_gradients_far,
-    with_states_far,
+    with_offloaded_states,
     with_weights_far,
 )
 from steelyard.plans.trade import Offer, Rejection
@@ -197,7 +197,7 @@ def _with_update(
     if not offloaded:
         return program
     lead_of = {p: max(given.get(p, 0) for given in leads.values()) for p in offloaded}
-    return replace(program, update=with_states_far(update, offloaded, lead_of, slices))
+    return replace(program, update=with_offloaded_states(update, offloaded, lead_of, slices))
 
 
 def _why_not(program: Program) -> str:
@@ -308,7 +308,7 @@ def _why_not_sliceable(
         program.update.graph, parameter, is_offloaded=parameter in offloadable[OPTIMIZER]
     ):
         return "its optimizer state cannot be offloaded"
-    return program.update.uncut.get(parameter, "")
+    return program.update.unsliceable.get(parameter, "")
 
 
 def _resident_states(update: Graph, parameter: str, *, is_offloaded: bool) -> list[str]:
@@ -343,7 +343,7 @@ def _updated_in_slices(
     sliced = [p for p in slices[WEIGHTS] if _is_updated(program, p)]
     for parameter in (*sliced, *slices[OPTIMIZER]):
         assert program.update is not None
-        reason = program.update.uncut.get(parameter, "")
+        reason = program.update.unsliceable.get(parameter, "")
         if parameter not in slices[WEIGHTS]:
             reason = "its weight is not offloaded in slices"
         elif parameter not in leads[GRADIENTS]:

@@ -66,7 +66,7 @@ class Overlap:
     ) -> Program:
         if not rules or not program.exchanges:
             return program
-        assert not program.again, "overlap orders the graph, so it is applied before recompute"
+        assert not program.recomputed, "overlap orders the graph, so it is applied before recompute"
         if not program.layout.shares:  # unequal ranks might choose different orders
             reordered = sent_first(program)
             # Invalid if another line reads a sum after it was sent.

@@ -17,9 +17,9 @@ from steelyard.ir.rule import Rule, matching
 from steelyard.ir.rule_kinds import ValueCodec
 from steelyard.ir.saved_activations import (
     LEAST_BYTES,
-    Late,
-    first_late,
-    first_wanted,
+    BackwardRewriter,
+    first_backward_line,
+    first_backward_reader,
     saved_for_backward,
 )
 from steelyard.ir.step_source import StepSource
@@ -46,7 +46,7 @@ class QuantizeActivations:
     buys: ClassVar[tuple[str, ...]] = ("memory",)
     is_exact: ClassVar[bool] = False
     is_bitwise: ClassVar[bool] = False
-    probe: ClassVar[str] = "steelyard.coding_error"
+    probe: ClassVar[str] = "steelyard.quantization_error"
     rule: ClassVar[type[Rule]] = QuantizeActivationsRule
 
     def offers(
@@ -84,7 +84,7 @@ class QuantizeActivations:
                 expected="each value in one rule, because it is quantized once",
                 remedy="remove one of them from the plan, or plan again",
             )
-        recomputed = {i.node for i in program.again}
+        recomputed = {i.node for i in program.recomputed}
         # A smaller batch may shrink values below the worthwhile size; they are encoded all the
         # same.
         impossible = sorted(chosen & recomputed) or sorted(
@@ -127,7 +127,7 @@ def with_codes(program: Program, chosen: Iterable[str]) -> Program:
     """
     graph = program.graph
     lines = [i for i in program.instructions if i.sink is None]
-    first_reader = first_wanted(graph, lines, chosen)
+    first_reader = first_backward_reader(graph, lines, chosen)
     if not first_reader:
         return program
     in_order = sorted(first_reader, key=graph.position.__getitem__)
@@ -136,8 +136,8 @@ def with_codes(program: Program, chosen: Iterable[str]) -> Program:
         for place, value in enumerate(in_order)
     ]
     behind, before = _places(graph, lines, encodings, first_reader)
-    rewriter = Late(graph, {c.value: c.decode.name for c in encodings})
-    first = first_late(lines)
+    rewriter = BackwardRewriter(graph, {c.value: c.decode.name for c in encodings})
+    first = first_backward_line(lines)
     ordered: list[Instruction] = []
     for number, line in enumerate(lines):
         ordered += [_line(c.decode, Phase.BACKWARD) for c in before.get(number, ())]
@@ -157,7 +157,7 @@ def with_codes(program: Program, chosen: Iterable[str]) -> Program:
 def _inexact_choice(program: Program) -> Node | None:
     """Return an operator that would compute indices or a mask from inexact values, if any."""
     graph = program.graph
-    inexact = {f"{value}.decoded" for value in program.coded}
+    inexact = {f"{value}.decoded" for value in program.quantized}
     for line in program.instructions:
         if line.sink is None and inexact.intersection(line.inputs):
             node = graph.by_name[line.node]
@@ -183,7 +183,7 @@ def _places(
     for both forms of one value.
     """
     last: dict[int, int] = {}
-    for number, line in enumerate(lines[: first_late(lines)]):
+    for number, line in enumerate(lines[: first_backward_line(lines)]):
         for name in (line.node, *line.inputs):
             last.update(dict.fromkeys(graph.storages_of(name), number))
     behind: _Places = {}

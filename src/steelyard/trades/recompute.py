@@ -76,7 +76,7 @@ class Recompute:
             )
         if not named:
             return program
-        times = Counter(i.node for i in program.again if i.node in allowed)
+        times = Counter(i.node for i in program.recomputed if i.node in allowed)
         for value, rule in named.items():
             times[value] = max(times[value], rule.times)
         return with_copies(program, times, times=times)
@@ -117,7 +117,7 @@ def _nodes_to_recompute(graph: Graph, recomputed: frozenset[str]) -> frozenset[s
             copied.add(node.name)
             if node.is_getitem:
                 copied.add(node.inputs[0])
-        elif graph.is_look(node) and copied.intersection(node.inputs):
+        elif graph.is_alias(node) and copied.intersection(node.inputs):
             # A view is recomputed only if its base is.
             copied.add(node.name)
     return frozenset(copied)
@@ -231,7 +231,7 @@ class _CopyTable:
         for node in graph.forward():
             if node.name not in needed:
                 continue
-            if graph.is_look(node):
+            if graph.is_alias(node):
                 self._base[node.name] = next(self._base[i] for i in node.inputs if i in self._base)
             elif not graph.has_several(node.name):
                 self._base[node.name] = node.name

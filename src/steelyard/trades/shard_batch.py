@@ -93,7 +93,7 @@ class ShardBatch:
             return program
         if program.layout.pipeline > 1:
             return program  # ranks of one stage reduce gradients after all micro-batches
-        assert not program.again, "shard_batch changes the graph, so it is applied early"
+        assert not program.recomputed, "shard_batch changes the graph, so it is applied early"
         # Ranks with the same shard of the model are spaced by the number of shards.
         stride = program.layout.tensor
         before = program.graph

@@ -112,7 +112,7 @@ def rules_for(ends: Sequence[str], *, schedule: str, ranks: int) -> tuple[Rule, 
 def _why_not(program: Program) -> str:
     if program.layout.shares:
         return "groups of pipeline ranks need equal shares of the batch"
-    if program.is_moving or program.coded:
+    if program.is_moving or program.quantized:
         return "offloaded and 8-bit values are not supported with pipeline stages yet"
     if program.update is not None and program.update.undivided:
         return program.update.undivided

@@ -65,7 +65,7 @@ class ShardStates:
         ranks, graph = program.layout.batch, program.graph
         if ranks == 1:
             return (), ()
-        reason = program.update.unparted if program.update is not None else ""
+        reason = program.update.unshardable if program.update is not None else ""
         by_pattern: dict[str, int] = {}
         for name in _large(graph) if not reason else ():
             if why_not_shared(graph, name, ranks) is None:
@@ -91,7 +91,7 @@ class ShardStates:
     ) -> Program:
         if not rules:
             return program
-        assert not program.again, "shard_states changes the graph, so it is applied early"
+        assert not program.recomputed, "shard_states changes the graph, so it is applied early"
         layout, update = program.layout, program.update
         if any(rule.ranks != layout.batch for rule in rules) or layout.batch == 1:
             raise Mismatch(
@@ -106,9 +106,9 @@ class ShardStates:
                 expected="weights that are sharded as well",
                 remedy="remove `what` from the shard_states rules, or plan for this machine",
             )
-        if update is not None and update.unparted:
+        if update is not None and update.unshardable:
             raise Mismatch(
-                f"the plan shards weights over ranks, but {update.unparted}",
+                f"the plan shards weights over ranks, but {update.unshardable}",
                 expected="an optimizer that updates each element from its own gradient and state",
                 remedy="remove the shard_states rules from the plan, or plan again",
             )
@@ -127,15 +127,16 @@ class ShardStates:
         else:
             graph = gathered(
                 program.graph, names, num_ranks=layout.batch, transport=source.transport, axis=DATA,
-                stride=layout.tensor, again=[name for name, rule in named if rule.gathers > 1],
+                stride=layout.tensor,
+                regathered=[name for name, rule in named if rule.gathers > 1],
                 together={name: rule.bucket for name, rule in named},
             )  # fmt: skip
         inputs = tuple((name, Shard(0)) for name in names)
         own = ShardingChoice(axis=DATA, num_ranks=layout.batch, inputs=inputs)
-        partings = (*program.partings, own)
+        shardings = (*program.shardings, own)
         if update is not None:
-            update = source.update_in_parts(update, partings)
-        return replace(program.with_graph(graph), partings=partings, update=update)
+            update = source.update_in_parts(update, shardings)
+        return replace(program.with_graph(graph), shardings=shardings, update=update)
 
 
 def _large(graph: Graph) -> list[str]:

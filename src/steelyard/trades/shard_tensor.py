@@ -49,7 +49,7 @@ class ShardTensor:
         ranks = program.layout.tensor
         if ranks == 1:
             return (), ()
-        reason = program.update.unparted if program.update is not None else ""
+        reason = program.update.unshardable if program.update is not None else ""
         by_pattern: dict[tuple[tuple[str, Placement], ...], list[Region]] = {}
         if not reason:
             for region in source.regions(program.graph, num_ranks=ranks):
@@ -71,10 +71,10 @@ class ShardTensor:
         ranks = program.layout.tensor
         if not rules or ranks == 1:
             return program
-        assert not program.again, "shard_tensor changes the graph, so it is applied early"
-        if program.update is not None and program.update.unparted:
+        assert not program.recomputed, "shard_tensor changes the graph, so it is applied early"
+        if program.update is not None and program.update.unshardable:
             raise Mismatch(
-                f"the plan shards weights, but {program.update.unparted}",
+                f"the plan shards weights, but {program.update.unshardable}",
                 expected="an optimizer that updates each element from its own gradient and state",
                 remedy="remove the shard_tensor rules from the plan, or plan again",
             )
@@ -86,7 +86,7 @@ class ShardTensor:
         update = program.update
         if update is not None:
             update = source.update_in_parts(update, (choice,))
-        return replace(program.with_graph(graph), partings=(choice,), update=update)
+        return replace(program.with_graph(graph), shardings=(choice,), update=update)
 
 
 def _exchanged_bytes_per_flop(regions: Sequence[Region]) -> float:

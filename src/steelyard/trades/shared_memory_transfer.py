@@ -84,7 +84,7 @@ class SharedMemoryTransfer:
 def _rank_collectives(graph: Graph) -> frozenset[str]:
     """Return the calls that issue collectives among ranks."""
     issued = ((name, graph.by_name[name].collective) for name in graph.collectives)
-    return frozenset(name for name, c in issued if c is not None and not c.is_far)
+    return frozenset(name for name, c in issued if c is not None and not c.is_transfer)
 
 
 def _pinned(graph: Graph, exchanged: Container[str]) -> Graph:

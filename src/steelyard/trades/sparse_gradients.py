@@ -69,7 +69,7 @@ class SparseGradients:
     ) -> Program:
         if not rules:
             return program
-        assert not program.again, "sparse gradients are applied before recompute"
+        assert not program.recomputed, "sparse gradients are applied before recompute"
         layout = program.layout
         if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1 or layout.shares:
             raise Mismatch(

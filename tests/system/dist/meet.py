@@ -28,8 +28,8 @@ def measuring(rank: int) -> dict[str, Any]:
         if rank:
             return {"heard": one.receive()}
         with one.with_background_load():
-            home = own_device(torch.get_default_device().type)
-            found = [measured_ranks(2, hosts=2, home=home) for _ in range(2)]
+            torch_device = own_device(torch.get_default_device().type)
+            found = [measured_ranks(2, hosts=2, torch_device=torch_device) for _ in range(2)]
         one.broadcast("a plan")
         link = found[0].link
         return {"same": found[0] == found[1], "rate": link.bytes_per_second, "kind": link.kind}

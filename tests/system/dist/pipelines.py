@@ -340,7 +340,7 @@ def _parting(program: Program) -> Callable[[str, torch.Tensor], torch.Tensor]:
     ways = {
         name: ShardSpec(shard=lies, num_ranks=each.num_ranks, group=group,
                   rank=program.layout.place(dist.get_rank(), each.axis))
-        for each in program.partings
+        for each in program.shardings
         for name, lies in each.inputs
         if isinstance(lies, Shard)
     }  # fmt: skip

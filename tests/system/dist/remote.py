@@ -46,14 +46,14 @@ def _as_two_hosts(rank: int) -> Any:
 def chosen(rank: int) -> dict[str, str]:
     """What is made among ranks of one host, of two, and of two of which one is not able."""
     edges = [slots.edge(0, 64), slots.edge(1, 64)]
-    found = {"one host": type(among.pinned_among(edges, group=_everyone())).__name__}
+    found = {"one host": type(among.shared_memory_transport(edges, group=_everyone())).__name__}
     with _as_two_hosts(rank):
-        made = among.pinned_among(edges, group=_everyone())
+        made = among.shared_memory_transport(edges, group=_everyone())
         found["two hosts"] = type(made).__name__
         dist.barrier()
         made.close()
         with mock.patch.object(among, "is_able", lambda: rank == 0):
-            found["one is not able"] = type(among.pinned_among(edges, group=_everyone())).__name__
+            found["one is not able"] = type(among.shared_memory_transport(edges, group=_everyone())).__name__
     return found
 
 

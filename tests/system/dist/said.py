@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.ir.collective import GLOO, Exchange
-from steelyard.comm.tcp_counters import SentBytesCounter, connections, give_back
+from steelyard.comm.tcp_counters import SentBytesCounter, connections, detach_sockets
 from steelyard.comm.gloo.direct_collectives import DirectCollectives
 from steelyard.run.launch.coordination import InGroup
 from tests.system.dist.slotted import EACH_TO_EACH, GATHER, SCATTER, channel
@@ -80,7 +80,7 @@ def _await_sent() -> None:
     lent = connections()
     while any(_waiting_bytes(connection) for connection in lent):
         time.sleep(0.001)
-    give_back(lent)
+    detach_sockets(lent)
 
 
 def _waiting_bytes(connection: socket.socket) -> int:

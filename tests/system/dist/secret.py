@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from steelyard.errors import SteelyardError
 from steelyard.run.launch.rendezvous import joined
-from steelyard.run.launch.environment import who_am_i
+from steelyard.run.launch.environment import rank_info
 from tests.system.launch.test_launcher import listening
 
 
 def main() -> None:
-    who = who_am_i(os.environ)
+    who = rank_info(os.environ)
     try:
         with joined(who, {"plan": "7f3c"}, timeout_seconds=60, start_seconds=60):
             total = torch.tensor(float(who.rank + 1))

@@ -25,7 +25,7 @@ from steelyard.errors import BadInput, RankFailed
 from steelyard.ir.message_slots import SlotSpec
 from steelyard.comm.shared_memory import same_host as pinned
 from steelyard.comm.shared_memory.same_host import SharedMemoryTransport
-from steelyard.comm.shared_memory.transport import pinned_among
+from steelyard.comm.shared_memory.transport import shared_memory_transport
 from steelyard.comm.shared_memory.slots import Like
 from steelyard.measure.operators.memory import meter_once
 
@@ -36,7 +36,7 @@ def made(edges: Sequence[SlotSpec]) -> SharedMemoryTransport:
     """Among all ranks, where tensors are made by default."""
     if here().type == "cpu":
         return SharedMemoryTransport(edges, group=_everyone())
-    return pinned_among(edges, group=_everyone(), device=here())
+    return shared_memory_transport(edges, group=_everyone(), device=here())
 
 
 def here() -> torch.device:

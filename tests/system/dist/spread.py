@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.hosts import DEVICE
 from steelyard.ir.collective import GLOO, Collective, Exchange
 from steelyard.ir.parallel_layout import DATA
-from steelyard.comm.gloo.direct_collectives import hand_round, own_rows_of_sum, put_together
+from steelyard.comm.gloo.direct_collectives import all_to_all_into, reduce_scatter_rows, all_gather_into
 
 TIMES, NBYTES = 4, 3 << 18
 
@@ -42,15 +42,15 @@ def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    put_together(x, x[group.rank()].clone(), group)
+    all_gather_into(x, x[group.rank()].clone(), group)
 
 
 def _scattered(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    own_rows_of_sum(x, group)
+    reduce_scatter_rows(x, group)
 
 
 def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    hand_round(torch.empty_like(x), x, group)
+    all_to_all_into(torch.empty_like(x), x, group)
 
 
 _EXCHANGES: dict[Exchange, Callable[[torch.Tensor, dist.ProcessGroup], None]] = {

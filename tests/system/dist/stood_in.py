@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from steelyard.comm.json_gather import gathered
 from steelyard.errors import BadInput
-from steelyard.comm.shared_memory import transport as pinned_among
+from steelyard.comm.shared_memory import transport as shared_memory_transport
 from steelyard.comm.shared_memory.gpu_memory import Event
 from tests.system.dist import slots
 
@@ -98,7 +98,7 @@ class _Moment:
 def _standing_in() -> Iterator[None]:
     """A device that is said to be a GPU, where tensors lie as ever."""
     with (
-        mock.patch.object(pinned_among, "Gpu", StoodIn),
+        mock.patch.object(shared_memory_transport, "Gpu", StoodIn),
         mock.patch.object(slots, "here", lambda: torch.device("cuda", 0)),
     ):
         yield

@@ -111,5 +111,5 @@ def check_who_died(module: str, folder: Path, *, device: str = "cpu") -> None:
     said = json.loads(printed)
     assert said.keys() == {"reading", "sending"}
     for text in said.values():
-        assert text.startswith("rank 1 is gone"), text
+        assert text.startswith("rank 1 has exited"), text
         assert len(text.splitlines()) == 3

@@ -114,8 +114,8 @@ def test_what_was_lost_is_saved_and_comes_after_all(
 def test_what_cannot_be_is_refused_on_every_rank(device: str) -> None:
     for rank in _found("refusals", device):
         assert all(len(said.splitlines()) == 3 for said in rank.values()), rank
-        assert rank["another code"].startswith("rank 1 asks for another code")
-        assert rank["no code"].startswith("'int9' is no code")
+        assert rank["another code"].startswith("rank 1 has another codec")
+        assert rank["no code"].startswith("unknown gradient codec 'int9'")
         assert rank["no exchange"].startswith("a Given exchanges no gradients")
         assert "'int8'" in rank["ternary shards"]
         assert rank["sparse"].startswith("the gradient of 0 is sparse")

@@ -143,7 +143,7 @@ def test_the_backward_segment_takes_no_views_and_makes_every_copy(case: Case) ->
     forward, backward = compiled_parts(case.programs["copies"])
     nodes = case.programs["plain"].graph.by_name
     views = [n for n in backward.takes if nodes[n].is_view and not nodes[n].is_getitem]
-    again = {i.value for i in case.programs["copies"].again}
+    again = {i.value for i in case.programs["copies"].recomputed}
     assert views == []
     assert again
     assert again <= {i.value for i in backward.instructions}

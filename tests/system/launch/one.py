@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from steelyard.run.launch.environment import RankInfo, who_am_i
+from steelyard.run.launch.environment import RankInfo, rank_info
 from steelyard.run.launch.rendezvous import joined
 
 STEPS = 6
@@ -23,7 +23,7 @@ CULPRIT, BREAKS_AT = 1, 3
 
 
 def main(folder: Path, scenario: str, seconds: float) -> None:
-    who = who_am_i(os.environ)
+    who = rank_info(os.environ)
     (folder / f"pid-{who.attempt}-{who.rank}").write_text(str(os.getpid()))
     plan = f"plan {who.rank}" if scenario == "differ" else "plan"
     with joined(who, {"plan": plan}, timeout_seconds=seconds):

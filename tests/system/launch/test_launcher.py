@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.errors import BadInput, RankFailed, RanksDiffer
-from steelyard.run.launch.launcher import Ended, launch
+from steelyard.run.launch.launcher import LaunchResult, launch
 from tests.system.launch.one import BREAKS_AT, CULPRIT, STEPS
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -54,7 +54,7 @@ def run(
     num_ranks: int = 2,
     max_restarts: int = 0,
     on_restart: Callable[[RankFailed], None] | None = None,
-) -> Ended:
+) -> LaunchResult:
     seconds = SHORT_SECONDS if scenario in ("stop", "sleep") else PATIENCE_SECONDS
     return launch(
         [sys.executable, str(HERE / "one.py"), str(folder), scenario, str(seconds)],

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from steelyard.comm.network_interfaces import address_towards, interface_of
 from steelyard.errors import BadInput, Mismatch, RankFailed, RanksDiffer
 from steelyard.run.launch.consistency_check import agree, first_difference, words_for
-from steelyard.run.launch.environment import RankInfo, who_am_i
+from steelyard.run.launch.environment import RankInfo, rank_info
 from steelyard.run.launch.network_interface import set_interface_between_hosts
 from steelyard.run.launch.rendezvous import joined
 from tests.system.launch.one import STEPS
@@ -48,31 +48,31 @@ SRUN = {
 
 
 def test_alone_without_any_variable() -> None:
-    assert who_am_i({"PATH": "/bin", "MASTER_ADDR": "host"}) == RankInfo(rank=0, size=1)
+    assert rank_info({"PATH": "/bin", "MASTER_ADDR": "host"}) == RankInfo(rank=0, size=1)
 
 
 def test_under_torchrun() -> None:
-    who = who_am_i(TORCHRUN)
+    who = rank_info(TORCHRUN)
     assert (who.rank, who.size, who.local_rank, who.attempt) == (3, 8, 1, 2)
     assert (who.address, who.port, who.agent_holds_store) == ("10.0.0.1", 29500, True)
 
 
 def test_torchrun_under_srun_is_believed_first() -> None:
-    assert who_am_i({**SRUN, **TORCHRUN, "RANK": "5"}).rank == 5
+    assert rank_info({**SRUN, **TORCHRUN, "RANK": "5"}).rank == 5
 
 
 def test_under_srun() -> None:
-    who = who_am_i(SRUN)
+    who = rank_info(SRUN)
     assert (who.rank, who.size, who.local_rank, who.address) == (3, 8, 1, "node03")
-    assert who.port == who_am_i({**SRUN, "SLURM_PROCID": "0"}).port
-    assert who.port != who_am_i({**SRUN, "SLURM_STEP_ID": "2"}).port
-    told = who_am_i({**SRUN, "MASTER_ADDR": "elsewhere", "MASTER_PORT": "7"})
+    assert who.port == rank_info({**SRUN, "SLURM_PROCID": "0"}).port
+    assert who.port != rank_info({**SRUN, "SLURM_STEP_ID": "2"}).port
+    told = rank_info({**SRUN, "MASTER_ADDR": "elsewhere", "MASTER_PORT": "7"})
     assert (told.address, told.port) == ("elsewhere", 7)
 
 
 def test_a_batch_script_that_is_not_under_srun_is_alone() -> None:
     alone = {name: value for name, value in SRUN.items() if "STEP" not in name}
-    assert who_am_i(alone) == RankInfo()
+    assert rank_info(alone) == RankInfo()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_batch_script_that_is_not_under_srun_is_alone() -> None:
     ],
 )
 def test_first_host_of_slurms_short_form(hosts: str, first: str) -> None:
-    assert who_am_i({**SRUN, "SLURM_STEP_NODELIST": hosts}).address == first
+    assert rank_info({**SRUN, "SLURM_STEP_NODELIST": hosts}).address == first
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_first_host_of_slurms_short_form(hosts: str, first: str) -> None:
 )
 def test_variables_that_make_no_sense_are_refused(wrong: Mapping[str, str]) -> None:
     with pytest.raises(BadInput) as refused:
-        who_am_i({**TORCHRUN, **wrong})
+        rank_info({**TORCHRUN, **wrong})
     assert str(refused.value).count("\n") == 2
     assert "\x1b" not in str(refused.value)
 
@@ -114,7 +114,7 @@ def test_variables_that_make_no_sense_are_refused(wrong: Mapping[str, str]) -> N
 def test_half_of_the_variables_are_refused() -> None:
     for missing in ("RANK", "WORLD_SIZE"):
         with pytest.raises(BadInput):
-            who_am_i({name: value for name, value in TORCHRUN.items() if name != missing})
+            rank_info({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
 def test_a_plan_for_four_ranks_is_not_run_on_two() -> None:
@@ -124,9 +124,9 @@ def test_a_plan_for_four_ranks_is_not_run_on_two() -> None:
 
 
 def test_hosts_are_as_many_as_the_starter_says() -> None:
-    assert who_am_i(TORCHRUN).hosts == 1
-    assert who_am_i({**TORCHRUN, "GROUP_WORLD_SIZE": "4"}).hosts == 4
-    assert who_am_i({**SRUN, "SLURM_STEP_NUM_NODES": "8"}).hosts == 8
+    assert rank_info(TORCHRUN).hosts == 1
+    assert rank_info({**TORCHRUN, "GROUP_WORLD_SIZE": "4"}).hosts == 4
+    assert rank_info({**SRUN, "SLURM_STEP_NUM_NODES": "8"}).hosts == 8
 
 
 def test_a_host_is_reached_over_the_interface_that_leads_there() -> None:

@@ -304,9 +304,12 @@ def assert_same_checkpoints(ours: Step, theirs: Step, x: Tensor, folder: Path) -
     near = resident_bytes(ours.live)
     for _ in range(2):
         ours(x)
-    with ours.live.states_loading() as empty_for:
+    with ours.live.states_loading() as allocator_for:
         checkpoint.load(
-            folder / "ours", model=ours.live.model, optimizer=ours.optimizer, empty_for=empty_for
+            folder / "ours",
+            model=ours.live.model,
+            optimizer=ours.optimizer,
+            allocator_for=allocator_for,
         )
     assert resident_bytes(ours.live) == near
     for step in (ours, theirs):

@@ -167,7 +167,7 @@ def test_with_copies_and_transfers_at_random_every_model_trains_the_same(
 def _at_random(before: Program, rng: random.Random) -> Program:
     again = [v for v in sorted(recomputable(before.graph)) if rng.random() < 0.3]
     copied = with_copies(before, again)
-    able = sorted(saved_for_backward(copied) - {i.node for i in copied.again})
+    able = sorted(saved_for_backward(copied) - {i.node for i in copied.recomputed})
     times = {v: (rng.randrange(4), rng.randrange(4)) for v in able if rng.random() < 0.3}
     moving = with_transfers(copied, times)
     found = [

@@ -79,7 +79,7 @@ def tower(layer: Callable[[int, int], nn.Module], *shape: int, height: int = 1) 
 
 
 def able(program: Program) -> list[str]:
-    made_again = {line.node for line in program.again}
+    made_again = {line.node for line in program.recomputed}
     values = saved_for_backward(program, least_bytes=1) - made_again
     return sorted(sliceable_inputs(program, values))
 
@@ -105,7 +105,7 @@ def test_products_add_up_what_comes_back_in_slices(name: str, shape: tuple[int, 
     # What two layers read of the norm, and what is dropped.
     assert len(chosen) == 2
     program = with_transfers(tried.plain, dict.fromkeys(chosen, (1, 1)), dict.fromkeys(chosen, 5))
-    products = [n for n in program.graph.nodes if n.is_far_product]
+    products = [n for n in program.graph.nodes if n.is_fetch_matmul]
     assert len(products) == 3
     outcome = tried.run(program)
     assert_close(outcome, tried.run(tried.plain))

@@ -18,7 +18,7 @@ from steelyard.api.step import Step
 from steelyard.capture.tracing.optimizer import capture_update
 from steelyard.errors import Infeasible, Mismatch
 from steelyard.ir.rule import Rule
-from steelyard.offload.optimizer_state import OffloadedStates, why_uncut
+from steelyard.offload.optimizer_state import OffloadedStates, why_unsliceable
 from steelyard.offload.tier import OffloadFile
 from steelyard.operators import is_pointwise
 from steelyard.passes.offload.sliced_optimizer import why_whole
@@ -405,7 +405,7 @@ def test_an_update_that_is_another_in_slices_is_refused(
             ALL if make is torch.optim.Rprop else rules(*LAYERS, whats=("weight", "gradient")),
         )
     for able in OPTIMIZERS.values():
-        assert why_uncut(able) == ""
+        assert why_unsliceable(able) == ""
 
 
 @pytest.mark.parametrize(
@@ -546,7 +546,7 @@ def test_every_model_trains_alike_with_all_in_slices_that_can_be(
     before, constants, reads = captured(model, criterion, batch, micro_batches=parts)
     without = frozenset(before.graph.unused)
     update = capture_update(model, SGD, without_gradient=without)
-    update = replace(update, uncut=why_whole(update, is_pointwise=is_pointwise))
+    update = replace(update, unsliceable=why_whole(update, is_pointwise=is_pointwise))
     before = replace(before, update=update)
     source = Whole(before.graph)
     able = {what: movable(before, what, least_bytes=1) for what in WHATS}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import steelyard as sy
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Link
 from steelyard.ir.graph import Node
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
@@ -216,7 +216,7 @@ def sliced(*names: str, slices: int = SLICES) -> tuple[Rule, ...]:
 
 def loops(program: Program) -> list[Node]:
     nodes = (program.graph.by_name[i.node] for i in program.instructions if i.sink is None)
-    return [node for node in nodes if node.is_far_product]
+    return [node for node in nodes if node.is_fetch_matmul]
 
 
 def told(node: Node) -> tuple[str, ...]:
@@ -263,7 +263,7 @@ def test_with_copies_and_transfers_at_random_it_trains_the_same(
     before, constants, reads = captured(model, loss, batch)
     again = [v for v in sorted(recomputable(before.graph)) if rng.random() < 0.4]
     copied = with_copies(before, again)
-    able = sorted(saved_for_backward(copied) - {i.node for i in copied.again})
+    able = sorted(saved_for_backward(copied) - {i.node for i in copied.recomputed})
     times = {v: (rng.randrange(4), rng.randrange(4)) for v in able if rng.random() < 0.4}
     slices = {v: rng.choice((2, 3)) for v in sliceable_inputs(copied, sorted(times))}
     moving = with_transfers(copied, times, slices)
@@ -394,7 +394,7 @@ class Large(nn.Module):
 def test_slices_are_chosen_by_what_is_predicted(latency: float, slices: int) -> None:
     trial = Trial(Large(), loss, torch.randn(64, 1024))
     link = Link(kind="declared", latency_seconds=latency, bytes_per_second=1e9, doubt=0.0)
-    costs = replace(trial.costs(), links={FAR_IN: link, FAR_OUT: link}, far_bytes=1 << 30)
+    costs = replace(trial.costs(), links={OFFLOAD_IN: link, OFFLOAD_OUT: link}, far_bytes=1 << 30)
     search = trial.searching(costs)
     found = search.find(sy.Budget(memory="15 MiB"))
     (rule,) = (r for r in found.rules if r.parameter == "wide.weight")
@@ -415,16 +415,16 @@ def test_a_loop_takes_what_its_slices_and_its_work_take_together() -> None:
     plain = replace(trial.costs(), whole_step=Estimate.exactly(1.0))
     nodes = [program.graph.by_name[i.node] for i in program.instructions if i.sink is None]
     own = plain.seconds(loop).value
-    others = sum(plain.seconds(node).value for node in nodes if not node.is_far) - own
+    others = sum(plain.seconds(node).value for node in nodes if not node.is_transfer) - own
     for copying, expected in ((4 * own, 4 * own + own / 4), (own / 4, own / 16 + own)):
         link = Link(
             kind="declared", latency_seconds=0.0, bytes_per_second=(16 << 20) / copying, doubt=0.0
         )
-        costs = replace(plain, links={FAR_IN: link, FAR_OUT: link})
+        costs = replace(plain, links={OFFLOAD_IN: link, OFFLOAD_OUT: link})
         assert step_seconds(program, costs).value == pytest.approx(others + expected)
         # Each slice is asked for by the device itself.
         busy = replace(link, call_seconds=0.5)
-        costs = replace(plain, links={FAR_IN: busy, FAR_OUT: busy})
+        costs = replace(plain, links={OFFLOAD_IN: busy, OFFLOAD_OUT: busy})
         assert step_seconds(program, costs).value == pytest.approx(others + expected + 4 * 0.5)
 
 

@@ -168,7 +168,7 @@ def test_a_budget_of_no_loss_says_what_it_would_buy(
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("this costs time, and nobody asked for it")
 
-    monkeypatch.setattr(accuracy, "coding_errors", never)
+    monkeypatch.setattr(accuracy, "quantization_errors", never)
     monkeypatch.setattr(accuracy, "drift", never)
     exact = plain.what_if(memory=2 * tight)
     assert exact.predicted.accuracy_loss == "exact"
@@ -185,7 +185,7 @@ def test_a_budget_of_no_loss_says_what_it_would_buy(
 def test_plenty_of_memory_asks_for_no_probe(
     plain: sy.Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accuracy, "coding_errors", None)
+    monkeypatch.setattr(accuracy, "quantization_errors", None)
     roomy = plain.what_if(memory="1 GiB", accuracy_loss="1%")
     assert roomy.predicted.accuracy_loss == "exact"
     assert "the step fits without it" in roomy.why_not("quantize_activations")

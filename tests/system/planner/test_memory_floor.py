@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from steelyard.capture.step import CapturedStep
 from steelyard.errors import Infeasible
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Device, Link
 from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
@@ -34,7 +34,7 @@ FAR = Link(kind="offload memory", latency_seconds=1e-5, bytes_per_second=1e9)
 def test_no_plan_of_a_random_step_is_below_it(seed: int, room: int) -> None:
     graph = random_step(seed)
     program = Program.plain(graph)
-    links = {FAR_OUT: FAR, FAR_IN: FAR} if room else {}
+    links = {OFFLOAD_OUT: FAR, OFFLOAD_IN: FAR} if room else {}
     costs = CostTable(device=DEVICE, links=links, far_bytes=room)
     with looking_less_far():
         least = StepSearch(program, trades=TRADES, source=Whole(graph), costs=costs).least_bytes(
@@ -48,7 +48,7 @@ def test_no_plan_of_a_random_step_is_below_it(seed: int, room: int) -> None:
 @pytest.mark.parametrize("room", [0, MIB // 4, 1 << 40])
 def test_no_plan_of_a_model_is_below_it(make: type[torch.optim.Optimizer], room: int) -> None:
     source, program = _step(make)
-    links = {FAR_OUT: FAR, FAR_IN: FAR} if room else {}
+    links = {OFFLOAD_OUT: FAR, OFFLOAD_IN: FAR} if room else {}
     costs = CostTable(device=DEVICE, links=links, far_bytes=room)
     with looking_less_far():
         search = StepSearch(program, trades=TRADES, source=source, costs=costs)

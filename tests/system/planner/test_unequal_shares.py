@@ -78,7 +78,10 @@ def test_each_rank_works_on_its_share_and_all_exchange_alike(shares: tuple[int, 
         assert one.layout == program.layout == ParallelLayout(batch=len(shares), shares=shares)
         assert one.layout.share_of(one.rank) == one.share
         assert one.batch_bytes == trial().plain.batch_bytes, "every rank is given the whole batch"
-        assert (one.spoken, one.sent_bytes) == (program.spoken, program.sent_bytes)
+        assert (one.collective_order, one.sent_bytes) == (
+            program.collective_order,
+            program.sent_bytes,
+        )
 
 
 def test_equal_shares_are_those_that_were() -> None:

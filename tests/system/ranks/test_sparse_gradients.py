@@ -58,7 +58,7 @@ def test_few_rows_of_a_large_table_are_sent_by_themselves(
     assert taken.rules[0].parameter == "words.weight"
     assert plan.predicted.accuracy_loss == "exact"
     assert plan.predicted.communication_bytes.value < 4e6
-    assert "rows of 1 tensor, 2 ranks'" in str(plan)
+    assert "rows of 1 tensor from 2 ranks" in str(plan)
     left = [refusal.left for refusal in plan.plan.refused]
     assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
     (other,) = (r for r in plan.plan.refused if r.trade == "sparse_gradients")

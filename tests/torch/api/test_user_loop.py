@@ -224,7 +224,7 @@ def test_a_batch_of_another_shape_is_not_metered_against_the_plan() -> None:
         optimizer.zero_grad()
     measured = step.receipt().measured
     assert measured.memory_bytes is None
-    assert note_of(measured, "no step's memory was measured: 2 were of another batch shape")
+    assert note_of(measured, "no step's memory was measured: 2 had another batch shape")
     step.backward(BATCH)
     peak = step.plan.predicted.peak.nbytes
     assert step.receipt().measured.memory_bytes == pytest.approx(peak, rel=0.01)

@@ -81,6 +81,6 @@ def test_statistics_along_another_dim_are_seen() -> None:
 
 
 def test_a_buffer_of_what_a_rank_saw_is_no_statistic() -> None:
-    assert "buffer seen is written" in shared((Remembering(), class_loss, data())).reason
+    assert "buffer seen is updated" in shared((Remembering(), class_loss, data())).reason
     behind = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), Remembering())
-    assert "buffer 3.seen is written" in shared((behind, class_loss, data())).reason
+    assert "buffer 3.seen is updated" in shared((behind, class_loss, data())).reason

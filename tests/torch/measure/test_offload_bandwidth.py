@@ -10,7 +10,7 @@ import pytest
 
 import steelyard as sy
 from steelyard.errors import BadInput
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT
 from steelyard.measure import offload_bandwidth as measure
 from steelyard.measure.cache import CostCache
 
@@ -29,7 +29,7 @@ def test_two_plans_are_told_the_same_of_a_link(
     cache = CostCache(tmp_path / "costs.sqlite")
     first = measure.measured_links(offload_memory, cache=cache)
     links, _ = first
-    assert set(links) == {FAR_OUT, FAR_IN}
+    assert set(links) == {OFFLOAD_OUT, OFFLOAD_IN}
     for link in links.values():
         assert 0 < link.bytes_per_second <= 50e6
         assert min(link.latency_seconds, link.call_seconds, link.disturbs) > 0

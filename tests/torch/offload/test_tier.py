@@ -77,7 +77,7 @@ def test_a_sum_in_half_precision_is_not_rounded_with_every_slice(tmp_path: Path)
     memory = OffloadFile(OffloadMemory(tmp_path, rate="2 GB/s", size="16 MiB"))
     torch.manual_seed(0)
     weight, x = (torch.randn(s, dtype=torch.bfloat16) for s in ((4096, 256), (32, 4096)))
-    (offset,) = memory.kept([weight.nbytes])
+    (offset,) = memory.reserve_permanent([weight.nbytes])
     memory.await_sent(memory.send(offset, weight))
     products = SlicedMatmuls(memory)
     there = OffloadedMatrix(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from steelyard.ir.graph import Tensor
 from steelyard.ir.quantized_activation import BLOCK, DECODE, ENCODE, can_be_coded, coded_bytes
 from steelyard.measure.operators.memory import meter_once
-from steelyard.operators import coding_error, decode8, encode8, operator_named
+from steelyard.operators import decode8, encode8, operator_named, quantization_error
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What rounding to the value's own dtype may add, as a share of the block's largest.
@@ -72,7 +72,7 @@ def test_any_dense_layout_comes_back_as_it_lay(dtype: torch.dtype, laid_out: obj
     flat = x.as_strided((x.numel(),), (1,))
     numbers = encode8(x, x.stride())[8 * x.dim() :]
     assert torch.equal(numbers, encode8(flat, (1,))[8:])
-    assert torch.equal(coding_error(x), coding_error(flat))
+    assert torch.equal(quantization_error(x), quantization_error(flat))
 
 
 def test_a_kernels_own_layout_comes_back_and_not_the_one_that_was_planned() -> None:
@@ -102,7 +102,7 @@ def test_what_is_not_finite_never_comes_back_finite(dtype: torch.dtype, odd: flo
     assert not back[BLOCK : 2 * BLOCK].isfinite().any()
     assert back[:BLOCK].isfinite().all()
     assert back[2 * BLOCK :].isfinite().all()
-    assert not coding_error(x).isfinite()
+    assert not quantization_error(x).isfinite()
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.3, 1e-30, 1e-42, 6e4])
@@ -110,7 +110,7 @@ def test_blocks_of_one_value_keep_it(value: float) -> None:
     back = there_and_back(torch.full((2 * BLOCK + 1,), value))
     # What is smaller than the least scale comes back as that.
     assert torch.allclose(back, torch.full_like(back, value), rtol=1e-6, atol=1.2e-38)
-    assert float(coding_error(torch.zeros(BLOCK))) == 0.0
+    assert float(quantization_error(torch.zeros(BLOCK))) == 0.0
 
 
 def test_the_same_comes_out_each_time_and_no_number_is_drawn() -> None:
@@ -138,7 +138,7 @@ def test_workspace_does_not_grow_with_the_value(dtype: torch.dtype) -> None:
 def test_the_error_is_the_share_of_the_norm_that_is_lost() -> None:
     x = torch.randn(70_001)
     lost = (there_and_back(x) - x).norm() / x.norm()
-    assert float(coding_error(x)) == pytest.approx(float(lost), rel=1e-3)
+    assert float(quantization_error(x)) == pytest.approx(float(lost), rel=1e-3)
 
 
 def test_torch_knows_them_by_name_and_by_shape() -> None:

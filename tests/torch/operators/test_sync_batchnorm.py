@@ -16,13 +16,15 @@ def in_pieces(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Result, gradients of the input, of weight and of bias, of as many ranks."""
     count = sum(x.numel() // x.shape[1] for x in shares)
-    gathered = torch.cat([norms.batch_statistics(x) for x in shares])
-    both = norms.joint_statistics(gathered, len(shares))
-    made = [norms.normalised(x, weight, bias, both, EPS) for x in shares]
+    gathered = torch.cat([norms.batch_norm_stats(x) for x in shares])
+    both = norms.batch_norm_gather_stats(gathered, len(shares))
+    made = [norms.batch_norm_elemt(x, weight, bias, both, EPS) for x in shares]
     pairs = list(zip(gradients, shares, strict=True))
-    sums = [norms.normalised_sums(g, x, both, EPS) for g, x in pairs]
+    sums = [norms.batch_norm_backward_reduce(g, x, both, EPS) for g, x in pairs]
     total = torch.stack(sums).sum(0)
-    back = [norms.normalised_backward(g, x, weight, both, total, count, EPS) for g, x in pairs]
+    back = [
+        norms.batch_norm_backward_elemt(g, x, weight, both, total, count, EPS) for g, x in pairs
+    ]
     return torch.cat(made), torch.cat(back), *total
 
 
@@ -56,8 +58,8 @@ def test_pieces_are_the_whole(shape: tuple[int, ...], ranks: int, is_affine: boo
 
 def test_nothing_cancels_where_means_are_far_larger_than_what_they_are_means_of() -> None:
     x = torch.randn(64, 3, 4, dtype=torch.float64) + 1e6
-    gathered = torch.cat([norms.batch_statistics(part) for part in x.chunk(2)])
-    _, variance = norms.joint_statistics(gathered, 2)
+    gathered = torch.cat([norms.batch_norm_stats(part) for part in x.chunk(2)])
+    _, variance = norms.batch_norm_gather_stats(gathered, 2)
     torch.testing.assert_close(variance, x.var((0, 2), unbiased=False), rtol=1e-9, atol=0.0)
 
 
@@ -67,6 +69,6 @@ def test_buffers_move_as_torch_moves_them() -> None:
     norm = nn.BatchNorm1d(3, momentum=0.3, dtype=torch.float64)
     before = norm.running_mean.clone(), norm.running_var.clone()
     norm(x)
-    both = norms.batch_statistics(x)
-    torch.testing.assert_close(norms.moved_mean(before[0], both, 0.3), norm.running_mean)
-    torch.testing.assert_close(norms.moved_variance(before[1], both, 0.3, 32), norm.running_var)
+    both = norms.batch_norm_stats(x)
+    torch.testing.assert_close(norms.update_running_mean(before[0], both, 0.3), norm.running_mean)
+    torch.testing.assert_close(norms.update_running_var(before[1], both, 0.3, 32), norm.running_var)

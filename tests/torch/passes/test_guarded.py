@@ -215,7 +215,7 @@ def test_what_is_owed_when_a_run_is_stopped_is_in_its_checkpoint(
 
     def lose(step: LiveStep, _: int) -> dict[str, torch.Tensor]:
         step.backward(source.batch)
-        step.begin_anew(None)
+        step.switch_programs(None)
         return {**step.residual_state(), **_gradients(step)}
 
     def resume(step: LiveStep, _: int) -> dict[str, torch.Tensor]:

@@ -14,7 +14,12 @@ from steelyard.ir.collective import Exchange
 from steelyard.ir.gradient_codec import LEFT, RESIDUAL, RIGHT, START, low_rank, matrix_of
 from steelyard.ir.graph import Tensor
 from steelyard.ir.rule import Rule
-from steelyard.operators.low_rank import first_start, left_factors, of_factors, right_factors
+from steelyard.operators.low_rank import (
+    first_start,
+    left_factors,
+    matrices_of_factors,
+    right_factors,
+)
 from steelyard.trades.gradient_compression import LowRankGradientsRule, TernaryGradientsRule
 from tests.torch.passes.compression.test_compressed_all_reduce import (
     _applied,
@@ -61,7 +66,7 @@ class Ranks:
         rights = sum(right_factors(left, lost, SHAPES, RANK) for left, lost in parts)
         assert isinstance(rights, torch.Tensor)
         parts = zip(own, self.starts, strict=True)
-        return [of_factors(left, rights, start, SHAPES, RANK) for left, start in parts]
+        return [matrices_of_factors(left, rights, start, SHAPES, RANK) for left, start in parts]
 
 
 def _drawn(rank: int) -> list[torch.Tensor]:

@@ -145,7 +145,9 @@ def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
         said = [{**said_of(LINK, 2), "product": product} for product in products]
         remember_hosts(said, ["a", "b"], hosts=2, session=LOOK, cache=CostCache(path))
         prices.append(CostProvider(Cluster.here(ranks=2, hosts=2), on_progress=lambda _: None))
-    node = SimpleNamespace(is_free=False, is_far=False, signature="s", phase=None, collective=None)
+    node = SimpleNamespace(
+        is_free=False, is_transfer=False, signature="s", phase=None, collective=None
+    )
     measured = CostTable(
         device=prices[0].costs.device,
         operators={"s": OperatorCost(seconds=Estimate.exactly(0.2), workspace_bytes=0)},
@@ -291,7 +293,7 @@ def test_a_plan_that_lies_on_one_of_the_hosts_is_for_those_that_met(
 
     def notes(theirs: Target) -> list[str]:
         with mock.patch(
-            "steelyard.planner.compatibility.local_cluster", lambda home, c, cache: at(c)
+            "steelyard.planner.compatibility.local_cluster", lambda torch_device, c, cache: at(c)
         ):
             return list(target_differences(run, theirs))
 
@@ -336,7 +338,7 @@ def test_all_hear_what_the_first_tells_and_that_it_has_gone() -> None:
     silent = HostRendezvous(who=RankInfo(rank=1, size=2, hosts=2), store=HashStore())
     with (
         mock.patch("steelyard.planner.multi_host._PLANNING_SECONDS", 0.1),
-        pytest.raises(RankFailed, match="rank 0 has told nothing"),
+        pytest.raises(RankFailed, match="rank 0 exited without sending a plan"),
     ):
         silent.receive()
 
@@ -421,10 +423,12 @@ def test_all_measure_what_joins_them_once_the_first_asks_and_once_for_a_kind_of_
     )
     measuring: list[tuple[int, int, str]] = []
 
-    def measured(one: HostRendezvous, number: int, home: torch.device) -> None:
-        measuring.append((one.who.rank, number, home.type))
+    def measured(one: HostRendezvous, number: int, torch_device: torch.device) -> None:
+        measuring.append((one.who.rank, number, torch_device.type))
         said = [said_of(LINK, 2)] * 2
-        remember_hosts(said, ["a", "b"], hosts=2, home=home, session=LOOK, cache=cache)
+        remember_hosts(
+            said, ["a", "b"], hosts=2, torch_device=torch_device, session=LOOK, cache=cache
+        )
 
     heard: list[str] = []
     hearing = threading.Thread(target=lambda: heard.append(second.receive()))
@@ -477,9 +481,9 @@ def test_what_goes_between_gpus_of_hosts_is_of_sizes_that_a_network_carries(tmp_
     said = [said_of(LINK, 4) | {f"near {name}": seconds for name, seconds in of_a_host}] * 4
     names = ["a", "a", "b", "b"]
     with mock.patch("steelyard.measure.links.probe._on_gpus", return_value=", on 2 of a kind"):
-        remember_hosts(said, names, hosts=2, home=gpu, session=LOOK, cache=cache)
-        measured = measured_ranks(4, hosts=2, home=gpu, cache=cache)
-        assert remembered_probe(names, hosts=2, home=gpu, cache=cache) == LOOK
+        remember_hosts(said, names, hosts=2, torch_device=gpu, session=LOOK, cache=cache)
+        measured = measured_ranks(4, hosts=2, torch_device=gpu, cache=cache)
+        assert remembered_probe(names, hosts=2, torch_device=gpu, cache=cache) == LOOK
     assert measured.link.bytes_per_second == pytest.approx(1e7)
     assert measured.near is not None
     assert measured.near.bytes_per_second == pytest.approx(1e11)

@@ -60,7 +60,10 @@ def hook(m: Watched) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Watched], object], str]] = {
     "parameter replaced": (replace_parameter, r"parameter inner\.0\.weight was replaced"),
-    "parameter gone": (lambda m: delattr(m.inner[0], "bias"), r"parameter inner\.0\.bias is gone"),
+    "parameter gone": (
+        lambda m: delattr(m.inner[0], "bias"),
+        r"parameter inner\.0\.bias was removed",
+    ),
     "parameter set to None": (lambda m: setattr(m.inner[0], "bias", None), "was set to None"),
     "parameter new": (
         lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1))),
@@ -89,11 +92,11 @@ CHANGES: dict[str, tuple[Callable[[Watched], object], str]] = {
     "forward overridden": (lambda m: setattr(m, "forward", square), "forward was overridden"),
     "constant replaced": (
         lambda m: setattr(m, "constant", torch.ones(4)),
-        r"tensor model\.constant, which the step reads, is another",
+        r"tensor model\.constant, which the step reads, was replaced",
     ),
     "listed constant": (
         lambda m: m.listed.__setitem__(0, torch.ones(4)),
-        r"tensor model\.listed\[0\], which the step reads, is another",
+        r"tensor model\.listed\[0\], which the step reads, was replaced",
     ),
     "forward hook": (hook, "a forward hook of inner appeared"),
     "cast": (lambda m: m.double(), "was replaced"),

@@ -443,7 +443,7 @@ def test_an_operator_of_somebody_elses_that_draws_without_a_word_is_never_made_a
     batch = torch.randn(16, 8)
     plain, constants, reads = captured(model, loss_of_all, batch)
     program = with_copies(plain, recomputable(plain.graph))
-    assert program.again
+    assert program.recomputed
     step = LiveStep(model, program, constants=constants, batch=batch, reads=reads)
     states = []
     for backward in (lambda: step.backward(batch), lambda: loss_of_all(twin, batch).backward()):

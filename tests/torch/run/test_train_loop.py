@@ -147,7 +147,7 @@ def test_a_run_that_is_done_already_says_so_and_changes_nothing(steps: int, tmp_
     resumed = Checkpoints(folder=tmp_path, every=2, resume=True)
     finished = train(again, listed(), steps=steps, on_note=notes.append, checkpoints=resumed)
     assert finished.step == 4
-    assert notes == [f"no step was taken: the checkpoint is at step 4, of {steps} to take"]
+    assert notes == [f"no step was taken: the checkpoint is at step 4 of {steps}"]
     assert_same_model(done.model, again.model)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Device, Link
 from steelyard.ir.graph import Graph
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
@@ -63,7 +63,7 @@ def budgets(search: StepSearch, count: int = 5) -> list[Budget]:
 def test_where_nothing_may_be_lost_plans_are_those_without_the_trade(
     graph: Graph, far: bool
 ) -> None:
-    links = {FAR_OUT: LINK, FAR_IN: LINK} if far else {}
+    links = {OFFLOAD_OUT: LINK, OFFLOAD_IN: LINK} if far else {}
     costs = CostTable(device=DEVICE, links=links, far_bytes=1 << 40 if far else 0)
     with_it = searching(graph, lossy=False, costs=costs)
     without = searching(graph, lossy=False, trades=EXACT, costs=costs)

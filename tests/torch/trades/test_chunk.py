@@ -258,7 +258,7 @@ def test_what_is_left_outside_is_recomputed_as_before() -> None:
     offers, _ = recompute.offers(program, trial.source)
     everything = next(o for o in offers if o.label.startswith("everything"))
     both = recompute.rewrite(program, everything.rules, trial.source)
-    assert both.again
+    assert both.recomputed
     assert_same(trial.run(trial.plain), trial.run(both))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from steelyard.errors import Mismatch
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Device, Link
 from steelyard.ir.graph import Phase
 from steelyard.ir.program import Program
 from steelyard.ir.rule import to_rules
@@ -29,7 +29,7 @@ COSTS = CostTable(
         kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30,
         call_seconds=1e-9,
     ),
-    links={FAR_OUT: LINK, FAR_IN: LINK},
+    links={OFFLOAD_OUT: LINK, OFFLOAD_IN: LINK},
     far_bytes=1 << 40,
 )  # fmt: skip
 
@@ -40,7 +40,7 @@ def moved(seed: int) -> tuple[Program, Program, dict[str, tuple[int, int]]]:
     plain = Program.plain(random_step(seed, num_values=12))
     again = [v for v in sorted(recomputable(plain.graph)) if rng.random() < 0.3]
     before = with_copies(plain, again)
-    able = sorted(saved_for_backward(before) - {i.node for i in before.again})
+    able = sorted(saved_for_backward(before) - {i.node for i in before.recomputed})
     times = {v: (rng.randrange(6), rng.randrange(6)) for v in able if rng.random() < 0.7}
     return before, with_transfers(before, times), times
 
@@ -53,7 +53,7 @@ def test_what_ran_before_runs_still_and_in_its_order(seed: int) -> None:
     def computed(program: Program) -> list[str]:
         return [i.value for i in program.instructions if not i.sink and not nodes[i.node].is_free]
 
-    theirs = [v for v in computed(after) if v not in nodes or not nodes[v].is_far]
+    theirs = [v for v in computed(after) if v not in nodes or not nodes[v].is_transfer]
     assert theirs == computed(before)
     assert after.problems() == []
     assert after.flops == before.flops
@@ -68,7 +68,7 @@ def test_nothing_late_reads_what_was_sent_off(seed: int) -> None:
     late = [i for i in after.instructions if i.phase is Phase.BACKWARD and not i.sink]
     for line in late:
         node = after.graph.by_name[line.node]
-        assert node.is_far or not gone.intersection(line.inputs), line
+        assert node.is_transfer or not gone.intersection(line.inputs), line
     assert len(after.exchanges) == 2 * len(gone)
     assert after.sent_bytes == 2 * sum(after.graph.by_name[v].outputs[0].nbytes for v in gone)
 
@@ -107,7 +107,9 @@ def test_the_peak_falls_by_what_is_away_and_time_by_nothing() -> None:
 def test_a_link_too_slow_is_waited_for() -> None:
     plain = Program.plain(tower(6))
     slow = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e4, doubt=0.1)
-    costs = CostTable(device=COSTS.device, links={FAR_OUT: slow, FAR_IN: slow}, far_bytes=1 << 40)
+    costs = CostTable(
+        device=COSTS.device, links={OFFLOAD_OUT: slow, OFFLOAD_IN: slow}, far_bytes=1 << 40
+    )
     program = with_transfers(plain, {"blocks.0:act": (0, 0)})
     metrics = predict(program, costs).metrics
     nbytes = plain.graph.by_name["blocks.0:act"].outputs[0].nbytes

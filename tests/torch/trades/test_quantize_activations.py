@@ -45,7 +45,7 @@ def coded(seed: int) -> tuple[Program, Program, frozenset[str]]:
     plain = Program.plain(in_floats(random_step(seed, num_values=12)))
     again = [v for v in sorted(recomputable(plain.graph)) if rng.random() < 0.3]
     before = with_copies(plain, again)
-    able = sorted(quantizable(before) - {i.node for i in before.again})
+    able = sorted(quantizable(before) - {i.node for i in before.recomputed})
     chosen = frozenset(v for v in able if rng.random() < 0.7)
     return before, with_codes(before, chosen), chosen
 
@@ -71,7 +71,7 @@ def test_what_ran_before_runs_still_and_in_its_order(seed: int) -> None:
 def test_nothing_late_reads_what_was_written_down(seed: int) -> None:
     _, after, chosen = coded(seed)
     nodes = after.graph.by_name
-    gone = frozenset(after.coded)
+    gone = frozenset(after.quantized)
     assert gone <= chosen
     on = {s for v in gone for s in after.graph.storages_of(v)}
     for line in after.instructions:
@@ -166,11 +166,11 @@ def test_what_cannot_be_coded_is_named() -> None:
 def test_all_four_fates_stand_beside_each_other(seed: int) -> None:
     before, after, chosen = coded(seed)
     rng = random.Random(seed)
-    able = sorted(quantizable(before) - {i.node for i in before.again} - chosen)
+    able = sorted(quantizable(before) - {i.node for i in before.recomputed} - chosen)
     times = {v: (rng.randrange(6), rng.randrange(6)) for v in able}
     program = with_transfers(after, times)
     assert program.problems() == []
-    assert program.coded == after.coded
+    assert program.quantized == after.quantized
 
 
 # --- on real models -------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _with_recomputation(tried: Trial, seed: int) -> Program:
     rng = random.Random(seed)
     again = [v for v in sorted(recomputable(tried.plain.graph)) if rng.random() < 0.4]
     program = with_copies(tried.plain, again)
-    return with_codes(program, quantizable(program) - {i.node for i in program.again})
+    return with_codes(program, quantizable(program) - {i.node for i in program.recomputed})
 
 
 def _lost(ours: Outcome, theirs: Outcome) -> float:
@@ -204,7 +204,7 @@ def test_the_first_loss_is_the_same_and_the_peak_is_as_predicted(name: str, agai
     program = with_codes(tried.plain, quantizable(tried.plain))
     if again:
         program = _with_recomputation(tried, seed=5)
-    assert program.coded
+    assert program.quantized
     outcome = tried.run(program)
     # The forward pass is computed as before: its loss, and the running statistics, once.
     assert torch.equal(outcome.loss, plain.loss)
@@ -242,7 +242,7 @@ def test_twice_used_tied_viewed_and_taken_apart(dtype: torch.dtype) -> None:
     tried = Trial(model, lambda m, b: m(b).float().square().mean(), x)
     plain = tried.run(tried.plain)
     program = with_codes(tried.plain, quantizable(tried.plain))
-    assert len(program.coded) >= 4
+    assert len(program.quantized) >= 4
     outcome = tried.run(program)
     assert torch.equal(outcome.loss, plain.loss)
     assert all(torch.equal(outcome.buffers[k], b) for k, b in plain.buffers.items())
@@ -261,7 +261,7 @@ def test_a_layout_that_only_the_kernel_knows_costs_no_copy() -> None:
     x = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last)
     tried = Trial(nn.Sequential(*layers), lambda m, b: (m(b) - 1).square().mean(), x)
     program = with_codes(tried.plain, quantizable(tried.plain))
-    assert program.coded
+    assert program.quantized
     outcome, plain = tried.run(program), tried.run(tried.plain)
     predicted = predicted_above(program, costs_of(program.graph))
     assert outcome.peak_bytes <= predicted * 1.01
@@ -335,6 +335,6 @@ def test_beside_a_stream_and_through_rules() -> None:
     assert able
     rules = (*offers[-1].rules, *to_rules(streamed.graph, able, QuantizeActivationsRule))
     program = apply_rules(tried.plain, rules, trades=TRADES, source=tried.source)
-    assert program.coded
-    assert frozenset(program.coded) <= able
+    assert program.quantized
+    assert frozenset(program.quantized) <= able
     assert torch.equal(tried.run(program).loss, tried.run(streamed).loss)

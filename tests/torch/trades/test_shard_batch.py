@@ -115,7 +115,7 @@ def test_rules_of_other_trades_are_for_a_rank_as_for_the_whole() -> None:
     offers, _ = recompute.offers(plain, trial().source)
     widest = max(offers, key=lambda o: sum(r.count for r in o.rules))
     program = shared(2, *widest.rules)
-    assert len(program.again) == len(trial().apply_rules(widest.rules).again) > 0
+    assert len(program.recomputed) == len(trial().apply_rules(widest.rules).recomputed) > 0
     assert program.problems() == []
 
 
@@ -415,7 +415,7 @@ def test_more_ranks_than_examples_are_told_so() -> None:
         searching=searching,
     )  # fmt: skip
     reasons = {r.label: r.reason for r in three.refusals if r.trade == "shard_batch"}
-    assert reasons == {"among 3 ranks": "the batch has 2 examples"}
+    assert reasons == {"among 3 ranks": "the batch has only 2 samples"}
 
 
 def test_a_parameter_with_gaps_is_a_refusal_and_no_error() -> None:
@@ -437,7 +437,7 @@ def test_a_cluster_that_is_not_here_is_planned_for_from_what_was_declared() -> N
     assert ParallelLayout.of(rules).num_ranks in (1, 2, 4, 8)
     assert many.predicted.step_seconds.value <= one
     (uneven,) = (r for r in many.plan.refused if r.label == "among 16 ranks")
-    assert uneven.reason == "the batch has 8 examples"
+    assert uneven.reason == "the batch has only 8 samples"
 
 
 def test_what_stays_between_steps_is_not_moved_where_ranks_exchange_it() -> None:
@@ -446,7 +446,7 @@ def test_what_stays_between_steps_is_not_moved_where_ranks_exchange_it() -> None
     assert not offers
     assert "if ranks exchange gradients" in refusal.reason
     rule = OffloadStateRule(parameter="head.weight", what="gradient")
-    with pytest.raises(Mismatch, match="lies on 2 ranks and moves weights"):
+    with pytest.raises(Mismatch, match="needs 2 ranks and offloads weights"):
         shared(2, rule)
 
 

@@ -23,7 +23,7 @@ from steelyard.ir.rule import Rule
 from steelyard.plans.budget import Budget
 from steelyard.predict.collectives.host_groups import RanksPerHost
 from steelyard.predict.cost_table import CostTable
-from steelyard.run.sharded_model.tensors import why_unparted
+from steelyard.run.sharded_model.tensors import why_unshardable
 from steelyard.search import LayoutSearch, StepSearch
 from steelyard.trades import TRADES
 from steelyard.trades.overlap import OverlapRule
@@ -83,7 +83,7 @@ def test_shares_of_weights_are_gathered_and_their_gradients_scattered() -> None:
     assert not refusals
     assert f"{UP}.weight (2)" in {offer.label for offer in offers}
     plain, some = shared(2), shared(2, states(2))
-    assert plain.partings == ()
+    assert plain.shardings == ()
     up = 4 * 32 * 128
     resident = [p.graph.resident_bytes(Role.PARAMETER) for p in (plain, some)]
     assert resident[0] - resident[1] == 2 * up // 2
@@ -139,14 +139,14 @@ def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str | N
     "optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Rprop"]
 )
 def test_optimizers_that_go_by_elements_work_on_parts(optimizer: str) -> None:
-    assert why_unparted(functools.partial(getattr(torch.optim, optimizer), lr=0.1)) == ""
+    assert why_unshardable(functools.partial(getattr(torch.optim, optimizer), lr=0.1)) == ""
 
 
 def test_an_optimizer_that_looks_at_the_whole_is_refused() -> None:
-    reason = why_unparted(functools.partial(torch.optim.Adafactor, lr=0.1))
+    reason = why_unshardable(functools.partial(torch.optim.Adafactor, lr=0.1))
     assert reason == "the optimizer's step gives other results on a shard of a parameter"
     source = trial().source
-    update = replace(trial().plain, loss="", unparted=reason)
+    update = replace(trial().plain, loss="", unshardable=reason)
     for trade, layout in (
         (ShardTensor(), ParallelLayout(tensor=2)),
         (ShardStates(), ParallelLayout(batch=2)),

@@ -72,7 +72,7 @@ def test_nothing_sent_takes_nothing() -> None:
         ([(1, 1.0)], "two points"),
         ([(1, 1.0), (1, 2.0)], "sizes that decrease"),
         ([(2, 1.0), (1, 2.0)], "sizes that decrease"),
-        ([(1, 2.0), (2, 1.0), (3, 4.0)], "falls"),
+        ([(1, 2.0), (2, 1.0), (3, 4.0)], "times that decrease"),
         ([(1, 1.0), (2, 1.0)], "flat at its end"),
     ],
 )

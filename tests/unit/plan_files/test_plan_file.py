@@ -325,7 +325,7 @@ def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) ->
             "offload_state 1: what is 'weights', not 'optimizer', 'gradient' or 'weight'",
         ),
         ("[[accumulate]]\nmicro_batches = 2", "accumulate = 2", "budget.accumulate is not a known"),
-        ("[[accumulate]]", "[[accumulate]]\nmicro_batches=2\n[[accumulate]]", "2 tables, and at m"),
+        ("[[accumulate]]", "[[accumulate]]\nmicro_batches=2\n[[accumulate]]", "2 tables; at m"),
         ("[8, 256]", '[8, "x"]', "target.batch 1: shape 2 is 'x', not a whole number"),
         ("[8, 256]", f"[{'1,' * 65}]", "an array of at most 64"),
         ('"int64"', '"\\u001b[31mred"', ""),

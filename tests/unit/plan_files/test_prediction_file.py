@@ -202,7 +202,7 @@ def test_explain_refuses_what_is_no_file_of_predictions(
         said = capsys.readouterr().err
         assert len(said.splitlines()) <= 5, said
         assert "Traceback" not in said
-        assert "next: make it anew" in said.replace("delete it, and ", "")
+        assert "next: create it again" in said.replace("delete it, and ", "")
     assert not (tmp_path / "page.html").exists()
 
 

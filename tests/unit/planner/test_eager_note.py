@@ -28,7 +28,7 @@ def predicted(nbytes: int) -> Prediction:
 
 def test_what_it_holds_beyond_is_named() -> None:
     (note,) = note_beyond_eager(predicted(81 * MIB), predicted(89 * MIB))
-    assert "holds ~8.00 MiB more than eager PyTorch" in note
+    assert "needs ~8.00 MiB more than eager PyTorch" in note
     assert "aten.mm.default in head, backward pass" in note
     assert "accumulated gradients 12.0 MiB, aten.mm.default 4.00 MiB" in note
     assert "parameters" not in note

@@ -79,8 +79,8 @@ def test_equal_shares_and_speeds_go_unsaid_and_leave_a_plan_its_name() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("shares = [2, 1, 1]", "is among 2 ranks but 3 shares"),
-        ("shares = [2]", "is among 2 ranks but 1 shares"),
+        ("shares = [2, 1, 1]", "has 2 ranks but 3 shares"),
+        ("shares = [2]", "has 2 ranks but 1 shares"),
         ("shares = [2, 0]", "shares"),
         ("shares = [2, 0.5]", "shares"),
         ('shares = "2 : 1"', "shares"),
@@ -132,7 +132,7 @@ def test_speeds_that_are_none_are_refused(speeds: tuple[float, ...]) -> None:
 def test_the_remedy_for_wrong_speeds_has_as_many_as_there_are_ranks(ranks: int) -> None:
     with pytest.raises(BadInput) as refused:
         Cluster.here(ranks=ranks, speeds=(1.0,) * (ranks - 1))
-    advised = refused.value.remedy.partition("--speeds ")[2].split(", ")[0]
+    advised = refused.value.remedy.partition("--speeds ")[2].split()[0]
     speeds = [float(speed) for speed in advised.split(",")]
     assert len(speeds) == ranks
     assert Cluster.here(ranks=ranks, speeds=speeds).num_devices == ranks

@@ -50,7 +50,7 @@ def test_computing_again_adds_seconds_and_never_less_than_the_copies_take(
     values = sorted(recomputable(graph))
     chosen = data.draw(st.sets(st.sampled_from(values))) if values else set()
     program = with_copies(plain, chosen)
-    again = sum(COSTS.seconds(graph.by_name[i.node]).value for i in program.again)
+    again = sum(COSTS.seconds(graph.by_name[i.node]).value for i in program.recomputed)
     added = step_seconds(program, COSTS).value - step_seconds(plain, COSTS).value
     assert abs(added - again * COSTS.whole_step.value) < 1e-9
     ratio = slowdown(program, plain, COSTS)

@@ -150,7 +150,7 @@ def test_refusals_for_one_reason_are_said_together_and_the_rest_counted() -> Non
     )
     many = replace(PLAN, refused=PLAN.refused * 10 + more)
     text = shown(many, width=120)
-    assert "accumulate  4 micro-batches and 9 more: would pay" in text
+    assert "accumulate  4 micro-batches and 9 more: would add" in text
     assert "and 7 more: --zoom offers" in text
     assert shown(many, zoom=Zoom.OFFERS).count("softmax") == 10
 
@@ -295,7 +295,7 @@ def test_the_rounding_of_sums_is_no_price() -> None:
 
 
 def test_reasons_of_another_time_say_of_which() -> None:
-    said = "offers, curve and next cent are from planning, when a step took ~1.10 s a step"
+    said = "offers, curve and next cent are from planning, when a step took ~1.10 s"
     plan = replace(PLAN, planned_seconds=1.1)
     for zoom in (Zoom.RECEIPT, Zoom.OFFERS, Zoom.FRONTIER):
         assert said in shown(plan, zoom=zoom)

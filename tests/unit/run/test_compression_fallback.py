@@ -22,7 +22,7 @@ def _taken(guard: CompressionFallback, losses: Iterable[float], held: float = 1.
 def test_the_first_steps_go_as_they_are() -> None:
     guard = CompressionFallback(4, warm_up=3)
     assert _taken(guard, [1.0] * 5) == [3, 3, 3, 0, 0]
-    assert guard.seen().exact_steps == 3
+    assert guard.record().exact_steps == 3
     assert guard.state == (0, 0)
 
 
@@ -30,16 +30,16 @@ def test_where_too_much_is_held_back_codes_lose_less_and_less_down_to_none() -> 
     guard = CompressionFallback(3)
     rungs = _taken(guard, [1.0] * (3 * EVERY), held=1.5 * MOST_HELD)
     assert rungs == [0] * EVERY + [1] * EVERY + [2] * EVERY
-    assert guard.seen().exact_steps == EVERY
-    assert len(guard.seen().reasons) == 2
-    assert "15 steps' worth" in guard.seen().reasons[0]
+    assert guard.record().exact_steps == EVERY
+    assert len(guard.record().reasons) == 2
+    assert "15 steps' worth" in guard.record().reasons[0]
 
 
 @pytest.mark.parametrize("held", [0.0, MOST_HELD])
 def test_what_is_held_back_within_bounds_changes_nothing(held: float) -> None:
     guard = CompressionFallback(2)
     assert not any(_taken(guard, [1.0] * (4 * EVERY), held=held))
-    assert guard.seen().held == (held,) * 4
+    assert guard.record().residuals == (held,) * 4
 
 
 @pytest.mark.parametrize("after", [1.3, -0.7])
@@ -48,7 +48,7 @@ def test_where_the_loss_rises_codes_are_given_up(after: float) -> None:
     guard = CompressionFallback(3)
     _taken(guard, [before] * EVERY + [after] * EVERY)
     assert guard.rung == 1
-    assert "the loss rose" in guard.seen().reasons[0]
+    assert "the loss rose" in guard.record().reasons[0]
     # From there on it is another loss that it is compared with.
     _taken(guard, [after] * (2 * EVERY))
     assert guard.rung == 1

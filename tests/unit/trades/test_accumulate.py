@@ -91,8 +91,8 @@ def test_rules_of_recompute_survive_cutting_the_batch() -> None:
     source = Split(graph, (1, 2))
     program = apply_rules(Program.plain(graph), rules, trades=TRADES, source=source)
     assert program.repeats == 2
-    assert program.again
-    assert {i.node for i in program.again} <= {n.name for n in graph.nodes}
+    assert program.recomputed
+    assert {i.node for i in program.recomputed} <= {n.name for n in graph.nodes}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,10 +52,10 @@ def test_a_value_is_made_at_most_twice_and_only_for_the_backward_pass(seed: int)
     graph = random_step(seed)
     values = some(recomputable(graph), seed)
     program = with_copies(Program.plain(graph), values)
-    nodes = [i.node for i in program.again]
+    nodes = [i.node for i in program.recomputed]
     assert len(nodes) == len(set(nodes))
-    assert {i.phase for i in program.again} <= {Phase.BACKWARD}
-    for instruction in program.again:
+    assert {i.phase for i in program.recomputed} <= {Phase.BACKWARD}
+    for instruction in program.recomputed:
         node = graph.by_name[instruction.node]
         assert not node.is_random
         has_results = {u for u in graph.users[node.name] if graph.by_name[u].is_getitem}
@@ -83,13 +83,13 @@ def test_a_value_made_several_times_is_made_for_the_reads_behind_its_longest_wai
     )
     originals = [i.node for i in program.instructions if i.sink is None and not i.is_again]
     assert originals == [i.node for i in plain.instructions if i.sink is None]
-    made = Counter(i.node for i in program.again)
-    assert made.keys() == {i.node for i in once.again}
+    made = Counter(i.node for i in program.recomputed)
+    assert made.keys() == {i.node for i in once.recomputed}
     # An operator of several results is called as often as the one that is to be made most often.
     most = {v: max(times[u] for u in _siblings(graph, v) & values) for v in values}
     assert all(made[v] <= most[v] for v in values & made.keys())
     read = {name for i in program.instructions for name in i.inputs}
-    for instruction in program.again:
+    for instruction in program.recomputed:
         node = graph.by_name[instruction.node]
         assert not node.is_random
         # Of an operator with several results, some may only be wanted of another call.
@@ -118,7 +118,7 @@ def test_seconds_never_fall_and_only_copies_are_paid(seed: int) -> None:
     graph = random_step(seed)
     plain = Program.plain(graph)
     program = with_copies(plain, some(recomputable(graph), seed))
-    copies = sum(COSTS.seconds(graph.by_name[i.node]).value for i in program.again)
+    copies = sum(COSTS.seconds(graph.by_name[i.node]).value for i in program.recomputed)
     before, after = step_seconds(plain, COSTS).value, step_seconds(program, COSTS).value
     assert after == pytest.approx(before + copies)
 
@@ -147,7 +147,7 @@ def test_rewriting_twice_is_rewriting_once_with_both(seed: int) -> None:
     program = trade.rewrite(plain, rules, Whole(graph))
     assert program.instructions == with_copies(plain, first, times=often).instructions
     # What the first set asked for in vain may be wanted by the second.
-    assert {i.node for i in twice.again} <= {i.node for i in once.again}
+    assert {i.node for i in twice.recomputed} <= {i.node for i in once.recomputed}
     assert applied(once, first).instructions == once.instructions
 
 
@@ -181,7 +181,7 @@ def test_an_operator_of_two_results_runs_again_once_for_both() -> None:
         for pair in pairs:
             results = set(graph.users[pair.name]) & recomputable(graph)
             program = with_copies(Program.plain(graph), results)
-            again = [i.node for i in program.again]
+            again = [i.node for i in program.recomputed]
             if len(results & set(again)) == 2:
                 assert again.count(pair.name) == 1
                 places = [again.index(pair.name), *(again.index(r) for r in results)]

@@ -263,10 +263,10 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
     # Quasi-random: the fractions of i^2 times an irrational number are spread evenly.
     phases = torch.arange(width, dtype=torch.float64, device=flat.device).square() * math.sqrt(2)
     weights = torch.cos(2 * math.pi * phases.frac())
-    whole_rows = flat[: flat.numel() // width * width].view(-1, width)
-    rest = flat[whole_rows.numel() :]
+    unpack_rows = flat[: flat.numel() // width * width].view(-1, width)
+    rest = flat[unpack_rows.numel() :]
     # A few rows at a time, so that no full float64 copy of the gradient is made.
-    sums = [rows.double() @ weights for rows in whole_rows.split(max(1, _CHUNK_ELEMENTS // width))]
+    sums = [rows.double() @ weights for rows in unpack_rows.split(max(1, _CHUNK_ELEMENTS // width))]
     return torch.cat([*sums, (rest.double() @ weights[: len(rest)]).reshape(1)])
 
 

@@ -26,7 +26,7 @@ class BlockRange:
     first: int
     count: int
 
-    def kept(self, blocks: list[nn.Module], num_blocks: int) -> list[nn.Module]:
+    def subset(self, blocks: list[nn.Module], num_blocks: int) -> list[nn.Module]:
         return [*blocks[: self.first + num_blocks - 1], blocks[-1]]
 
 
@@ -164,7 +164,7 @@ def _truncated(
     children = dict(model._modules)
     if prefix in runs:
         blocks = [b for b in children.values() if b is not None]
-        remaining = runs[prefix].kept(blocks, more.get(prefix, _KEPT))
+        remaining = runs[prefix].subset(blocks, more.get(prefix, _KEPT))
         children = {str(i): b for i, b in enumerate(remaining)}
     head = f"{prefix}." if prefix else ""
     copied.__dict__["_modules"] = {

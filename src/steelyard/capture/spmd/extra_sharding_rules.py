@@ -246,7 +246,7 @@ RULES: dict[str, Rule] = {
     "aten.squeeze.default": _squeeze,
     "aten.expand.default": _expand,
     "aten.clone.default": _elementwise,
-    "steelyard.copy_laid_out": _elementwise,
+    "steelyard.copy_strided": _elementwise,
     "aten.slice.Tensor": _all_but_one_dim(1),
     "aten.select.int": _all_but_one_dim(1, removed=True),
     "aten.unbind.int": _all_but_one_dim(1, removed=True),

@@ -388,7 +388,7 @@ class _Partitioner:
                 if gradient.stride != parameter.stride or gradient.storage in taken:
                     at = replace(by_name[output.node], phase=Phase.BACKWARD)
                     copy = self._local.call(
-                        "steelyard.copy_laid_out",
+                        "steelyard.copy_strided",
                         Ref(output.node),
                         parameter.shape,
                         parameter.stride,
@@ -404,7 +404,7 @@ def _as_copy(node: Node) -> Node:
     made = node.outputs[0]
     return replace(
         node,
-        op="steelyard.copy_laid_out",
+        op="steelyard.copy_strided",
         args=(node.args[1], made.shape, made.stride),
         kwargs=(),
         inputs=node.inputs[1:],
@@ -446,10 +446,10 @@ _SIZE_ARGUMENTS = {
     "aten.select_backward.default": (1,),
     "aten.convolution_backward.default": (3,),
     **dict.fromkeys(SPLITS, (1,)),
-    "steelyard.copy_laid_out": (1, 2),
+    "steelyard.copy_strided": (1, 2),
 }
 
 # Elementwise operators that add or copy: a wanted placement passes to their inputs.
 _PASS_PLACEMENT = frozenset({
-    "aten.add.Tensor", "steelyard.copy_laid_out", "aten.clone.default", "aten._to_copy.default",
+    "aten.add.Tensor", "steelyard.copy_strided", "aten.clone.default", "aten._to_copy.default",
 })  # fmt: skip

@@ -82,7 +82,7 @@ def local_part(local: LocalGraphBuilder, value: str, shard: Shard, *, at: Node) 
     part = local.call("aten.slice.Tensor", Ref(value), shard.dim, start, start + size, at=at)
     if local.tensor(part).stride == dense.stride or 0 in whole.stride:
         return part
-    return local.call("steelyard.copy_laid_out", Ref(part), dense.shape, dense.stride, at=at)
+    return local.call("steelyard.copy_strided", Ref(part), dense.shape, dense.stride, at=at)
 
 
 def _all_gather(local: LocalGraphBuilder, value: str, shard: Shard, *, at: Node) -> str:

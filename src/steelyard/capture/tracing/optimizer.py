@@ -22,7 +22,7 @@ from steelyard.ir.program import Instruction, Program
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 # The shards of parameters by name: (shard, number of ranks) per mesh axis, applied in order.
-Shares = Mapping[str, Sequence[tuple[Shard, int]]]
+ShardsByParameter = Mapping[str, Sequence[tuple[Shard, int]]]
 
 
 def capture_update(
@@ -30,7 +30,7 @@ def capture_update(
     make: OptimizerFactory,
     *,
     without_gradient: frozenset[str] = frozenset(),
-    shares: Shares = MappingProxyType({}),
+    shares: ShardsByParameter = MappingProxyType({}),
 ) -> Program:
     """Capture the optimizer's step; with ``shares``, on one rank's shards of some parameters."""
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)

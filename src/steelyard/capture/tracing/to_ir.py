@@ -399,13 +399,13 @@ def _clone(reader: _Reader, source: Node, parameter: Tensor, number: int) -> Nod
     shape = f"{parameter.dtype}{list(parameter.shape)}~{list(source.outputs[0].stride)}"
     return Node(
         name=f"own_gradient_{number}",
-        op="steelyard.copy_laid_out",
+        op="steelyard.copy_strided",
         args=(Ref(source.name), parameter.shape, parameter.stride),
         inputs=(source.name,),
         outputs=(replace(parameter, storage=reader.new_storage(size), offset=0),),
         phase=Phase.BACKWARD,
         path=source.path,
         line=source.line,
-        signature=f"copy_laid_out({shape};{list(parameter.stride)})",
+        signature=f"copy_strided({shape};{list(parameter.stride)})",
         moved_bytes=2 * size,
     )

@@ -22,7 +22,7 @@ from steelyard.comm.gloo.point_to_point import PendingMessages, begin_step, hand
 from steelyard.ir.collective import Exchange
 
 
-def put_together(whole: torch.Tensor, row: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_into(whole: torch.Tensor, row: torch.Tensor, group: dist.ProcessGroup) -> None:
     """All-gather ``row`` into ``whole``; complete when this returns."""
     if _is_supported(row, group):
         _fill(whole, [row] * group.size(), group, Exchange.ALL_GATHER).wait()
@@ -30,7 +30,7 @@ def put_together(whole: torch.Tensor, row: torch.Tensor, group: dist.ProcessGrou
         dist.all_gather_single(whole, row, group=group)
 
 
-def hand_round(whole: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_to_all_into(whole: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
     """All-to-all of ``rows`` into ``whole``; complete when this returns."""
     if _is_supported(rows, group):
         _fill(whole, rows.chunk(group.size()), group, Exchange.ALL_TO_ALL).wait()
@@ -38,7 +38,7 @@ def hand_round(whole: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup
         dist.all_to_all_single(whole, rows, group=group)
 
 
-def own_rows_of_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Reduce-scatter: return this rank's rows of the sum over the ranks, as a new tensor."""
     x = x.contiguous()
     result = torch.empty_like(x.chunk(group.size())[group.rank()])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from steelyard.comm.channel import Channel, Waiting
 from steelyard.comm.json_gather import gathered
-from steelyard.comm.shared_memory.transport import pinned_among
+from steelyard.comm.shared_memory.transport import shared_memory_transport
 from steelyard.ir.message_slots import CollectiveSlots
 
 _Finish = Callable[[], object]
@@ -29,7 +29,9 @@ class SharedMemoryCollectives:
         group = base_channel.process_group
         assert group is not None, "these ranks are processes of a group"
         rounds = _max_over_ranks(rounds, group)
-        self._transport = pinned_among(rounds.edges, group=group, device=base_channel.device)
+        self._transport = shared_memory_transport(
+            rounds.edges, group=group, device=base_channel.device
+        )
         self._num_ranks, self._rank, self._base_channel = (
             base_channel.num_ranks,
             base_channel.rank,
@@ -62,9 +64,9 @@ class SharedMemoryCollectives:
     def close(self) -> None:
         self._transport.close()
 
-    def watching(self, *, watches: bool) -> bool:
+    def set_polling(self, *, polls: bool) -> bool:
         """Enable or disable busy polling before a wait sleeps; return the previous setting."""
-        before, self._transport.watches = self._transport.watches, watches
+        before, self._transport.polls = self._transport.polls, polls
         return before
 
     # --- issuing

@@ -65,7 +65,7 @@ class RdmaTransport(SharedMemoryTransport):
         super().__init__(edges, group=group)
         self.held_bytes += sum(edge.nbytes for edge in edges if edge.source == self._rank)
         # The proxy shares this rank's core.
-        self.watches = False
+        self.polls = False
 
     def close(self) -> None:
         if hasattr(self, "_carrier"):

@@ -49,7 +49,7 @@ class SharedMemoryTransport:
     """The messages of one rank of ``group`` along ``edges``, which are the same on all ranks.
 
     Creating it is a collective. ``held_bytes`` is the memory allocated here for incoming
-    messages, ``moved_bytes`` the total this rank has written. If ``watches`` is True, a wait
+    messages, ``moved_bytes`` the total this rank has written. If ``polls`` is True, a wait
     polls for a moment before it sleeps; that is the default if each rank has a core of its own,
     since otherwise it would take the core from another rank.
     """
@@ -63,7 +63,7 @@ class SharedMemoryTransport:
         self._timeout: float = backend.options._timeout.total_seconds()
         self.held_bytes = sum(edge.nbytes for edge in edges if edge.target == self._rank)
         self.moved_bytes = 0
-        self.watches = False
+        self.polls = False
         self._step = 0
         self._rooms: dict[int, Room] = {}
         self._outlets: dict[int, Outlet] = {}
@@ -107,7 +107,7 @@ class SharedMemoryTransport:
         except NotReachable as unreachable:
             failure = str(unreachable)
         offers = gathered(own_offer, self._offer_type, group=self._group)
-        self.watches = all(offer.has_cores for offer in offers) and len(
+        self.polls = all(offer.has_cores for offer in offers) and len(
             {core for offer in offers for core in offer.cores}
         ) >= len(offers)
         if failure is None and all(offer.is_allocated for offer in offers):
@@ -290,7 +290,7 @@ class SharedMemoryTransport:
                 raise self._ended_error(rank)
 
     def _poll_pipes(self, deadline: float) -> list[tuple[int, int]]:
-        events = self._poll_briefly() if self.watches else []
+        events = self._poll_briefly() if self.polls else []
         return events or self._poll.poll(1000 * max(0.0, deadline - time.monotonic()))
 
     def _poll_briefly(self) -> list[tuple[int, int]]:

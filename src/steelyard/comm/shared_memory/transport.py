@@ -18,7 +18,7 @@ from steelyard.comm.shared_memory.same_host import SharedMemoryTransport, host
 from steelyard.ir.message_slots import SlotSpec
 
 
-def pinned_among(
+def shared_memory_transport(
     edges: Sequence[SlotSpec], *, group: dist.ProcessGroup, device: torch.device = CPU
 ) -> SharedMemoryTransport:
     """Return the transport for tensors on ``device``. A collective: every rank of the group must

@@ -102,42 +102,44 @@ def measured_ranks(
     num_ranks: int,
     *,
     hosts: int = 1,
-    home: torch.device = CPU,
+    torch_device: torch.device = CPU,
     speeds: Sequence[float] = (),
     cache: CostCache | None = None,
 ) -> LinkMeasurement:
     """Return the links and speeds of ``num_ranks`` ranks, measured once and then cached.
 
-    On one host the ranks are started for it; if ``home`` is a GPU, each on its own GPU. Ranks of
-    several hosts must have met before. ``speeds`` override the measured ones.
+    On one host the ranks are started for it; if ``torch_device`` is a GPU, each on its own GPU.
+    Ranks of several hosts must have met before. ``speeds`` override the measured ones.
     """
-    context = context_of(num_ranks, hosts=hosts, home=home)
+    context = context_of(num_ranks, hosts=hosts, torch_device=torch_device)
     found = cache.read_rates(context) if cache and hosts == 1 else {}
     if hosts > 1:
         if (measure_on_all_hosts := ALL_HOSTS.get()) is not None:
-            measure_on_all_hosts(home)
+            measure_on_all_hosts(torch_device)
         # Figures of this process are valid even if the cache file has become unusable.
         found = _met_in_process.get(context, cache.read_rates(context) if cache else {})
         if not is_whole(found, num_ranks, hosts=hosts):
             each = num_ranks // hosts
             raise BadInput(
                 f"this host has not measured its links to {hosts - 1} other "
-                f"hosts{_gpu_suffix(home)}",
+                f"hosts{_gpu_suffix(torch_device)}",
                 expected="hosts that have planned together for such a model",
                 remedy=f"run on each host: torchrun --nnodes {hosts} --nproc-per-node {each} ... "
                 "-m steelyard plan",
             )
     if not is_whole(found, num_ranks):
-        found = fitted(_measure_local_ranks(num_ranks, home), sizes=SIZES[home.type])
+        found = fitted(
+            _measure_local_ranks(num_ranks, torch_device), sizes=SIZES[torch_device.type]
+        )
         if cache:
             # Another process may have stored its figures first.
             found = {**found, **cache.read_rates(context)}
             cache.write_rates(context, found)
-    local_kind = "loopback" if home.type == "cpu" else BETWEEN_GPUS
+    local_kind = "loopback" if torch_device.type == "cpu" else BETWEEN_GPUS
     measured = _to_measurement(found, num_ranks, kind=local_kind if hosts == 1 else BETWEEN_HOSTS)
     if speeds:
         found = {**found, **{_speed_of(rank): speed for rank, speed in enumerate(speeds)}}
-    subsets = _subsets(found, num_ranks, hosts=hosts, sizes=sizes_of(home, hosts))
+    subsets = _subsets(found, num_ranks, hosts=hosts, sizes=sizes_of(torch_device, hosts))
     rates = host_rates(found, hosts) if hosts > 2 else []
     return replace(measured, subsets=subsets, host_rates=tuple(rates))
 
@@ -161,7 +163,7 @@ def remember_hosts(
     names: Sequence[str],
     *,
     hosts: int,
-    home: torch.device = CPU,
+    torch_device: torch.device = CPU,
     session: Sequence[float],
     joins: Mapping[str, float] | None = None,
     cache: CostCache,
@@ -172,29 +174,29 @@ def remember_hosts(
     pairs and subsets of the hosts. Each subset that a plan may use is also stored, as if it had
     met alone.
     """
-    context = context_of(len(names), hosts=hosts, home=home)
+    context = context_of(len(names), hosts=hosts, torch_device=torch_device)
     link_probe = dict(zip(_PROBE, session, strict=True))
-    host_sizes, each = SIZES[home.type], len(names) // hosts
-    figures = fitted(rank_figures, sizes=sizes_of(home, hosts), near=host_sizes, each=each)
+    host_sizes, each = SIZES[torch_device.type], len(names) // hosts
+    figures = fitted(rank_figures, sizes=sizes_of(torch_device, hosts), near=host_sizes, each=each)
     found = {**figures, **(joins or {}), **link_probe, _NAMES_KEY: _names_hash(names)}
     _met_in_process[context] = found
     cache.write_rates(context, found)
     for members in _groups(found, hosts, each).values():
         subset_found = _subset_figures(
-            found, members, names, each=each, sizes=sizes_of(home, hosts)
+            found, members, names, each=each, sizes=sizes_of(torch_device, hosts)
         )
-        context = context_of(len(members) * each, hosts=len(members), home=home)
+        context = context_of(len(members) * each, hosts=len(members), torch_device=torch_device)
         _met_in_process[context] = subset_found
         cache.write_rates(context, subset_found)
 
 
 def measured_joins(
-    rank_figures: Sequence[Mapping[str, float]], *, hosts: int, home: torch.device = CPU
+    rank_figures: Sequence[Mapping[str, float]], *, hosts: int, torch_device: torch.device = CPU
 ) -> dict[str, float]:
     """Return figures of host pairs and of the best-connected subsets; a collective call."""
     each = len(rank_figures) // hosts
     return measure_host_links(
-        _speeds(rank_figures, each)[::each], each=each, sizes=sizes_of(home, hosts)
+        _speeds(rank_figures, each)[::each], each=each, sizes=sizes_of(torch_device, hosts)
     )
 
 
@@ -301,11 +303,11 @@ def _subset_figures(
 
 
 def remembered_probe(
-    names: Sequence[str], *, hosts: int, home: torch.device = CPU, cache: CostCache
+    names: Sequence[str], *, hosts: int, torch_device: torch.device = CPU, cache: CostCache
 ) -> tuple[float, ...] | None:
     """Return the link probe of the last meeting of these hosts; None if it is unknown."""
     num_ranks = len(names)
-    found = cache.read_rates(context_of(num_ranks, hosts=hosts, home=home))
+    found = cache.read_rates(context_of(num_ranks, hosts=hosts, torch_device=torch_device))
     # Since pairs are timed, entries for more than two hosts must contain them.
     required = {*_PROBE, *([rate_of(0, 1)] if hosts > 2 else [])}
     is_known = is_whole(found, num_ranks, hosts=hosts) and required <= found.keys()
@@ -388,23 +390,25 @@ def _speed_of(rank: int) -> str:
     return f"speed of rank {rank}"
 
 
-def context_of(num_ranks: int, *, hosts: int = 1, home: torch.device = CPU) -> str:
+def context_of(num_ranks: int, *, hosts: int = 1, torch_device: torch.device = CPU) -> str:
     """Return the cache context of the figures of ``num_ranks`` ranks."""
     cores = len(cores_of(0, 1))
     setup = (
         f"{num_ranks} ranks of gloo in turn, messages apart, slots watched, skew, on {cores} cores"
     )
     location = f", on {hosts} hosts{' with RDMA' if is_able() else ''}" if hosts > 1 else ""
-    location += _on_gpus(home) if home.type == "cuda" else ""
+    location += _on_gpus(torch_device) if torch_device.type == "cuda" else ""
     return f"{setup}{location}, torch {torch.__version__}"
 
 
-def _gpu_suffix(home: torch.device) -> str:
-    return ", from its GPUs" if home.type == "cuda" else ""
+def _gpu_suffix(torch_device: torch.device) -> str:
+    return ", from its GPUs" if torch_device.type == "cuda" else ""
 
 
-def _on_gpus(home: torch.device) -> str:
-    return f", on {torch.cuda.device_count()} of {torch.cuda.get_device_properties(home).name}"
+def _on_gpus(torch_device: torch.device) -> str:
+    return (
+        f", on {torch.cuda.device_count()} of {torch.cuda.get_device_properties(torch_device).name}"
+    )
 
 
 def fitted(
@@ -546,19 +550,24 @@ def _speeds(rank_figures: Sequence[Mapping[str, float]], each: int) -> list[floa
 
 
 def command_of(
-    rank: int, *, folder: str, num_ranks: int, home: torch.device = CPU
+    rank: int, *, folder: str, num_ranks: int, torch_device: torch.device = CPU
 ) -> Sequence[str]:
     """Return Python's arguments for a rank that writes figures, for ``fitted``, to the folder."""
     module = "steelyard.measure.links.worker"
-    return ["-m", module, folder, str(num_ranks), str(rank), home.type]
+    return ["-m", module, folder, str(num_ranks), str(rank), torch_device.type]
 
 
-def _measure_local_ranks(num_ranks: int, home: torch.device) -> list[dict[str, float]]:
+def _measure_local_ranks(num_ranks: int, torch_device: torch.device) -> list[dict[str, float]]:
     """Return the figures that each rank of this machine measured."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, *command_of(rank, folder=folder, num_ranks=num_ranks, home=home)],
+                [
+                    sys.executable,
+                    *command_of(
+                        rank, folder=folder, num_ranks=num_ranks, torch_device=torch_device
+                    ),
+                ],
                 # Restrict the listening sockets to this machine.
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
                 stdout=subprocess.DEVNULL,

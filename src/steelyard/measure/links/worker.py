@@ -31,7 +31,7 @@ from steelyard.comm.json_gather import gathered
 from steelyard.comm.shared_memory.collectives import SharedMemoryCollectives
 from steelyard.comm.shared_memory.remote_host import RdmaTransport
 from steelyard.comm.shared_memory.same_host import SharedMemoryTransport
-from steelyard.comm.shared_memory.transport import pinned_among
+from steelyard.comm.shared_memory.transport import shared_memory_transport
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Link
 from steelyard.hardware.host_os import are_cores_alike, cores_of, quota_cores
@@ -54,9 +54,9 @@ SIZES = {
 }
 
 
-def sizes_of(home: torch.device, hosts: int) -> ExchangeSizes:
+def sizes_of(torch_device: torch.device, hosts: int) -> ExchangeSizes:
     """Return CPU sizes for several hosts, since large GPU sizes would take minutes on a network."""
-    return SIZES["cpu" if hosts > 1 else home.type]
+    return SIZES["cpu" if hosts > 1 else torch_device.type]
 
 
 # Several ranks per core on a shared machine have taken more than two minutes.
@@ -83,23 +83,25 @@ def main(folder: str, num_ranks: int, rank: int, device: str) -> None:
     cores = cores_of(rank, num_ranks)
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
-    home = CPU
+    torch_device = CPU
     if device == "cuda":
-        home = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(home)
+        torch_device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(torch_device)
     dist.init_process_group(
-        backend_for(home, ranks=num_ranks),
+        backend_for(torch_device, ranks=num_ranks),
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=SECONDS),
     )
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures_of_this_rank(home=home)))
+    (Path(folder) / f"{rank}.json").write_text(
+        json.dumps(figures_of_this_rank(torch_device=torch_device))
+    )
     dist.barrier()
     dist.destroy_process_group()
 
 
-def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[str, float]:
+def figures_of_this_rank(*, hosts: int = 1, torch_device: torch.device = CPU) -> dict[str, float]:
     """Return the figures of this rank, measured while all ranks of the group do the same.
 
     With several hosts, slots are written by NIXL if it is available and each host has one rank;
@@ -107,7 +109,7 @@ def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[st
     to be equal.
     """
     take_turns()  # as in a step
-    with torch.no_grad(), _on_device(home):
+    with torch.no_grad(), _on_device(torch_device):
         each = dist.get_world_size() // hosts
         product_seconds = _cpu_product_seconds
         if hosts > 1:
@@ -115,14 +117,14 @@ def figures_of_this_rank(*, hosts: int = 1, home: torch.device = CPU) -> dict[st
             # the minimum.
             product_seconds = partial(_host_product_seconds, each)
         slots: _MakesSlots | None = (
-            SharedMemoryTransport if hosts == 1 else pinned_among if each == 1 else None
+            SharedMemoryTransport if hosts == 1 else shared_memory_transport if each == 1 else None
         )
         if _is_on_gpu():
             product_seconds = _gpu_product_seconds
-            slots = partial(pinned_among, device=home) if hosts == 1 else None
+            slots = partial(shared_memory_transport, device=torch_device) if hosts == 1 else None
         compute_times = [product_seconds()]
         # Messages are measured over the slowest link.
-        receiver, sizes = (each if hosts > 1 else 1), sizes_of(home, hosts)
+        receiver, sizes = (each if hosts > 1 else 1), sizes_of(torch_device, hosts)
         figures = _figures(sizes, slots=slots, receiver=receiver)
         if hosts > 1 and each > 1:
             figures |= _figures_within_host(each)
@@ -262,9 +264,9 @@ def _ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.float32)
 
 
-def _on_device(home: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make ``home`` the default device, unless it is already: the context slows down each call."""
-    return contextlib.nullcontext() if _default_device() == home else home
+def _on_device(torch_device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make this the default device, unless it is already: the context slows down each call."""
+    return contextlib.nullcontext() if _default_device() == torch_device else torch_device
 
 
 def _default_device() -> torch.device:
@@ -293,15 +295,15 @@ def _max_over_ranks(seconds: float) -> float:
     return float(most)
 
 
-def measured_now(before: Link, *, hosts: int = 1, home: torch.device = CPU) -> Link:
+def measured_now(before: Link, *, hosts: int = 1, torch_device: torch.device = CPU) -> Link:
     """Return the current link of this group, measured between two steps of a run.
 
     All ranks call this together and get the same result. The CPU cost of an exchange is taken
     from ``before``. It takes some tenths of a second on any link, since the size grows only until
     the exchange takes long enough.
     """
-    num_ranks, sizes = dist.get_world_size(), sizes_of(home, hosts)
-    with torch.no_grad(), _on_device(home):
+    num_ranks, sizes = dist.get_world_size(), sizes_of(torch_device, hosts)
+    with torch.no_grad(), _on_device(torch_device):
         least = _max_over_ranks(_all_reduce_seconds(_ones(sizes.small // 4), _FEW_ROUNDS))
         nbytes, larger_seconds = sizes.small, least
         while nbytes < sizes.middle and larger_seconds < _SHORT_SECONDS:
@@ -347,13 +349,13 @@ def _message_seconds(nbytes: int, other: int) -> float:
     return (time.perf_counter() - begin) / 2 if dist.get_rank() in (0, other) else 0.0
 
 
-def probe_link(home: torch.device = CPU) -> tuple[float, float]:
+def probe_link(torch_device: torch.device = CPU) -> tuple[float, float]:
     """Return the minimum seconds of a small and a larger all-reduce over all hosts.
 
     The result is the same on all ranks. It shows within a moment if a link has changed.
     """
-    with torch.no_grad(), _on_device(home):
-        best, sizes = [], sizes_of(home, 2)[:2]
+    with torch.no_grad(), _on_device(torch_device):
+        best, sizes = [], sizes_of(torch_device, 2)[:2]
         for nbytes, rounds in zip(sizes, (3 * _ROUNDS, _FEW_ROUNDS), strict=True):
             x = _ones(nbytes // 4)
             dist.all_reduce(x)
@@ -497,7 +499,7 @@ def _slot_message_figures(
     except BadInput:
         return {}
     # Do not poll: this measures the CPU cost, and messages after a long wait.
-    pinned.watches = False
+    pinned.polls = False
     pinned.begin()
     rank, found = dist.get_rank(), {}
     for number, (name, x) in enumerate(xs.items()):
@@ -541,12 +543,12 @@ def _slot_all_reduce_figures(
 
     for _ in range(2):  # pages are allocated when they are first written
         exchange(parts[0])
-    watches = slotted.watching(watches=False)
+    polls = slotted.set_polling(polls=False)
     begin = time.thread_time()
     for _ in range(calls):
         exchange(small)
     cpu_seconds = (time.thread_time() - begin) / calls
-    slotted.watching(watches=watches)
+    slotted.set_polling(polls=polls)
     found = [_elapsed(partial(exchange, small)) for _ in range(calls)]
     part_seconds = [_elapsed(partial(exchange, part)) for _ in range(2) for part in parts]
     dist.barrier()

@@ -122,7 +122,7 @@ def measure_operators(
             new = table.give_up_timed(new, Missing.PROFILED)
         # An operator that reads offload memory would run with its operand in device memory, so
         # only a part of it is measured, which fits.
-        table.measure([s for s in new if not s.node.is_far_product])
+        table.measure([s for s in new if not s.node.is_fetch_matmul])
         table.measure_parts([s for s in new if s.node.body is not None])
     found = cache.settle(context, table.costs) if cache and table.costs else table.costs
     costs = CostTable(device=device, operators={**known, **found})
@@ -148,7 +148,7 @@ def make_load(
     any operator.
     """
     table = _Table(device, torch.device("cpu"), _BUSY_SECONDS, {}, sharers=sharers)
-    return table.make_load([s for s in distinct(graphs) if not s.node.is_far_product])
+    return table.make_load([s for s in distinct(graphs) if not s.node.is_fetch_matmul])
 
 
 def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
@@ -156,7 +156,7 @@ def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
     found: dict[str, _Subject] = {}
     for graph in graphs:
         for node in graph.nodes:
-            if node.is_free or node.is_far:
+            if node.is_free or node.is_transfer:
                 continue
             subject = found.get(node.signature)
             if subject is None:
@@ -262,10 +262,10 @@ class _Table:
         late = {u.signature for u in self.unmeasured if u.why is Missing.NO_TIME}
         for subject in subjects:
             body, signature = subject.node.body, subject.node.signature
-            is_far = subject.node.is_far_product
-            if body is None or not (is_far or signature in late):
+            is_transfer = subject.node.is_fetch_matmul
+            if body is None or not (is_transfer or signature in late):
                 continue
-            few = body.parts < 4 and not is_far
+            few = body.parts < 4 and not is_transfer
             part = shortened(subject.graph, subject.node, parts=1 if few else 2)
             part_table = _Table(
                 self._roofline.device,
@@ -283,7 +283,7 @@ class _Table:
             self.costs[signature] = OperatorCost(
                 seconds=Estimate.within(cost.seconds.value * scale, share=_PART_SHARE),
                 workspace_bytes=cost.workspace_bytes
-                if is_far
+                if is_transfer
                 else max(cost.workspace_bytes, body.workspace_bytes),
             )
             self.unmeasured = [u for u in self.unmeasured if u.signature != signature]

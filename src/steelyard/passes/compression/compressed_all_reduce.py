@@ -18,7 +18,7 @@ from steelyard.ir.gradient_codec import (
     ENCODE,
     ENCODE_SUM,
     LEFT,
-    OF_FACTORS,
+    MATRICES_OF_FACTORS,
     RESIDUAL,
     RIGHT,
     START,
@@ -38,7 +38,7 @@ from steelyard.passes.data_parallel.buckets import (
 from steelyard.passes.graph_editor import GraphEditor, call, issue, issue_in_place, wait
 
 
-def coded(
+def compressed(
     graph: Graph,
     codecs: Mapping[str, Codec],
     *,
@@ -188,7 +188,7 @@ class _Sending:
         )  # fmt: skip
         right = summed(right)
         return put(
-            OF_FACTORS, "decoded", (Ref(left.name), Ref(right.name), Ref(start.name)),
+            MATRICES_OF_FACTORS, "decoded", (Ref(left.name), Ref(right.name), Ref(start.name)),
             [left, right, start], numel, [start],
         )  # fmt: skip
 
@@ -247,4 +247,4 @@ class _Sending:
         return self._editor.put_after(after, replace(arrived, nth=-1))
 
 
-__all__ = ["coded"]
+__all__ = ["compressed"]

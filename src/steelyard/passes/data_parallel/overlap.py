@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from steelyard.ir.gradient_codec import CODED_CALLS, FIRST_CALLS
-from steelyard.ir.graph import JOINED_ROWS, Graph, Node, OutputKind, Phase
+from steelyard.ir.graph import PACK_ROWS, Graph, Node, OutputKind, Phase
 from steelyard.ir.program import SO_FAR, Instruction, Program
 
 
@@ -152,7 +152,7 @@ def _with_joining_line(
 ) -> tuple[int, ...]:
     """Return the issuing line, preceded by the line that joins the tensors it sends, if any."""
     makers = [born[value] for value in lines[issue].inputs if value in born]
-    joining = [index for index in makers if nodes[lines[index].node].op == JOINED_ROWS]
+    joining = [index for index in makers if nodes[lines[index].node].op == PACK_ROWS]
     return (*joining, issue)
 
 
@@ -177,10 +177,10 @@ def _without_sinks(program: Program, lines: list[Instruction]) -> Program:
     return replace(program, instructions=tuple(lines))
 
 
-def _live_bytes(graph: Graph, moved: Sequence[Node]) -> int:
+def _live_bytes(graph: Graph, nodes: Sequence[Node]) -> int:
     """Return the bytes live from these lines on: their results and the backend's buffers."""
-    storages = {storage for node in moved for storage in graph.storages_of(node.name)}
-    backend_bytes = (node.collective.held_bytes for node in moved if node.collective is not None)
+    storages = {storage for node in nodes for storage in graph.storages_of(node.name)}
+    backend_bytes = (node.collective.held_bytes for node in nodes if node.collective is not None)
     return sum(graph.storages[storage].nbytes for storage in storages) + sum(backend_bytes)
 
 

@@ -15,10 +15,10 @@ from steelyard.ir.parallel_layout import DATA
 from steelyard.passes.graph_editor import (
     GraphEditor,
     issue,
-    joined_rows,
+    pack_rows,
+    unpack_rows,
     view,
     wait,
-    whole_rows,
 )
 
 
@@ -30,14 +30,14 @@ def gathered(
     transport: Transport,
     axis: str = DATA,
     stride: int = 1,
-    again: Collection[str] = (),
+    regathered: Collection[str] = (),
     together: Mapping[str, int] = MappingProxyType({}),
 ) -> Graph:
     """Return the step on one shard of each of the parameters, along the first dimension.
 
     Each is gathered before its first reader and stays resident from there on. Parameters in
-    ``again`` are freed after the forward pass and gathered a second time before their first reader
-    in the backward pass. ``together`` maps parameters to bucket sizes in bytes: consecutive
+    ``regathered`` are freed after the forward pass and gathered a second time before their first
+    reader in the backward pass. ``together`` maps parameters to bucket sizes in bytes: consecutive
     parameters are gathered in one bucket of at most that size, and so are their gradients.
     """
     editor = GraphEditor(graph)
@@ -59,11 +59,11 @@ def gathered(
         editor.storages[whole.storage] = replace(storage, nbytes=share.nbytes)
         editor.set_node(replace(node, outputs=(share,)))
         is_early = graph.by_name[graph.users[parameter][0]].phase is Phase.FORWARD
-        if parameter in again and is_early and (readers := _read_late(graph, parameter)):
+        if parameter in regathered and is_early and (readers := _read_late(graph, parameter)):
             late[parameter] = readers
     exchanges = _Exchanges(editor, transport, collective, num_ranks, together)
     arrived = exchanges.gathered({p: graph.users[p][0] for p in parameters}, "gathered")
-    second = exchanges.gathered({p: readers[0] for p, readers in late.items()}, "again")
+    second = exchanges.gathered({p: readers[0] for p, readers in late.items()}, "regathered")
     for parameter, read in arrived.items():
         editor.reroute(editor[parameter], read)
         if parameter in late:
@@ -99,7 +99,7 @@ def _reroute_late(
     """Let the backward readers ``late`` read the second gather, with new views of it."""
     before, after = arrived.outputs[0].storage, second.outputs[0].storage
 
-    def moved(node: Node) -> Node:
+    def reading_second(node: Node) -> Node:
         outputs = (replace(t, storage=after) if t.storage == before else t for t in node.outputs)
         return replace(node.reading(renamed), outputs=tuple(outputs))
 
@@ -110,12 +110,14 @@ def _reroute_late(
         wanted |= set(editor[name].inputs) if name in wanted else set()
     for name in views:
         if name in wanted:
-            copy = replace(moved(editor[name]), name=f"{name}_again", phase=Phase.BACKWARD)
+            copy = replace(
+                reading_second(editor[name]), name=f"{name}_regathered", phase=Phase.BACKWARD
+            )
             editor.put_before(late[0], copy)
             renamed[name] = copy.name
     for node in graph.nodes:
         if node.phase is Phase.BACKWARD:
-            editor.set_node(moved(editor[node.name]))
+            editor.set_node(reading_second(editor[node.name]))
 
 
 def why_not_shared(graph: Graph, parameter: str, num_ranks: int) -> str | None:
@@ -178,7 +180,7 @@ class _Exchanges:
         (name, first), graph = bucket[0], editor.before
         wholes = {p: graph.by_name[p].outputs[0] for p, _ in bucket}
         row, dtype = sum(t.numel for t in wholes.values()) // self._ranks, wholes[name].dtype
-        joined = joined_rows(
+        joined = pack_rows(
             [editor[p] for p, _ in bucket], like=self._placed_like(name, first),
             name=f"{name}_{suffix}_joined", output=editor.tensor((1, row), dtype),
         )  # fmt: skip
@@ -193,7 +195,7 @@ class _Exchanges:
             whole = wholes[parameter]
             arrived[parameter] = self._put_before(
                 reader,
-                whole_rows(
+                unpack_rows(
                     rows, start, like=self._placed_like(parameter, reader),
                     name=f"{parameter}_{suffix}_whole",
                     output=editor.tensor(whole.shape, whole.dtype),
@@ -250,7 +252,7 @@ class _Exchanges:
         after, dtype = nodes[-1].name, nodes[-1].outputs[0].dtype
         row = sum(shares[target].numel for target in gradients)
         name = f"{after}_scattered"
-        joined = joined_rows(
+        joined = pack_rows(
             nodes, like=nodes[-1], name=f"{name}_joined",
             output=editor.tensor((self._ranks, row), dtype),
         )  # fmt: skip

@@ -18,7 +18,7 @@ from steelyard.passes.graph_editor import GraphEditor, call, issue, wait
 _WITH_BUFFERS = "aten._native_batch_norm_legit_functional.default"
 _WITHOUT = "aten._native_batch_norm_legit.no_stats"
 _BACKWARD = "aten.native_batch_norm_backward.default"
-_JOINT = "steelyard.joint_statistics"
+_JOINT = "steelyard.batch_norm_gather_stats"
 _DTYPES = ("float32", "float64")
 
 
@@ -123,18 +123,19 @@ class _Synchronising:
         given = _input_tensor(self._graph, node)
         channels, count = given.shape[1], self._count(given)
         statistics = self._editor.tensor((2, channels), given.dtype)
-        own = self._call(node, "batch_statistics", (x,), statistics)
+        own = self._call(node, "batch_norm_stats", (x,), statistics)
         gathered = self._exchanged(Exchange.ALL_GATHER, own, at=node)
         joint = self._call(
-            node, "joint_statistics", (Ref(gathered.name), self._layout.batch),
+            node, "batch_norm_gather_stats", (Ref(gathered.name), self._layout.batch),
             self._editor.tensor((2, channels), given.dtype),
         )  # fmt: skip
         all_statistics = Ref(joint.name)
         results = {0: self._call(
-            node, "normalised", (x, weight, bias, all_statistics, eps), self._like(node.outputs[0])
+            node, "batch_norm_elemt", (x, weight, bias, all_statistics, eps),
+            self._like(node.outputs[0]),
         )}  # fmt: skip
-        moved = (("moved_mean", (momentum,)), ("moved_variance", (momentum, count)))
-        for place, (buffer, (op, rest)) in enumerate(zip(buffers, moved)):
+        updates = (("update_running_mean", (momentum,)), ("update_running_var", (momentum, count)))
+        for place, (buffer, (op, rest)) in enumerate(zip(buffers, updates)):
             output = self._editor.tensor((channels,), given.dtype)
             results[3 + place] = self._call(node, op, (buffer, all_statistics, *rest), output)
         self._substitute(node, results)
@@ -145,12 +146,14 @@ class _Synchronising:
         assert isinstance(wanted, tuple)
         all_statistics, (_, channels) = Ref(joint.name), joint.outputs[0].shape
         sums = self._editor.tensor((2, channels), joint.outputs[0].dtype)
-        own = self._call(node, "normalised_sums", (gradient, x, all_statistics, eps), sums)
+        own = self._call(
+            node, "batch_norm_backward_reduce", (gradient, x, all_statistics, eps), sums
+        )
         results: dict[int, Node] = {}
         if wanted[0]:
             all_sums = Ref(self._exchanged(Exchange.ALL_REDUCE, own, at=node).name)
             results[0] = self._call(
-                node, "normalised_backward",
+                node, "batch_norm_backward_elemt",
                 (gradient, x, weight, all_statistics, all_sums, count, eps),
                 self._like(node.outputs[0]),
             )  # fmt: skip

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from steelyard.ir.collective import Collective
 from steelyard.ir.graph import Graph, Node, Role, Storage, Tensor
 from steelyard.ir.program import Instruction, Program
-from steelyard.ir.saved_activations import first_late
+from steelyard.ir.saved_activations import first_backward_line
 from steelyard.passes.offload.sliced_loops import Loop, LoopCall, Product
-from steelyard.passes.offload.transfer_nodes import Looks, slices_of
+from steelyard.passes.offload.transfer_nodes import OffloadedViews, slices_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ def sliceable_inputs(program: Program, values: Iterable[str]) -> dict[str, tuple
 
     The result maps each such value to those products.
     """
-    looks = Looks(program, values)
+    looks = OffloadedViews(program, values)
     lines = _lines(program, looks)
-    late = range(first_late(lines), len(lines))
+    late = range(first_backward_line(lines), len(lines))
     reads = looks.reads(lines)
     found: dict[str, tuple[Product, ...]] = {}
     for value in looks.reads([lines[number] for number in late]):
@@ -66,9 +66,9 @@ def with_inputs_in_slices(
     program: Program, slices: Mapping[str, int], slots: Mapping[str, int]
 ) -> InSlices:
     """Let backward products read these values in slices, from ``slots`` of offload memory."""
-    looks = Looks(program, slices)
+    looks = OffloadedViews(program, slices)
     lines = _lines(program, looks)
-    late = first_late(lines)
+    late = first_backward_line(lines)
     nodes: list[Node] = []
     storages = list(program.graph.storages)
     placed: list[Instruction] = []
@@ -106,14 +106,14 @@ def with_inputs_in_slices(
     )
 
 
-def _lines(program: Program, looks: Looks) -> Sequence[Instruction]:
+def _lines(program: Program, looks: OffloadedViews) -> Sequence[Instruction]:
     """Return the lines without views of these values in the backward pass: none is resident."""
     lines = [i for i in program.instructions if i.sink is None]
-    late = first_late(lines)
+    late = first_backward_line(lines)
     return [line for k, line in enumerate(lines) if k < late or line.value not in looks.of]
 
 
-def _product(graph: Graph, line: Instruction, looks: Looks) -> Product | None:
+def _product(graph: Graph, line: Instruction, looks: OffloadedViews) -> Product | None:
     """Return the product of this line if it is a sum over the rows of one of these values."""
     product = Product.of(graph.by_name[line.node], graph, looks)
     return None if product is None or product.by_columns else product

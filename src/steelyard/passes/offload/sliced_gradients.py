@@ -6,7 +6,7 @@ Not for choosing the number of slices: see trades/. Not for computing them: see 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from steelyard.ir.graph import SENT_PRODUCTS, Node, OutputKind, Phase
+from steelyard.ir.graph import MATMUL_SEND, Node, OutputKind, Phase
 from steelyard.ir.optimizer_update import GRADIENT, WEIGHT
 from steelyard.ir.program import Instruction, Program
 from steelyard.passes.offload.transfer_nodes import Calls, Running, interleave
@@ -20,7 +20,7 @@ def made_by_products(program: Program, parameters: Iterable[str]) -> frozenset[s
 def gradients_in_slices(program: Program) -> tuple[str, ...]:
     """Return the parameters whose gradients this program makes in slices."""
     nodes = (program.graph.by_name[i.node] for i in program.instructions)
-    return tuple(str(n.args[0]).removeprefix(GRADIENT) for n in nodes if n.op == SENT_PRODUCTS)
+    return tuple(str(n.args[0]).removeprefix(GRADIENT) for n in nodes if n.op == MATMUL_SEND)
 
 
 def with_gradients_in_slices(
@@ -75,7 +75,7 @@ class _GradientProduct:
 
     def sending(self, name: str) -> Node:
         """Return the call that sends its result to offload memory instead of returning it."""
-        op, args = SENT_PRODUCTS, (name, *self.product.args)
+        op, args = MATMUL_SEND, (name, *self.product.args)
         return replace(self.product, op=op, args=args, outputs=())
 
 
@@ -99,7 +99,7 @@ def _gradient_products(program: Program, parameters: Iterable[str]) -> dict[str,
         (whole,) = product.outputs
         is_equal = (tensor.shape, tensor.stride) == (whole.shape, whole.stride)
         others = (lines[k] for k in rest)
-        are_views = all(i.sink or graph.is_look(graph.by_name[i.node]) for i in others)
+        are_views = all(i.sink or graph.is_alias(graph.by_name[i.node]) for i in others)
         own = {first, *rest}
         is_read = any(k not in own for n in own for k in reads.get(lines[n].value, ()))
         if is_equal and whole.is_contiguous and are_views and not is_read:

@@ -12,7 +12,7 @@ from hashlib import sha256
 from types import MappingProxyType
 
 from steelyard.ir.graph import (
-    FAR_PRODUCTS,
+    FETCH_MATMUL,
     Body,
     Graph,
     Node,
@@ -22,7 +22,7 @@ from steelyard.ir.graph import (
     Tensor,
 )
 from steelyard.ir.program import Instruction
-from steelyard.passes.offload.transfer_nodes import Looks, rows_in_slice
+from steelyard.passes.offload.transfer_nodes import OffloadedViews, rows_in_slice
 from steelyard.passes.slicing.column_rules import IsPointwise, in_columns, on_columns
 
 
@@ -43,7 +43,7 @@ class Product:
     is_transposed: bool
 
     @classmethod
-    def of(cls, node: Node, graph: Graph, looks: Looks) -> "Product | None":
+    def of(cls, node: Node, graph: Graph, looks: OffloadedViews) -> "Product | None":
         places = [place for place, name in enumerate(node.inputs) if looks.offloaded_source(name)]
         if node.kwargs or len(set(node.inputs)) != len(node.args) or len(places) != 1:
             return None
@@ -123,7 +123,7 @@ class Loops:
         self,
         graph: Graph,
         lines: Sequence[Instruction],
-        looks: Looks,
+        looks: OffloadedViews,
         slices: Mapping[str, int],
         *,
         is_pointwise: IsPointwise,
@@ -404,10 +404,10 @@ class LoopCall:
     def _whole(self) -> Node:
         first = next(iter(self._lines.values()))
         nodes = [self._graph.by_name[line.node] for line in self._lines.values()]
-        digest = sha256(self.body.told.encode()).hexdigest()[:24]
+        digest = sha256(self.body.cost_key.encode()).hexdigest()[:24]
         return Node(
             name=f"{first.value}.slices",
-            op=FAR_PRODUCTS,
+            op=FETCH_MATMUL,
             args=(
                 tuple(self._slots.get(operand, operand) for operand in self.offloaded),
                 *(Ref(name) for name, _ in self._takes),
@@ -419,7 +419,7 @@ class LoopCall:
             phase=Phase.BACKWARD,
             path=nodes[0].path,
             line=nodes[0].line,
-            signature=f"{FAR_PRODUCTS}({digest})",
+            signature=f"{FETCH_MATMUL}({digest})",
             flops=sum(node.flops for node in nodes),
             moved_bytes=sum(node.moved_bytes for node in nodes),
             body=self.body,

@@ -37,7 +37,7 @@ def update_in_slices(
 
 def counts_of(update: Program) -> dict[str, int]:
     """Return the number of slices of each parameter that this program updates in slices."""
-    begins = (n for n in update.graph.nodes if n.is_far and len(n.args) > 1)
+    begins = (n for n in update.graph.nodes if n.is_transfer and len(n.args) > 1)
     return {parameter_of(far_name(n)): n.args[1] for n in begins if isinstance(n.args[1], int)}
 
 

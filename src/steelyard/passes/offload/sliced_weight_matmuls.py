@@ -12,7 +12,7 @@ from steelyard.ir.graph import Graph, Node, Phase, Ref, Symbol
 from steelyard.ir.optimizer_update import WEIGHT
 from steelyard.ir.program import Instruction, Program
 from steelyard.passes.offload.sliced_loops import LoopCall, Loops, Product
-from steelyard.passes.offload.transfer_nodes import Calls, Looks, Running, interleave
+from steelyard.passes.offload.transfer_nodes import Calls, OffloadedViews, Running, interleave
 from steelyard.passes.slicing.column_rules import IsPointwise
 
 
@@ -23,7 +23,7 @@ def sliceable(program: Program, parameters: Iterable[str]) -> frozenset[str]:
     """
     nodes = program.graph.by_name
     able = [p for p in parameters if _is_row_major(nodes[WEIGHT + p])]
-    looks = Looks(program, [WEIGHT + p for p in able])
+    looks = OffloadedViews(program, [WEIGHT + p for p in able])
     lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
     reads = looks.reads(lines)
 
@@ -51,7 +51,7 @@ def with_sliced_weight_products(
 
     Fetching begins ``lead`` operators before a loop; its buffer is freed right after it.
     """
-    looks = Looks(program, [WEIGHT + parameter for parameter in slices])
+    looks = OffloadedViews(program, [WEIGHT + parameter for parameter in slices])
     lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
     graph, lines = _with_independent_empties(program.graph, lines)
     each = {WEIGHT + parameter: count for parameter, count in slices.items()}

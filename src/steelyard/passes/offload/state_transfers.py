@@ -14,39 +14,39 @@ from steelyard.ir.program import Instruction, Program
 from steelyard.passes.offload.sliced_gradients import with_gradients_in_slices
 from steelyard.passes.offload.sliced_optimizer import update_in_slices
 from steelyard.passes.offload.sliced_weight_matmuls import with_sliced_weight_products
-from steelyard.passes.offload.transfer_nodes import Calls, Looks, Running, interleave
+from steelyard.passes.offload.transfer_nodes import Calls, OffloadedViews, Running, interleave
 from steelyard.passes.slicing.column_rules import IsPointwise
 
 
-def with_states_far(
+def with_offloaded_states(
     update: Program,
-    moved: Mapping[str, Sequence[str]],
+    offloaded: Mapping[str, Sequence[str]],
     leads: Mapping[str, int],
     slices: Mapping[str, int],
 ) -> Program:
     """Rewrite an optimizer update to fetch, update and send one parameter after another.
 
-    ``moved`` maps each parameter to the names of its offloaded states. ``leads`` is a number of
+    ``offloaded`` maps each parameter to the names of its offloaded states. ``leads`` is a number of
     parameters: a fetch begins that much earlier, and a sent state is freed that much later.
     Gradients are not sent back. Parameters in ``slices`` are updated some rows at a time.
     """
     owner = owners(update.graph)
     assert owner is not None
     calls = Calls(update.graph, Phase.UPDATE)
-    groups = list(portions(update, owner, moved))
+    groups = list(portions(update, owner, offloaded))
     order = [portion for portion, _ in groups if portion]
-    sent_back = {p: [name for name in moved[p] if not name.startswith(GRADIENT)] for p in order}
+    sent_back = {p: [name for name in offloaded[p] if not name.startswith(GRADIENT)] for p in order}
     lines: list[Instruction] = []
     for place, (portion, own) in enumerate(groups):
         for later, parameter in enumerate(order):
             if max(0, later - leads[parameter]) == place and parameter not in slices:
-                lines += [calls.fetch(name) for name in moved[parameter]]
+                lines += [calls.fetch(name) for name in offloaded[parameter]]
         if portion in slices:
-            lines += update_in_slices(calls, update.graph, own, moved[portion], slices[portion])
+            lines += update_in_slices(calls, update.graph, own, offloaded[portion], slices[portion])
         else:
-            lines += [calls.fetched(name) for name in moved.get(portion, ())]
+            lines += [calls.fetched(name) for name in offloaded.get(portion, ())]
             # States that are only read stay resident until the optimizer returns.
-            read = [name for name in moved.get(portion, ()) if name not in sent_back[portion]]
+            read = [name for name in offloaded.get(portion, ()) if name not in sent_back[portion]]
             lines += [*own[:-1], replace(own[-1], inputs=(*own[-1].inputs, *read))]
             lines += [calls.send(name, name) for name in sent_back.get(portion, ())]
         for earlier, parameter in enumerate(order):
@@ -78,7 +78,7 @@ def with_weights_far(
         program = with_sliced_weight_products(program, sliced, leads, is_pointwise=is_pointwise)
         leads = {parameter: lead for parameter, lead in leads.items() if parameter not in sliced}
     calls = Calls(program.graph, Phase.BACKWARD)
-    looks = Looks(program, [WEIGHT + parameter for parameter in leads])
+    looks = OffloadedViews(program, [WEIGHT + parameter for parameter in leads])
     lines = [i for i in program.instructions if i.sink is None and i.value not in looks.of]
     clock = Running(program.graph, lines)
     fetching: dict[int, list[Instruction]] = {}
@@ -128,7 +128,7 @@ def with_gradients_far(
         if sink is None or sink.kind is not OutputKind.GRADIENT or parameter not in lags:
             continue
         lag, name, (value,) = lags[parameter], GRADIENT + parameter, line.inputs
-        taken = replace(line, sink=replace(sink, kind=OutputKind.FAR_GRADIENT))
+        taken = replace(line, sink=replace(sink, kind=OutputKind.OFFLOADED_GRADIENT))
         if program.repeats == 1:
             instead[number] = [taken, calls.send(name, value)]
             sent = calls.sent(name, value)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm
 from types import MappingProxyType
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, OFFLOAD_PAGE_BYTES
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, OFFLOAD_PAGE_BYTES
 from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import (
-    FAR_CALLS,
+    OFFLOAD_CALLS,
     Graph,
     Node,
     Phase,
@@ -64,7 +64,9 @@ class Calls:
         """Make a value some rows at a time and send each slice, with a buffer for two slices."""
         (tensor,) = self._graph.by_name[value].outputs
         buffer = self._buffer(tensor, rows_in_slice(tensor, count), slices=2)
-        begin = self._begin(gradient, count, buffer, _over(FAR_OUT, Exchange.SEND, tensor.nbytes))
+        begin = self._begin(
+            gradient, count, buffer, _over(OFFLOAD_OUT, Exchange.SEND, tensor.nbytes)
+        )
         end = self._call("end", gradient, f"{gradient}.end", (begin.name,))
         return MadeInSlices(
             begin=self._first_line(begin),
@@ -80,7 +82,9 @@ class Calls:
         """
         (tensor,) = self._graph.by_name[value].outputs
         buffer = self._buffer(tensor, rows_in_slice(tensor, count), slices=3)
-        begin = self._begin(gradient, count, buffer, _over(FAR_IN, Exchange.FETCH, tensor.nbytes))
+        begin = self._begin(
+            gradient, count, buffer, _over(OFFLOAD_IN, Exchange.FETCH, tensor.nbytes)
+        )
         leave = self._leave(gradient, tensor.nbytes)
         arrived = self._call("arrived", gradient, gradient, (begin.name,), (buffer,))
         end = self._call("end", gradient, f"{gradient}.end", (leave.name, gradient))
@@ -104,7 +108,7 @@ class Calls:
         for name in names:
             (tensor,) = self._graph.by_name[name].outputs
             self.shrink(tensor.storage, 2 * rows * tensor.nbytes // tensor.shape[0])
-            fetch = _over(FAR_IN, Exchange.FETCH, tensor.nbytes)
+            fetch = _over(OFFLOAD_IN, Exchange.FETCH, tensor.nbytes)
             begin = replace(self._begin(name, count, tensor, fetch), outputs=())
             buffer = replace(self._call("room", name, name, (), (tensor,)), args=(name, count))
             arrived = self._call("arrived", name, f"{name}.arrived", (begin.name,))
@@ -133,7 +137,7 @@ class Calls:
     def _leave(self, name: str, nbytes: int) -> Node:
         """Begin sending: each slice goes on the link as soon as it is complete."""
         node = self._call("leave", name, f"{name}.leave", ())
-        return replace(node, collective=_over(FAR_OUT, Exchange.SEND, nbytes))
+        return replace(node, collective=_over(OFFLOAD_OUT, Exchange.SEND, nbytes))
 
     def instead(self, node: Node) -> Instruction:
         """Replace the node of the same name by this call, and return its line."""
@@ -152,7 +156,7 @@ class Calls:
 
     def send(self, name: str, value: str, *kept_alive: str) -> Instruction:
         nbytes = self._graph.by_name[value].outputs[0].nbytes
-        link = _over(FAR_OUT, Exchange.SEND, nbytes)
+        link = _over(OFFLOAD_OUT, Exchange.SEND, nbytes)
         node = self._call("send", name, f"{name}.send", (value, *kept_alive))
         return self._last_line(replace(node, collective=link))
 
@@ -162,7 +166,7 @@ class Calls:
         return self._last_line(replace(node, waits_for=send))
 
     def _fetch(self, name: str, tensor: Tensor, number: int) -> Instruction:
-        link = _over(FAR_IN, Exchange.FETCH, tensor.nbytes)
+        link = _over(OFFLOAD_IN, Exchange.FETCH, tensor.nbytes)
         node = self._call("fetch", name, _fetch_of(name, number), (), (tensor,))
         return self._first_line(replace(node, collective=link))
 
@@ -182,13 +186,13 @@ class Calls:
         # Not of the forward phase: names and counts of forward nodes refer to the captured step.
         return Node(
             name=node_name,
-            op=f"{FAR_CALLS}{kind}_{_KINDS.get(name.partition(':')[0], 'state')}",
+            op=f"{OFFLOAD_CALLS}{kind}_{_KINDS.get(name.partition(':')[0], 'state')}",
             args=(name, *(Ref(read) for read in reads)),
             inputs=reads,
             outputs=outputs,
             phase=self._phase,
             path="optimizer" if self._phase is Phase.UPDATE else name.partition(":")[2],
-            signature=f"{FAR_CALLS}{kind}",
+            signature=f"{OFFLOAD_CALLS}{kind}",
         )
 
     def _first_line(self, node: Node) -> Instruction:
@@ -291,7 +295,7 @@ class Running:
         for number, line in enumerate(lines):
             self._so_far.append(len(self._at))
             node = graph.by_name[line.node]
-            if line.sink is None and not node.is_free and not node.is_far:
+            if line.sink is None and not node.is_free and not node.is_transfer:
                 self._at.append(number)
 
     def before(self, number: int, count: int) -> int:
@@ -313,7 +317,7 @@ class Running:
             last = number
 
 
-class Looks:
+class OffloadedViews:
     """The views of offloaded values; they are repeated on each fetched copy."""
 
     def __init__(self, program: Program, far: Iterable[str]) -> None:
@@ -321,7 +325,7 @@ class Looks:
         self._graph = graph
         self._source = {name: name for name in far}
         for node in graph.nodes:
-            if node.inputs and graph.is_look(node) and node.inputs[0] in self._source:
+            if node.inputs and graph.is_alias(node) and node.inputs[0] in self._source:
                 self._source[node.name] = self._source[node.inputs[0]]
         # By value name, so that copies of a view map to the same node.
         self.of = {i.value: i.node for i in program.instructions if i.node in self._source}
@@ -384,7 +388,7 @@ def slices_of(matrix: Tensor, count: int, *, storage: int) -> tuple[Tensor, Coll
         storage=storage,
         offset=0,
     )
-    return buffer, _over(FAR_IN, Exchange.FETCH, matrix.nbytes, pieces=pieces)
+    return buffer, _over(OFFLOAD_IN, Exchange.FETCH, matrix.nbytes, pieces=pieces)
 
 
 def rows_in_slice(tensor: Tensor, count: int) -> int:

@@ -33,7 +33,7 @@ class SlicedRegion:
     means: tuple[Node, ...]
 
 
-def stretch_around(graph: Graph, maker: Node, *, is_pointwise: IsPointwise) -> SlicedRegion:
+def region_around(graph: Graph, maker: Node, *, is_pointwise: IsPointwise) -> SlicedRegion:
     """Return the region around ``maker``; raise Unsliceable, with the reason, if there is none."""
     shapes = [maker.outputs[0].shape, *_view_shapes(graph, maker)]
     reasons = {}
@@ -201,4 +201,4 @@ class _RegionBuilder:
                     raise Unsliceable(f"{node.op} would draw its random numbers earlier")
 
 
-__all__ = ["SlicedRegion", "stretch_around"]
+__all__ = ["SlicedRegion", "region_around"]

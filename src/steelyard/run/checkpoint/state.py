@@ -135,14 +135,14 @@ def load(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    empty_for: Callable[[str], Empty] = lambda _: torch.empty_strided,
+    allocator_for: Callable[[str], Empty] = lambda _: torch.empty_strided,
     note: Callable[[str], None] = lambda _: None,
 ) -> Position:
     """Compare the whole checkpoint, then copy it into the model and the optimizer.
 
-    ``empty_for`` returns the allocator for a parameter's optimizer state. ``note`` is called with
-    a line for each optimizer setting that differs from the script's. Only for a checkpoint that
-    passed ``directory.verify``.
+    ``allocator_for`` returns the allocator for a parameter's optimizer state. ``note`` is called
+    with a line for each optimizer setting that differs from the script's. Only for a checkpoint
+    that passed ``directory.verify``.
     """
     try:
         found = json.loads((checkpoint / _STATE).read_bytes())
@@ -156,7 +156,7 @@ def load(
             names = [n for n in random.keys() if n.startswith("buffer/")]  # noqa: SIM118 - no dict
             _compare(checkpoint, {**entries(saved), **entries(random, names, "buffer/")},
                      {**live, **non_persistent}, aliases, state.aliases)  # fmt: skip
-            put = _optimizer_loader(checkpoint, state, model, optimizer, empty_for, note)
+            put = _optimizer_loader(checkpoint, state, model, optimizer, allocator_for, note)
             position = _position(state, random)
             for name, tensor in live.items():
                 _copy_into(name, tensor, saved.get_tensor(name))
@@ -317,7 +317,7 @@ def _optimizer_loader(
     state: _State,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    empty_for: Callable[[str], Empty],
+    allocator_for: Callable[[str], Empty],
     note: Callable[[str], None],
 ) -> Callable[[], None]:
     """Read and compare the optimizer state; return a function that installs it and cannot fail."""
@@ -349,7 +349,7 @@ def _optimizer_loader(
             for group in saved["groups"]
         ]
         states = {
-            name: {k: _value(file, v, device[name], empty_for(name)) for k, v in values.items()}
+            name: {k: _value(file, v, device[name], allocator_for(name)) for k, v in values.items()}
             for name, values in saved["state"].items()
         }
 

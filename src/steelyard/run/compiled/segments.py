@@ -16,13 +16,13 @@ import torch
 from steelyard import _torch
 from steelyard.errors import BadInput
 from steelyard.ir.gradient_codec import CODED_CALLS
-from steelyard.ir.graph import WHOLE_ROWS, Argument, Graph, Node, Phase, Ref, Symbol
+from steelyard.ir.graph import UNPACK_ROWS, Argument, Graph, Node, Phase, Ref, Symbol
 from steelyard.ir.program import SO_FAR, Instruction, Program
 from steelyard.operators import operator_named
 
 aten = torch.ops.aten
 _BERNOULLI = operator_named("steelyard.bernoulli.default")
-_COPY_LAID_OUT = "steelyard.copy_laid_out"
+_COPY_STRIDED = "steelyard.copy_strided"
 _TORCH_TARGETS = (_torch.OpOverload, type(operator.getitem))
 # A single kernel has nothing to fuse with; called uncompiled, it needs no wrapper.
 _MIN_KERNELS = 2
@@ -117,7 +117,7 @@ def _regions(program: Program) -> Iterator[_Region | Instruction]:
             current.lines.append(line)
             region_of[line.value] = current
     close()
-    recomputed = {line.node for line in program.again}
+    recomputed = {line.node for line in program.recomputed}
     for each in found:
         if isinstance(each, _Region) and _is_single_kernel(graph, each.lines, recomputed):
             yield from each.lines
@@ -127,7 +127,7 @@ def _regions(program: Program) -> Iterator[_Region | Instruction]:
 
 def _is_opaque(node: Node) -> bool:
     """True for a collective, or a call that no compiler can look into."""
-    return node.collective is not None or node.op == WHOLE_ROWS or node.op in CODED_CALLS
+    return node.collective is not None or node.op == UNPACK_ROWS or node.op in CODED_CALLS
 
 
 def _is_single_kernel(graph: Graph, lines: Sequence[Instruction], recomputed: Set[str]) -> bool:
@@ -195,7 +195,7 @@ class _Dataflow:
 
 
 def _refuse_offload(graph: Graph) -> None:
-    if any(n.collective is not None and n.collective.is_far for n in graph.nodes):
+    if any(n.collective is not None and n.collective.is_transfer for n in graph.nodes):
         raise BadInput(
             "the step offloads values, which Inductor would reorder",
             expected="a step that saves or recomputes its activations, for this runner",
@@ -296,7 +296,7 @@ class Writer:
         values = dict(zip(node.inputs, instruction.inputs, strict=True))
         args = [self._argument(a, values) for a in node.args]
         kwargs = {key: self._argument(a, values) for key, a in node.kwargs}
-        if node.op == _COPY_LAID_OUT:
+        if node.op == _COPY_STRIDED:
             return self._add_restrided(*args)
         if node.op == "aten.bernoulli.p":
             return self._add_bernoulli(*args, name=instruction.value)

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from steelyard.comm.devices import CPU, generator_of
 from steelyard.errors import RanksDiffer
 from steelyard.ir.collective import GLOO_GETS, GLOO_SENDS
-from steelyard.run.launch.environment import who_am_i
+from steelyard.run.launch.environment import rank_info
 from steelyard.run.launch.run_files import write_whole
 from steelyard.safe_text import printable
 
@@ -69,7 +69,7 @@ class Coordinator(Protocol):
         """Return the value of rank ``of`` on all ranks."""
         ...
 
-    def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
+    def broadcast_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
         """Return the first rank's loss, for a step that not all ranks take."""
         ...
 
@@ -111,7 +111,7 @@ class Alone:
         assert of == 0
         return text
 
-    def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
+    def broadcast_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
         assert loss is not None, "a rank alone takes every step"
         return loss
 
@@ -166,7 +166,7 @@ class InGroup:
         dist.broadcast(buffer, src=of)
         return bytes(buffer.tolist()).decode()
 
-    def tell_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
+    def broadcast_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
         value = torch.zeros((), dtype=torch.float64, device=CPU)
         if loss is not None:
             value.copy_(loss)
@@ -205,7 +205,7 @@ def _check_announced(item: str, words: str) -> Iterator[None]:
     If this rank alone makes the check, the others are in another collective, and this one fails
     or never ends; the launcher then knows the reason.
     """
-    files = who_am_i(os.environ).files
+    files = rank_info(os.environ).files
     if files is None:
         yield
         return

@@ -62,7 +62,7 @@ def host_text(hosts: int) -> str:
     return f"{hosts} hosts" if hosts > 1 else "ranks of one host"
 
 
-def who_am_i(environ: Mapping[str, str]) -> RankInfo:
+def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Return this process's rank information."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _of_torchrun(environ)

@@ -43,7 +43,7 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class LaunchResult:
     """The end of a run: all ranks succeeded, after ``restarts``, or ``stopped_by`` names the
     signal that stopped the launcher."""
 
@@ -63,7 +63,7 @@ def launch(
     shutdown_seconds: int = 30,
     environ: Mapping[str, str] | None = None,
     on_restart: Callable[[RankFailed], None] | None = None,
-) -> Ended:
+) -> LaunchResult:
     """Run ``command`` as ``num_ranks`` ranks until all have ended; raise the last failure and its
     cause.
 
@@ -105,7 +105,7 @@ def launch(
                 raise group.failures[-1]
         except SignalException as stop:
             stopped_by = signal.Signals(stop.sigval).name
-    return Ended(restarts=tuple(group.failures), stopped_by=stopped_by, logs=run)
+    return LaunchResult(restarts=tuple(group.failures), stopped_by=stopped_by, logs=run)
 
 
 def _spec(command: Sequence[str], num_ranks: int, run_id: str, max_restarts: int) -> WorkerSpec:

@@ -76,7 +76,7 @@ def recorded(who: RankInfo) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told_by_itself(who: RankInfo) -> Iterator[None]:
+def reporting_lost_connections(who: RankInfo) -> Iterator[None]:
     """Raise a readable RankFailed for a lost connection if no launcher of ours diagnoses it, as
     with several hosts."""
     try:

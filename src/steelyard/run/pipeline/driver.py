@@ -20,11 +20,11 @@ from steelyard.ir.graph import Graph, OutputKind
 from steelyard.ir.parallel_layout import PIPELINE
 from steelyard.ir.pipeline_schedule import Action, ActionKind
 from steelyard.ir.program import Pipeline
-from steelyard.operators import copy_laid_out
+from steelyard.operators import copy_strided
 from steelyard.run.finite_check import ACTIVATIONS, GRADIENTS, LOSS, FiniteWatch
 from steelyard.run.pipeline.messages import ByGloo, Messages, ThroughSlots
 from steelyard.run.pipeline.rng import Draws
-from steelyard.run.pipeline.sharded_weights import Shares
+from steelyard.run.pipeline.sharded_weights import ShardedParameters
 from steelyard.run.pipeline.stage import LiveStage, Values, keep_only
 
 
@@ -91,7 +91,7 @@ class PipelineDriver:
         names = (name for own in self._own for name in own.live.stage.held)
         sharded = [live[name] for name in dict.fromkeys(names) if name in in_shares]
         self._replicated = [live[name] for name in trained if name not in in_shares]
-        self._shares = Shares(sharded, group=replicas) if replicas is not None else None
+        self._shares = ShardedParameters(sharded, group=replicas) if replicas is not None else None
         self._schedule = made_schedule(
             pipeline.schedule, self._own, micro_batches=pipeline.order.num_micro_batches
         )
@@ -383,5 +383,5 @@ class _ScheduledStage(PipelineStage):
             self._values[index][name] = (
                 received
                 if received.stride() == planned.stride
-                else copy_laid_out(received, list(planned.shape), list(planned.stride))
+                else copy_strided(received, list(planned.shape), list(planned.stride))
             )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from steelyard.comm.devices import CPU
 from steelyard.comm.gloo.thread_scheduling import give_way
 from steelyard.comm.shared_memory.slots import Like
-from steelyard.comm.shared_memory.transport import pinned_among
+from steelyard.comm.shared_memory.transport import shared_memory_transport
 from steelyard.comm.tcp_quickack import QuickAcks
 from steelyard.ir.graph import Graph
 from steelyard.ir.message_slots import edges_of
@@ -185,7 +185,7 @@ class ThroughSlots(_Endpoint):
         super().__init__(pipeline, group, device)
         edges = edges_of(pipeline.order, self._stages, self._graph)
         self._edges = {(edge.stage, edge.is_back): index for index, edge in enumerate(edges)}
-        self._pinned = pinned_among(edges, group=group, device=device)
+        self._pinned = shared_memory_transport(edges, group=group, device=device)
         self._micro_batch = 0
         self.held_bytes = self._pinned.held_bytes
 

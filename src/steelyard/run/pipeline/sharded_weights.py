@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from steelyard.comm.gloo.direct_collectives import own_rows_of_sum, put_together
+from steelyard.comm.gloo.direct_collectives import all_gather_into, reduce_scatter_rows
 
 
-class Shares:
+class ShardedParameters:
     """Row-sharded ``parameters``; each rank of the group owns its rows."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, group: dist.ProcessGroup) -> None:
@@ -40,8 +40,8 @@ class Shares:
 
     def _whole(self, rows: torch.Tensor) -> torch.Tensor:
         whole = rows.new_empty((rows.shape[0] * self._group.size(), *rows.shape[1:]))
-        put_together(whole, rows, self._group)
+        all_gather_into(whole, rows, self._group)
         return whole
 
     def _own_rows(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return None if gradient is None else own_rows_of_sum(gradient, self._group)
+        return None if gradient is None else reduce_scatter_rows(gradient, self._group)

@@ -146,7 +146,7 @@ class ShardedTensors:
         return whole
 
 
-def why_unparted(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:
+def why_unshardable(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:
     """Return why the optimizer's step differs on shards of parameters; empty if it does not.
 
     Tried on small parameters: an element's update may depend on the others.

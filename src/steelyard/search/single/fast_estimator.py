@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, OFFLOAD_PIECE_BYTES
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, OFFLOAD_PIECE_BYTES
 from steelyard.ir.graph import OutputKind, Phase
 from steelyard.ir.program import Program
 from steelyard.passes.recompute_copies import late_reads
@@ -67,7 +67,7 @@ class FastEstimator:
         quantizable: Iterable[str] = (),
         slices: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        assert not program.again
+        assert not program.recomputed
         self.program = program
         self._lines = [i for i in program.instructions if i.sink is None]
         backward = (i for i, ins in enumerate(self._lines) if ins.phase is Phase.BACKWARD)
@@ -87,7 +87,7 @@ class FastEstimator:
         self.slicing_gain_seconds = 0.0
         self.sliced: Mapping[int, Sequence[SlicedRead]] = {}
         self._links = None
-        if FAR_OUT in costs.links and FAR_IN in costs.links:
+        if OFFLOAD_OUT in costs.links and OFFLOAD_IN in costs.links:
             self.offloadable = {self._storages_by_node[value][0]: value for value in offloadable}
             reads = sliced_reads(program, self._lines, slices, costs)
             self.sliced = {

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, offload_room
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, offload_room
 from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import Phase
 from steelyard.ir.program import Instruction, Program
@@ -136,20 +136,22 @@ class TransferLinks:
         self._made_at = {s: line_of[v] for s, v in values.items()}
         self._nbytes = {s: graph.storages[s].nbytes for s in values}
         self._send_seconds = {
-            s: _exchange_seconds(costs, FAR_OUT, Exchange.SEND, b) for s, b in self._nbytes.items()
+            s: _exchange_seconds(costs, OFFLOAD_OUT, Exchange.SEND, b)
+            for s, b in self._nbytes.items()
         }
         self._fetch_seconds = {
-            s: _exchange_seconds(costs, FAR_IN, Exchange.FETCH, b) for s, b in self._nbytes.items()
+            s: _exchange_seconds(costs, OFFLOAD_IN, Exchange.FETCH, b)
+            for s, b in self._nbytes.items()
         }
         self._sliced = sliced
         self._slice_seconds = {
             (s, read.pieces): _exchange_seconds(
-                costs, FAR_IN, Exchange.FETCH, self._nbytes[s] // read.pieces
+                costs, OFFLOAD_IN, Exchange.FETCH, self._nbytes[s] // read.pieces
             )
             for s, reads in sliced.items()
             for read in reads
         }
-        out_link, in_link = links = costs.links[FAR_OUT], costs.links[FAR_IN]
+        out_link, in_link = links = costs.links[OFFLOAD_OUT], costs.links[OFFLOAD_IN]
         # While the device stalls, a transfer has no kernel to slow down.
         self._slowdown_rate = {
             1: step_factor * out_link.disturbs,

@@ -229,7 +229,7 @@ def test_hooks_of_parameters_would_run_once_for_each_part() -> None:
 
 
 def test_buffers_would_be_written_once_for_each_part() -> None:
-    assert "buffer steps is written" in verdict((Counting(), class_loss, data())).reason
+    assert "buffer steps is updated" in verdict((Counting(), class_loss, data())).reason
 
 
 def test_statistics_of_each_sample_may_be_cut() -> None:

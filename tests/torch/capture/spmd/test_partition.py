@@ -285,7 +285,7 @@ def test_a_step_on_a_gpu_is_cut_as_one_on_a_processor(name: str) -> None:
     assert there != whole.graph, "nothing was made of nothing"
     choice, gpu = whole.at_random(1, 2), torch.device("cuda", 0)
     # A copy that lies otherwise asks for the driver, also where nothing is copied.
-    laid_out = {"steelyard.copy_laid_out": lambda x, *laid: x.new_empty_strided(*laid)}
+    laid_out = {"steelyard.copy_strided": lambda x, *laid: x.new_empty_strided(*laid)}
     with mock.patch.dict("steelyard.operators._OWN", laid_out):
         graph = partition(there, choice, rank=1, transport=GLOO, device=gpu)
     here = whole.in_parts(choice)[1]

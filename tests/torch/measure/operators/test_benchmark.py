@@ -81,7 +81,7 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
 def test_what_another_process_measured_meanwhile_is_believed(tmp_path: Path) -> None:
     first, _ = measure_operators([some_graph()], DEVICE, cache=CostCache(tmp_path / "costs.sqlite"))
 
-    class Late(CostCache):
+    class BackwardRewriter(CostCache):
         """Looked when nothing was there yet."""
 
         looked = False
@@ -92,7 +92,7 @@ def test_what_another_process_measured_meanwhile_is_believed(tmp_path: Path) -> 
             return found
 
     second, survey = measure_operators(
-        [some_graph()], DEVICE, cache=Late(tmp_path / "costs.sqlite")
+        [some_graph()], DEVICE, cache=BackwardRewriter(tmp_path / "costs.sqlite")
     )
     assert (survey.measured, survey.known) == (3, 0)
     assert second.operators == first.operators
@@ -145,7 +145,7 @@ def test_results_laid_out_otherwise_than_the_graph_says_are_told() -> None:
     otherwise = ("aten.neg.default", [X.t()], [X.t().contiguous()])
     _, survey = measure_operators([graph_of(as_said, otherwise)], DEVICE)
     (note,) = survey.notes
-    assert note.startswith("aten.neg.default lays its results out otherwise")
+    assert note.startswith("aten.neg.default returns results in another layout")
 
 
 def test_exchanges_are_left_to_the_links() -> None:

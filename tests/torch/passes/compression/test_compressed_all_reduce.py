@@ -147,7 +147,7 @@ def test_of_each_quarter_the_largest_go_and_all_else_stays(numel: int) -> None:
     whole = torch.cat([x, torch.zeros(blocks * BLOCK - numel)])
     for values, read in zip(_stretches(whole, 1), _stretches(back, 1), strict=True):
         sizes = values.abs()
-        least = sizes.topk(LARGEST.kept, dim=2).values[..., -1:]
+        least = sizes.topk(LARGEST.num_largest, dim=2).values[..., -1:]
         assert ((read != 0) <= (sizes >= least)).all()
         scale = sizes.amax((0, 2), keepdim=True) / 127
         assert ((read - values).abs() <= scale * 0.51)[sizes >= least].all()

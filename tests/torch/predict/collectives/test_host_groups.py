@@ -110,7 +110,7 @@ def test_weights_of_stages_are_gathered_as_their_ranks_exchange(
     )  # fmt: skip
     spread = RanksPerHost(num_ranks=layout.num_ranks, each=2, near=NEAR)
     assert [spread.leaving(one) for one in sums.collectives_of(0)] == pytest.approx([leaving] * 2)
-    assert all(one.says for one in sums.loss_collectives())
+    assert all(one.adds_headers for one in sums.loss_collectives())
 
 
 def test_groups_that_share_tensors_are_as_far_apart_as_they_are_large() -> None:

@@ -118,7 +118,7 @@ def test_a_proof_of_another_meeting_proves_nothing() -> None:
     assert (error.rank, "does not know" in error.happened) == (1, True)
     for key in ("challenge/0", "answer/1"):
         now.set(key, before.get(key).decode())
-    with pytest.raises(RankFailed, match="the process connected as rank 0 does not know"):
+    with pytest.raises(RankFailed, match="the process connected as rank 0 does not have"):
         authenticated(now, RankInfo(rank=1, size=2), TOKEN, timeout_seconds=5)
 
 

@@ -15,7 +15,7 @@ from steelyard.errors import BadInput
 from steelyard.run.launch import network_interface as interface
 from steelyard.run.launch import rendezvous as join
 from steelyard.run.launch import rendezvous_port as listening
-from steelyard.run.launch.environment import RankInfo, who_am_i
+from steelyard.run.launch.environment import RankInfo, rank_info
 from steelyard.run.launch.rendezvous_port import addresses, served_store
 from tests.system.launch.test_launcher import listening as listened_at
 
@@ -88,13 +88,13 @@ def test_of_no_or_several_interfaces_none_is_guessed(
 def test_ranks_that_are_known_to_be_on_one_host_speak_over_loopback() -> None:
     said = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": socket.gethostname(), "MASTER_PORT": "1"}
     environ: dict[str, str] = {}
-    interface.set_interface_on_one_host(who_am_i({**said, "GROUP_WORLD_SIZE": "1"}), environ)
+    interface.set_interface_on_one_host(rank_info({**said, "GROUP_WORLD_SIZE": "1"}), environ)
     assert environ == {"GLOO_SOCKET_IFNAME": "lo"}
     own = {"GLOO_SOCKET_IFNAME": "eth7"}
-    interface.set_interface_on_one_host(who_am_i({**said, "GROUP_WORLD_SIZE": "1"}), own)
+    interface.set_interface_on_one_host(rank_info({**said, "GROUP_WORLD_SIZE": "1"}), own)
     assert own == {"GLOO_SOCKET_IFNAME": "eth7"}
     environ = {}
-    interface.set_interface_on_one_host(who_am_i({**said, "MASTER_ADDR": "127.0.0.1"}), environ)
+    interface.set_interface_on_one_host(rank_info({**said, "MASTER_ADDR": "127.0.0.1"}), environ)
     assert environ == {"GLOO_SOCKET_IFNAME": "lo"}
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Link
-from steelyard.ir.graph import FAR_PRODUCTS, Graph
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Link
+from steelyard.ir.graph import FETCH_MATMUL, Graph
 from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.passes.offload.sliced_activation_matmuls import (
     sliceable_inputs,
@@ -37,10 +37,10 @@ def priced(graph: Graph, rng: random.Random) -> CostTable:
         disturbs=0.2,
         call_seconds=rng.choice((0.0, 1e-5)),
     )
-    links = {FAR_OUT: link, FAR_IN: link}
+    links = {OFFLOAD_OUT: link, OFFLOAD_IN: link}
     costs = costs or CostTable(device=DEVICE)
     # So much that it sets the peak, in slices or whole.
-    products = (n for n in graph.nodes if n.op in ("aten.mm.default", FAR_PRODUCTS))
+    products = (n for n in graph.nodes if n.op in ("aten.mm.default", FETCH_MATMUL))
     more = {
         n.signature: OperatorCost(
             seconds=costs.seconds(n), workspace_bytes=rng.choice((0, 1 << 20, 1 << 24))

@@ -47,7 +47,9 @@ def in_shares(seed: int) -> Program:
     graph = random_step(seed, num_values=40)
     weights = [n.name for n in graph.inputs() if n.name.startswith("parameter:")]
     together = dict.fromkeys(weights, 4096) if seed % 2 else {}
-    graph = gathered(graph, weights, num_ranks=2, transport=GLOO, again=weights, together=together)
+    graph = gathered(
+        graph, weights, num_ranks=2, transport=GLOO, regathered=weights, together=together
+    )
     return Program.plain(graph)
 
 

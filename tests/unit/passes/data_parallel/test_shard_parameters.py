@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.errors import BadInput
 from steelyard.ir.collective import GLOO, Exchange
-from steelyard.ir.graph import JOINED_ROWS, Graph, Node, OutputKind, Ref, Role
+from steelyard.ir.graph import PACK_ROWS, Graph, Node, OutputKind, Ref, Role
 from steelyard.ir.program import Program
 from steelyard.ir.saved_activations import saved_for_backward
 from steelyard.passes.data_parallel.all_reduce import bucketed_all_reduce
@@ -71,7 +71,7 @@ def test_a_gradient_that_does_not_lie_row_by_row_is_laid_so_to_be_scattered() ->
         for n in scattered.nodes
         if n.collective is not None and n.collective.kind is Exchange.REDUCE_SCATTER
     )
-    assert scattered.by_name[sent.inputs[0]].op == JOINED_ROWS
+    assert scattered.by_name[sent.inputs[0]].op == PACK_ROWS
     assert scattered.by_name[sent.inputs[0]].outputs[0].shape == (2, 128)
     output = next(o for o in scattered.outputs if o.target == NAME)
     assert scattered.by_name[output.node].outputs[0].shape == (8, 16)
@@ -88,7 +88,7 @@ def test_gathering_again_is_recomputing_the_gather() -> None:
 
 
 def test_gathered_for_each_pass_it_is_not_held_in_between() -> None:
-    graph = gathered(chain(), [NAME], num_ranks=2, transport=GLOO, again=[NAME])
+    graph = gathered(chain(), [NAME], num_ranks=2, transport=GLOO, regathered=[NAME])
     first, second = f"{NAME}_gathered_waited", f"{NAME}_again_waited"
     assert (graph.users[first], graph.users[second]) == (("loss",), ("work0",))
     names = [node.name for node in graph.nodes]
@@ -108,7 +108,7 @@ def test_views_of_what_is_gathered_again_are_looked_at_again() -> None:
     nodes = tuple(late if n.name == "work1" else n for n in graph.nodes)
     place = next(i for i, n in enumerate(nodes) if n.name == "loss")
     graph = replace(graph, nodes=(*nodes[:place], looks, *nodes[place:]))
-    graph = gathered(graph, [NAME], num_ranks=2, transport=GLOO, again=[NAME])
+    graph = gathered(graph, [NAME], num_ranks=2, transport=GLOO, regathered=[NAME])
     assert "look_again" in graph.by_name["work1"].inputs
     assert graph.by_name["look_again"].inputs == (f"{NAME}_again_waited",)
     assert graph.storages_of("look_again") == graph.storages_of(f"{NAME}_again")
@@ -121,7 +121,7 @@ def test_what_only_the_backward_pass_reads_is_gathered_once() -> None:
     loss = graph.by_name["loss"]
     unread = replace(loss, inputs=tuple(i for i in loss.inputs if i != NAME))
     graph = replace(graph, nodes=tuple(unread if n is loss else n for n in graph.nodes))
-    graph = gathered(graph, [NAME], num_ranks=2, transport=GLOO, again=[NAME])
+    graph = gathered(graph, [NAME], num_ranks=2, transport=GLOO, regathered=[NAME])
     assert f"{NAME}_again" not in graph.by_name
 
 
@@ -148,9 +148,14 @@ def test_those_that_follow_one_another_are_exchanged_together() -> None:
     names = [f"parameter:p{k}" for k in range(4)]
     wide = chain(gradients=4)
     graph = gathered(
-        wide, names, num_ranks=2, transport=GLOO, again=names, together=dict.fromkeys(names, 3072)
+        wide,
+        names,
+        num_ranks=2,
+        transport=GLOO,
+        regathered=names,
+        together=dict.fromkeys(names, 3072),
     )
-    apart = gathered(wide, names, num_ranks=2, transport=GLOO, again=names)
+    apart = gathered(wide, names, num_ranks=2, transport=GLOO, regathered=names)
     assert graph.problems() == []
     kinds = [graph.by_name[name].collective for name in graph.collectives]
     # Three of a kilobyte at once, and what is left; only the first is read by both passes.

@@ -160,7 +160,7 @@ def test_who_exchanges_by_torch_while_another_waits_for_its_share_of_memory_is_n
     found = verdict(case(waits, elsewhere))
     assert isinstance(found, RankFailed)
     assert (found.rank, found.cause) == (1, "other exchange")
-    assert "all_gather Byte [64], where rank 0 waited for what it sends through" in found.happened
+    assert "all_gather Byte [64], where rank 0 waited for its message through" in found.happened
     assert "batches of the same shapes" in found.remedy
     # Who is stopped, or has ended by itself, is so named; two that miss each other are not told.
     assert getattr(verdict(case(waits, {"is_stopped": True})), "cause", "") == "stopped"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Device, Link
 from steelyard.ir.graph import Graph, Output, OutputKind
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
@@ -60,7 +60,9 @@ def test_peak_and_seconds_are_the_predictors(case: tuple[int, int, bool]) -> Non
         assert tally.flops_of(tally.storages_of(chosen)) == program.flops
         assert counted.excess(counted.peak_bytes) == 0.0
         # A view is made again too, but is no operator that runs.
-        assert len(counted.active) == sum(not graph.by_name[i.node].is_free for i in program.again)
+        assert len(counted.active) == sum(
+            not graph.by_name[i.node].is_free for i in program.recomputed
+        )
 
 
 @settings(deadline=None, max_examples=300)
@@ -89,7 +91,9 @@ def test_what_is_made_several_times_counts_as_the_predictor_says(
         assert counted.seconds == pytest.approx(step_seconds(program, costs).value)
         assert counted.folded().max() == counted.live_bytes.max() <= counted.peak_bytes
         assert tally.flops_of(choice) == program.flops
-        assert len(counted.active) == sum(not graph.by_name[i.node].is_free for i in program.again)
+        assert len(counted.active) == sum(
+            not graph.by_name[i.node].is_free for i in program.recomputed
+        )
         # What is said to be made several times is all that is.
         plainly = tally.estimate(tally.storages_of(chosen) | set(counted.repeated))
         assert (plainly.peak_bytes, plainly.active) == (counted.peak_bytes, counted.active)
@@ -104,7 +108,7 @@ def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool])
     rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
     link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.2)
     costs = costs_with_workspace(graph, seed) if measured else CostTable(device=DEVICE)
-    costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
+    costs = replace(costs, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=1 << 40)
     plain = Program.plain(graph).repeated(repeats)
     values = recomputable(graph)
     tally = FastEstimator(plain, costs, values, saved_for_backward(plain))
@@ -143,7 +147,7 @@ def test_all_four_fates_count_as_the_predictor_says(
     if has_offload_memory:
         rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
         link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.01)
-        costs = replace(costs, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
+        costs = replace(costs, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=1 << 40)
     values = recomputable(graph)
     tally = FastEstimator(plain, costs, values, saved_for_backward(plain), able)
     for shares in ((0.0, 0.4), (0.3, 0.4), (0.3, 1.0), (0.0, 1.0)):
@@ -165,7 +169,7 @@ def test_all_four_fates_count_as_the_predictor_says(
         }
         copied = with_copies(plain, chosen, times=times)
         program = with_codes(copied, {tally.quantizable[s] for s in small})
-        assert frozenset(program.coded) == codes
+        assert frozenset(program.quantized) == codes
         times = tally.lags_and_leads(choice)
         program = with_transfers(program, times) if times else program
         assert counted.peak_bytes == peak_bytes(program, costs)
@@ -178,7 +182,7 @@ def test_all_four_fates_count_as_the_predictor_says(
 def test_a_value_has_one_fate() -> None:
     graph = in_floats(random_step(3, num_values=12))
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
-    costs = CostTable(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=1 << 40)
+    costs = CostTable(device=DEVICE, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=1 << 40)
     plain = Program.plain(graph)
     tally = FastEstimator(
         plain, costs, recomputable(graph), saved_for_backward(plain), quantizable(plain)
@@ -197,7 +201,7 @@ def test_a_value_has_one_fate() -> None:
 def test_far_memory_that_is_too_small_fits_nothing() -> None:
     graph = random_step(3, num_values=12)
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
-    costs = CostTable(device=DEVICE, links={FAR_OUT: link, FAR_IN: link}, far_bytes=4096)
+    costs = CostTable(device=DEVICE, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=4096)
     plain = Program.plain(graph)
     tally = FastEstimator(plain, costs, (), saved_for_backward(plain))
     choices = [tally.offload_choice(s, TransferMode.HIDDEN) for s in sorted(tally.offloadable)]
@@ -226,7 +230,7 @@ def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:
         tally = FastEstimator(plain, costs, values)
         program = with_copies(plain, values)
         assert tally.estimate(tally.storages_of(values)).peak_bytes == peak_bytes(program, costs)
-        readers = {i.node for i in program.again if weight.name in i.inputs}
+        readers = {i.node for i in program.recomputed if weight.name in i.inputs}
         sink = next(n for n, i in enumerate(program.instructions) if i.sink == update)
         after = {i.node for i in program.instructions[sink:] if i.is_again}
         assert not readers & after, "a copy would read the new value of the buffer"
