@@ -53,6 +53,7 @@ NAVIGATION = {
     "Figures": ("docs/benchmarks", "docs/log"),
     "Development": (
         "docs/architecture",
+        "docs/extend/a-new-trade",
         "docs/glossary",
         "docs/decisions/README",
         "CONTRIBUTING",

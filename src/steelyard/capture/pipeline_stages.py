@@ -13,6 +13,8 @@ from steelyard.errors import BadInput
 from steelyard.ir.graph import Graph, Node, Output, OutputKind, Phase, Ref, Role, Storage
 from steelyard.ir.pipeline_stages import PipelineStage, PipelineStages
 from steelyard.ir.program import order_of
+from steelyard.ir.rule import trade_name
+from steelyard.ir.rule_kinds import PipelineStageEnd
 
 
 def end_of(graph: Graph, module: str) -> str:
@@ -274,7 +276,7 @@ def _refuse_what_cannot_be_cut(graph: Graph, places: _Places) -> None:
             raise BadInput(
                 f"{node.op} draws random numbers in the backward pass",
                 expected="random numbers in the forward pass only",
-                remedy="plan this model without shard_pipeline",
+                remedy=f"plan this model without {trade_name(PipelineStageEnd)}",
             )
         for storage in graph.written.intersection(t.storage for t in node.outputs):
             aliases = [n.name for n in graph.nodes if storage in graph.storages_of(n.name)]
@@ -310,7 +312,7 @@ def refuse_unknown_draws(graph: Graph) -> None:
                 "count may depend on tensor values",
                 expected="random operators such as dropout, whose number of draws depends on "
                 "shapes only",
-                remedy="plan this model without shard_pipeline",
+                remedy=f"plan this model without {trade_name(PipelineStageEnd)}",
             )
 
 

@@ -26,8 +26,8 @@ class Exchange(StrEnum):
     ALL_TO_ALL = "all-to-all"
     # Transfers between a rank's device and offload memory, over axes named in
     # hardware/cluster.py.
-    SEND = "offload"
-    FETCH = "fetch"
+    SEND = "send to offload memory"
+    FETCH = "fetch from offload memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from steelyard.errors import BadInput
-from steelyard.ir.rule import Rule, of_kind
+from steelyard.ir.rule import Rule, of_kind, trade_name
 from steelyard.ir.rule_kinds import BatchSharding, PipelineStageEnd, TensorSharding
 
 # The mesh axes: data-parallel ranks have the same weights and different samples; tensor-parallel
@@ -37,7 +37,8 @@ class ParallelLayout:
             raise BadInput(
                 f"the shares {spelled(self.shares)} do not match {self.batch} ranks",
                 expected="a whole number above 0 for each rank",
-                remedy="write, for example, shares = [2, 1] under [[shard_batch]] for two ranks",
+                remedy="write, for example, shares = [2, 1] under "
+                f"[[{trade_name(BatchSharding)}]] for two ranks",
             )
         # Equal layouts compare equal: equal shares become empty, and others are divided by their
         # gcd.

@@ -177,8 +177,9 @@ def kind_named(trade: str) -> type[Rule]:
 
 
 def trade_name(kind: type[Rule]) -> str:
-    """Return the name of the first trade of this kind."""
-    return next(name for name, rule in rule_types().items() if issubclass(rule, kind))
+    """Return the name of the first trade of this kind, or of the kind if no trade is imported."""
+    names = (name for name, rule in rule_types().items() if issubclass(rule, kind))
+    return next(names, kind.__name__)
 
 
 def rule_types() -> dict[str, type[Rule]]:

@@ -10,6 +10,8 @@ from steelyard.errors import BadInput, Mismatch
 from steelyard.hardware.cluster import Cluster, most_ranks_here
 from steelyard.hardware.host_os import num_cores
 from steelyard.ir.parallel_layout import ParallelLayout
+from steelyard.ir.rule import trade_name
+from steelyard.ir.rule_kinds import BatchSharding
 from steelyard.plans.plan import Decisions
 from steelyard.safe_text import printable
 
@@ -36,7 +38,7 @@ def check_file(path: str | Path, decisions: Decisions) -> None:
     if ranks > target.ranks:
         raise Mismatch(
             f"{path} needs {ranks} ranks, but its target has {target.ranks}",
-            expected=f"at most {target.ranks} under [[shard_batch]]",
+            expected=f"at most {target.ranks} under [[{trade_name(BatchSharding)}]]",
             remedy=f"plan again with --ranks {ranks}, or set target.ranks to {ranks}",
         )
     if ranks > 1 and target.hosts > 1 and ranks % target.ranks_of_a_host:

@@ -13,8 +13,8 @@ from steelyard.errors import Mismatch
 from steelyard.ir.gradient_codec import Codec
 from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule, RuleT
-from steelyard.ir.rule_kinds import GradientCompression, ValueCodec
+from steelyard.ir.rule import Rule, RuleT, trade_name
+from steelyard.ir.rule_kinds import BatchSharding, GradientCompression, ValueCodec
 from steelyard.ir.step_source import ShardedSource, StepSource
 
 
@@ -169,7 +169,8 @@ def apply_rules_on_ranks(
             f"with shares of {spelled(layout.shares)}, ranks {first.rank} and {differing.rank} "
             "would exchange gradients in different orders",
             expected="steps that differ between shares only in sizes",
-            remedy="use other shares under [[shard_batch]], such as larger or equal ones",
+            remedy=f"use other shares under [[{trade_name(BatchSharding)}]], such as larger "
+            "or equal ones",
         )
     return replace(first, sibling_programs=tuple(others))
 
@@ -180,13 +181,14 @@ def _sharded_source(source: StepSource, layout: ParallelLayout, rank: int) -> Sh
         raise Mismatch(
             f"the plan has batch shares of {spelled(layout.shares)}",
             expected=f"shares that add up to one of {', '.join(str(k) for k in possible)}",
-            remedy="set shares under [[shard_batch]] accordingly, or plan again",
+            remedy=f"set shares under [[{trade_name(BatchSharding)}]] accordingly, or plan again",
         )
     if layout.units not in possible:
         raise Mismatch(
             f"the plan shares the batch among {layout.batch} ranks",
             expected=f"one of {', '.join(str(k) for k in possible)} equal shares",
-            remedy="set ranks under [[shard_batch]] to one of these, or plan again",
+            remedy=f"set ranks under [[{trade_name(BatchSharding)}]] to one of these, "
+            "or plan again",
         )
     # Pipeline stages process the micro-batches of each group separately, one after another.
     why_not = source.why_not_split if layout.pipeline > 1 else source.why_not_shared
@@ -196,6 +198,6 @@ def _sharded_source(source: StepSource, layout: ParallelLayout, rank: int) -> Sh
             f"the plan shares the batch among {layout.batch} ranks, which would change the "
             f"training result: {reason}",
             expected="a model and loss whose batch can be split",
-            remedy="remove the shard_batch rule from the plan, or plan again",
+            remedy=f"remove the {trade_name(BatchSharding)} rule from the plan, or plan again",
         )
     return ShardedSource(source=source, layout=layout, rank=rank)

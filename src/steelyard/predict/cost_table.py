@@ -14,6 +14,8 @@ from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import Body, Node, Phase
 from steelyard.ir.metrics import NOTHING, Estimate
 from steelyard.ir.parallel_layout import DATA, PIPELINE
+from steelyard.ir.rule import trade_name
+from steelyard.ir.rule_kinds import SharedMemoryMessages
 from steelyard.predict.arrival_skew import Skew
 from steelyard.predict.collectives.host_groups import RanksPerHost
 from steelyard.predict.rank_subsets import Subset
@@ -178,7 +180,8 @@ class CostTable:
                 "the plan exchanges data through shared memory, but these ranks have none in "
                 "common",
                 expected="ranks of one host, as Cluster.here finds them",
-                remedy="remove the shared_memory_transfer rule from the plan, or plan again",
+                remedy=f"remove the {trade_name(SharedMemoryMessages)} rule from the plan, or plan "
+                "again",
             )
         if link is None:
             raise BadInput(

@@ -3,9 +3,12 @@
 import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
+
+from steelyard.trades import BY_NAME
 
 WORDS = (Path(__file__).parent / "words.txt").read_text(encoding="utf-8").split()
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,6 +54,34 @@ def test_modules_are_named_by_words_of_the_field() -> None:
     words = {word for name in names for word in name.removesuffix(".py").split("_") if word}
     assert sorted(words - {*WORDS}) == []
     assert sorted({*WORDS} - words) == [], "words that no module has any more"
+
+
+def test_the_name_of_a_trade_appears_in_its_file_only() -> None:
+    """Others know the kind of its rules. Names of one word are only found as whole strings."""
+    in_text = "|".join(rf"\b{name}\b" for name in BY_NAME if "_" in name)
+    tables = "|".join(rf"\[\[{name}\]\]" for name in BY_NAME)
+    pattern = re.compile(f"{in_text}|{tables}")
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value[:60]}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if "trades" not in path.parts
+        for node in _strings(ast.parse(path.read_text(encoding="utf-8")))
+        if node.value in BY_NAME or pattern.search(node.value)
+    ]
+    assert found == []
+
+
+def _strings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """The texts of a file, without its docstrings."""
+    docs = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
+            yield node
 
 
 def test_docstrings_say_what_a_thing_is_or_does() -> None:

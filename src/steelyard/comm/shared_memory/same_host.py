@@ -36,6 +36,8 @@ from steelyard.comm.shared_memory.slots import (
 from steelyard.errors import BadInput, RankFailed
 from steelyard.hardware.host_os import quota_cores
 from steelyard.ir.message_slots import SlotSpec
+from steelyard.ir.rule import trade_name
+from steelyard.ir.rule_kinds import SharedMemoryMessages
 from steelyard.units import format_bytes, format_seconds
 
 # The notification of a message: its sequence number from this sender, edge, step, number, slot.
@@ -130,7 +132,8 @@ class SharedMemoryTransport:
                 raise BadInput(
                     f"messages cannot use {self.through}: on rank {who}, {fault}",
                     expected=self.expects,
-                    remedy="remove [[shared_memory_transfer]] from the plan, or plan again",
+                    remedy=f"remove [[{trade_name(SharedMemoryMessages)}]] from the plan, or "
+                    "plan again",
                 )
 
     @property

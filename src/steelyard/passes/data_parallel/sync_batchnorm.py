@@ -13,6 +13,8 @@ from steelyard.errors import Mismatch
 from steelyard.ir.collective import Exchange, Transport
 from steelyard.ir.graph import Argument, Graph, Node, Ref, Tensor
 from steelyard.ir.parallel_layout import DATA, ParallelLayout, spelled
+from steelyard.ir.rule import trade_name
+from steelyard.ir.rule_kinds import BatchSharding
 from steelyard.passes.graph_editor import GraphEditor, call, issue, wait
 
 _WITH_BUFFERS = "aten._native_batch_norm_legit_functional.default"
@@ -57,7 +59,7 @@ def synchronised(graph: Graph, *, layout: ParallelLayout, transport: Transport) 
         raise Mismatch(
             f"BatchNorm would compute its statistics over unequal shares, {spelled(layout.shares)}",
             expected="equal shares, whose statistics have equal weights",
-            remedy="remove shares from [[shard_batch]], or plan again",
+            remedy=f"remove shares from [[{trade_name(BatchSharding)}]], or plan again",
         )
     work = _Synchronising(graph, layout, transport)
     for node in norms:

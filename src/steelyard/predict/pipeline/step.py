@@ -18,6 +18,8 @@ from steelyard.ir.parallel_layout import PIPELINE, ParallelLayout
 from steelyard.ir.pipeline_schedule import Action, ActionKind
 from steelyard.ir.pipeline_stages import PipelineStage
 from steelyard.ir.program import Pipeline, Program
+from steelyard.ir.rule import trade_name
+from steelyard.ir.rule_kinds import SharedMemoryMessages
 from steelyard.passes.pipeline.in_place_sends import written_in_place
 from steelyard.plans.peak_memory import LiveTensor, PeakMemory, Timeline
 from steelyard.plans.plan import Prediction
@@ -69,8 +71,8 @@ class PipelinePrediction:
                 "the plan sends pipeline messages through shared memory, but these ranks have "
                 "none in common",
                 expected="ranks of this machine, of one user, that see each other's processes",
-                remedy="remove [[shared_memory_transfer]] from the plan, or plan again for these "
-                "ranks",
+                remedy=f"remove [[{trade_name(SharedMemoryMessages)}]] from the plan, or plan "
+                "again for these ranks",
             )
         self._stage_costs = [self._stage_cost(stage) for stage in stages]
         self._programs: dict[Graph, Program] = {}

@@ -11,7 +11,7 @@ from typing import NoReturn
 from steelyard.errors import Mismatch
 from steelyard.ir.cluster_layout import Blocks, ClusterLayout
 from steelyard.ir.graph import Graph
-from steelyard.ir.rule import CallRule, CallSite, Rule, of_kind
+from steelyard.ir.rule import CallRule, CallSite, Rule, of_kind, trade_name
 from steelyard.ir.rule_kinds import (
     BatchSharding,
     CollectiveOverlap,
@@ -152,7 +152,8 @@ def _policies(rules: Iterable[Rule], step: RuleContext) -> list[ActivationPolicy
                 f"the plan offloads {len(sites)} values of block {number + step.blocks.first}, "
                 f"but the block saves {offloadable[policy].total()}",
                 expected="all or none, because partial offload is not priced",
-                remedy="complete the [[offload]] rules of that block, or remove them",
+                remedy=f"complete the [[{trade_name(ValueOffload)}]] rules of that block, or "
+                "remove them",
             )
         found.append(policy)
     return found
