@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 from steelyard.errors import BadInput
-from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.pipeline_schedule import Order, actions_of
 
 SCHEDULES: Mapping[str, Any] = {
@@ -100,7 +100,7 @@ def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches
     return Order(ranks=tuple(actions_of(row) for row in rows), holds_sends=True)
 
 
-def order_of(layout: ClusterLayout) -> Order:
+def order_of(layout: ParallelLayout) -> Order:
     """Return the action table of a cluster layout, also where torch requires more micro-batches
     than it has."""
     if layout.virtual == 1:

@@ -92,7 +92,7 @@ class LossyPlanner:
         key = tuple(sorted(rules))
         if key not in self._drifts or len(self._drifts[key].shares) < steps:
             layout = program.layout
-            if layout != ParallelLayout(batch=layout.batch, shares=layout.shares):
+            if layout != ParallelLayout(data=layout.data, shares=layout.shares):
                 return "only ranks that share the batch, and nothing else, are probed"
             exact = self._exact_twin(rules)
             peaks = (peak_bytes(p, self.session.prices.costs) for p in (program, exact))
@@ -105,7 +105,7 @@ class LossyPlanner:
             self.session.request.on_progress(f"probing {steps} steps in few bits, and without")
             # Overlap and shared-memory transfer do not change a loss, so the twin needs only the
             # batch sharding.
-            batch_sharding = Rule(trade="shard_batch", degree=layout.batch, shares=layout.shares)
+            batch_sharding = Rule(trade="shard_batch", degree=layout.data, shares=layout.shares)
             twin_rules = (
                 *(r for r in _exact_rules(rules) if r.trade not in LAYOUT_TRADES),
                 batch_sharding,

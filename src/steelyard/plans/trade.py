@@ -135,16 +135,16 @@ def _sharded_source(source: StepSource, layout: ParallelLayout, rank: int) -> Sh
         )
     if layout.units not in possible:
         raise Mismatch(
-            f"the plan shares the batch among {layout.batch} ranks",
+            f"the plan shares the batch among {layout.data} ranks",
             expected=f"one of {', '.join(str(k) for k in possible)} equal shares",
             remedy="set ranks under [[shard_batch]] to one of these, or plan again",
         )
     # Pipeline stages process the micro-batches of each group separately, one after another.
     why_not = source.why_not_split if layout.pipeline > 1 else source.why_not_shared
-    reason = why_not() if layout.batch > 1 else None
+    reason = why_not() if layout.data > 1 else None
     if reason is not None:
         raise Mismatch(
-            f"the plan shares the batch among {layout.batch} ranks, which would change what is "
+            f"the plan shares the batch among {layout.data} ranks, which would change what is "
             f"trained: {reason}",
             expected="a model and loss whose batch can be cut",
             remedy="take the shard_batch rule out of the plan, or plan again",

@@ -117,7 +117,7 @@ class TopKGradients(_CompressGradients):
 
 def _offers_in(trade: str, program: Program) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
     """Offer each codec of the trade for all all-reduced gradients, except small ones."""
-    if program.layout.batch == 1:
+    if program.layout.data == 1:
         return (), ()
     offers: list[Offer] = []
     refused: list[Rejection] = []
@@ -169,7 +169,7 @@ def _compressed(program: Program, rules: Sequence[Rule], source: StepSource) -> 
         return program
     assert not program.again, "what is exchanged is changed before anything is computed again"
     layout = program.layout
-    if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1:
+    if layout.data == 1 or layout.pipeline > 1 or layout.tensor > 1:
         others = layout.pipeline > 1 or layout.tensor > 1
         raise Mismatch(
             f"the plan sends gradients in codes ({rules[0].trade})"
@@ -186,7 +186,7 @@ def _compressed(program: Program, rules: Sequence[Rule], source: StepSource) -> 
             expected="parameters that every rank holds as a whole, each in one rule",
             remedy=f"take it out of the {rules[0].trade} rules, or plan again",
         )
-    graph = coded(program.graph, codecs, num_ranks=layout.batch, transport=source.transport)
+    graph = coded(program.graph, codecs, num_ranks=layout.data, transport=source.transport)
     return program.with_graph(source.rewritten(graph))
 
 

@@ -92,7 +92,7 @@ class ShardBatch:
         rules: Sequence[Rule],
         source: StepSource,
     ) -> Program:
-        ranks = program.layout.batch
+        ranks = program.layout.data
         if not rules or ranks == 1:
             return program
         if program.layout.pipeline > 1:

@@ -44,7 +44,7 @@ class SparseGradients:
         program: Program,
         source: StepSource,  # noqa: ARG002 - the program says what is exchanged
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        ranks = program.layout.batch
+        ranks = program.layout.data
         if ranks == 1:
             return (), ()
         offers, refusals = [], []
@@ -70,7 +70,7 @@ class SparseGradients:
             return program
         assert not program.again, "what is exchanged is changed before anything is computed again"
         layout = program.layout
-        if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1 or layout.shares:
+        if layout.data == 1 or layout.pipeline > 1 or layout.tensor > 1 or layout.shares:
             raise Mismatch(
                 "the plan sends rows of gradients (sparse_gradients)",
                 expected="ranks that share the batch equally, and nothing else",
@@ -84,7 +84,7 @@ class SparseGradients:
                 expected="a table that is looked up and read in no other way, in one micro-batch",
                 remedy="take it out of the sparse_gradients rules, or plan again",
             )
-        graph = in_rows(program.graph, named, num_ranks=layout.batch, transport=source.transport)
+        graph = in_rows(program.graph, named, num_ranks=layout.data, transport=source.transport)
         return program.with_graph(source.rewritten(graph))
 
 

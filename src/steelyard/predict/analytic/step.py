@@ -15,8 +15,8 @@ from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.device import Device
 from steelyard.hardware.offload_memory import OFFLOAD_PIECE_BYTES
 from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
-from steelyard.ir.cluster_layout import ClusterLayout, Formats
-from steelyard.ir.parallel_layout import TENSOR
+from steelyard.ir.model_blocks import Formats
+from steelyard.ir.parallel_layout import TENSOR, ParallelLayout
 from steelyard.predict.analytic.sections import Section, Sections
 from steelyard.predict.collectives.algorithms import (
     Algorithm,
@@ -84,7 +84,7 @@ class AnalyticStep:
         return max(stage.nbytes for stage in self.stages)
 
 
-def tensor_costs(cluster: Cluster, layout: ClusterLayout, *, first: int = 0) -> CostTable:
+def tensor_costs(cluster: Cluster, layout: ParallelLayout, *, first: int = 0) -> CostTable:
     """Return the declared costs of calls, and of exchanges in a tensor parallel group.
 
     ``first`` is the rank that begins the group.
@@ -109,7 +109,7 @@ def deep_step_of(costs: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -
 def deep_step(
     parts: Sections,
     cluster: Cluster,
-    layout: ClusterLayout,
+    layout: ParallelLayout,
     formats: Formats,
     *,
     num_blocks: int,
@@ -137,7 +137,7 @@ class LayoutCost:
         self,
         parts: Sections,
         cluster: Cluster,
-        layout: ClusterLayout,
+        layout: ParallelLayout,
         formats: Formats,
         stack: SoftwareStack | None = None,
         *,
@@ -154,12 +154,12 @@ class LayoutCost:
         self._stack = stack or SoftwareStack()
         device = device or cluster.device
         self._host = device.host_link
-        assert self._host is not None or not layout.far_states, "nothing leads to the host"
+        assert self._host is not None or not layout.offloads_state, "nothing leads to the host"
         self._bandwidth = self._stack.bandwidth_share * device.bytes_per_second
         self._first = place * layout.data * layout.tensor
 
     @property
-    def layout(self) -> ClusterLayout:
+    def layout(self) -> ParallelLayout:
         return self._layout
 
     @property
@@ -282,7 +282,7 @@ class LayoutCost:
         return self._host.seconds(nbytes, messages=1) if self._host and nbytes else 0.0
 
     def _offloaded_state_bytes(self, number: int, num_blocks: int) -> int:
-        return self._state_bytes(number, num_blocks) if self._layout.far_states else 0
+        return self._state_bytes(number, num_blocks) if self._layout.offloads_state else 0
 
     def _state_bytes(self, number: int, num_blocks: int) -> int:
         count = self._num_parameters(number, num_blocks)
@@ -321,7 +321,7 @@ class LayoutCost:
 
     def _resident_state_bytes(self, number: int, num_blocks: int) -> int:
         whole = self._state_bytes(number, num_blocks)
-        return min(whole, _PIECES * OFFLOAD_PIECE_BYTES) if self._layout.far_states else whole
+        return min(whole, _PIECES * OFFLOAD_PIECE_BYTES) if self._layout.offloads_state else whole
 
     def around_bytes(self, number: int) -> int:
         return sum(part.kept_bytes for part in self._around(number))
@@ -434,7 +434,7 @@ class LayoutCost:
         step = width if self._first + width < width * layout.pipeline else -width
         link = self._route(sorted((self._first, self._first + step)))
         sent = send(link, -(-self._parts.stream_bytes // layout.tensor))[0].seconds
-        if layout.tensor == 1 or layout.gathers_again:
+        if layout.tensor == 1 or layout.regathers_activations:
             return sent
         tensor_ranks = route(self._cluster.tree, range(self._first, self._first + layout.tensor))
         return sent + all_gather(tensor_ranks, self._parts.stream_bytes)[0].seconds

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from steelyard.hardware.topology import TopologyLevel
-from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.ir.parallel_layout import ParallelLayout
 
 # Largest number of virtual stages per rank, samples per micro-batch, and tensor parallel degree.
 _MAX_VIRTUAL, _MAX_SAMPLES, _MAX_TENSOR_DEGREE = 8, 64, 16
@@ -24,7 +24,7 @@ def tensor_degrees(tree: TopologyLevel) -> list[int]:
 
 def layouts_of(
     num_ranks: int, *, tensor: Sequence[int], samples: int, blocks: int, is_indivisible: bool
-) -> Iterator[tuple[ClusterLayout, int]]:
+) -> Iterator[tuple[ParallelLayout, int]]:
     """Yield each layout with its samples per micro-batch.
 
     ``is_indivisible`` is true if the batch cannot be split.
@@ -38,7 +38,7 @@ def layouts_of(
             for micro_batch in (
                 [samples_per_rank] if is_indivisible else _micro_batches(samples_per_rank)
             ):
-                base = ClusterLayout(
+                base = ParallelLayout(
                     tensor=degree,
                     pipeline=pipeline,
                     data=data,
@@ -48,7 +48,7 @@ def layouts_of(
                     yield layout, micro_batch
 
 
-def _variants(layout: ClusterLayout, blocks: int) -> Iterator[ClusterLayout]:
+def _variants(layout: ParallelLayout, blocks: int) -> Iterator[ParallelLayout]:
     """Yield the layout with each ZeRO stage and number of virtual stages."""
     # Sharded gradients are reduced in every micro-batch. With several micro-batches, this is priced
     # only together with sharded weights, so ZeRO stage 2 is left out.
@@ -65,7 +65,7 @@ def _variants(layout: ClusterLayout, blocks: int) -> Iterator[ClusterLayout]:
             )
 
 
-def _virtual(layout: ClusterLayout, blocks: int) -> Iterator[int]:
+def _virtual(layout: ParallelLayout, blocks: int) -> Iterator[int]:
     yield 1
     runs, rest = divmod(blocks, layout.pipeline)
     if layout.pipeline > 1 and not rest and layout.micro_batches % layout.pipeline == 0:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.ir.model_blocks import SAVE_ALL
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import Rule
 from steelyard.plans.plan import Prediction, SelectedTrade
 from steelyard.plans.trade import Rejection, Remaining
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
-from steelyard.search.cluster.stage_assignment import SAVE_ALL
 from steelyard.units import format_bytes, format_seconds
 
 _BATCH, _TENSOR, _PIPELINE, _STATES = (
@@ -64,8 +64,8 @@ def _taken(
     recomputed_calls = Counter[int]()
     num_offloaded = 0
     for policy, count in chain.from_iterable(best.stages):
-        recomputed_calls[len(policy.again)] += count * bool(policy.again)
-        num_offloaded += count * policy.moved
+        recomputed_calls[len(policy.recomputed)] += count * bool(policy.recomputed)
+        num_offloaded += count * policy.is_offloaded
     recompute_only = search.prediction(_without_offload(best))
     if any(recomputed_calls.values()):
         sets = ", ".join(
@@ -83,11 +83,13 @@ def _taken(
 
 
 def _without_offload(best: ClusterPlan) -> ClusterPlan:
-    stages = (tuple((replace(f, moved=False), n) for f, n in stage) for stage in best.stages)
+    stages = (tuple((replace(f, is_offloaded=False), n) for f, n in stage) for stage in best.stages)
     return replace(best, stages=tuple(stages))
 
 
-def _layout_trades(layout: ClusterLayout, samples: int) -> Iterator[tuple[str, str, ClusterLayout]]:
+def _layout_trades(
+    layout: ParallelLayout, samples: int
+) -> Iterator[tuple[str, str, ParallelLayout]]:
     """Yield each trade of the layout, its label, and the layout without it."""
     cut = f"{layout.micro_batches} micro-batches of {samples}"
     without_virtual = replace(layout, virtual=1)
@@ -112,9 +114,9 @@ def _layout_trades(layout: ClusterLayout, samples: int) -> Iterator[tuple[str, s
         }
         label = f"{state_names[layout.state_stage]} in shares on {layout.data} ranks"
         yield _STATES, label, replace(layout, state_stage=0)
-    if layout.far_states:
+    if layout.offloads_state:
         label = "what the optimizer keeps, in the hosts' memory"
-        yield _OFFLOAD_STATE, label, replace(layout, far_states=False)
+        yield _OFFLOAD_STATE, label, replace(layout, offloads_state=False)
     if layout.overlaps:
         label = "gradients exchanged beside the last backward pass"
         yield "overlap", label, replace(layout, overlaps=False)
@@ -143,14 +145,14 @@ def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iter
         yield _why_not(search, best, limit_bytes, trade, label, fits)
     policies = {policy for stage in best.stages for policy, _ in stage}
     all_fits = "everything that the backward pass reads fits as it is"
-    if not any(policy.again for policy in policies):
+    if not any(policy.recomputed for policy in policies):
         reason = all_fits if policies == {SAVE_ALL} else "moving what blocks keep is faster"
         yield Rejection(trade="recompute", label="blocks", reason=reason)
-    if not any(policy.moved for policy in policies):
+    if not any(policy.is_offloaded for policy in policies):
         yield _not_offloaded(
             search, best, "what blocks keep", all_fits if policies == {SAVE_ALL} else ""
         )
-    if not best.layout.far_states:
+    if not best.layout.offloads_state:
         yield _states_not_offloaded(search, best, limit_bytes, is_needed=policies != {SAVE_ALL})
     for trade in _NOT_SEARCHED:
         reason = "is not weighed for several devices that are not here"
@@ -186,8 +188,8 @@ def _states_not_offloaded(
 
 
 def _alternatives(
-    search: ClusterSearch, layout: ClusterLayout
-) -> Iterator[tuple[str, str, Callable[[ClusterLayout], bool]]]:
+    search: ClusterSearch, layout: ParallelLayout
+) -> Iterator[tuple[str, str, Callable[[ParallelLayout], bool]]]:
     """Yield each alternative to explain: trade, label, and a condition that its layouts fulfil.
 
     They are each kind of parallelism alone, each kind that the plan does not use, and each other
@@ -214,7 +216,7 @@ def _alternatives(
             yield _STATES, f"{label} in shares", _with_states(stage)
 
 
-def _with_states(stage: int) -> Callable[[ClusterLayout], bool]:
+def _with_states(stage: int) -> Callable[[ParallelLayout], bool]:
     return lambda layout: layout.state_stage == stage
 
 
@@ -224,7 +226,7 @@ def _why_not(
     limit_bytes: int,
     trade: str,
     label: str,
-    fits: Callable[[ClusterLayout], bool],
+    fits: Callable[[ParallelLayout], bool],
 ) -> Rejection:
     ranks = best.layout.num_ranks
     other = search.fastest(ranks, limit_bytes, fits=fits)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from steelyard.errors import Mismatch
-from steelyard.ir.cluster_layout import Blocks, ClusterLayout
 from steelyard.ir.graph import Graph
+from steelyard.ir.model_blocks import ActivationPolicy, Blocks
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import CallSite, Rule
 from steelyard.ir.sharding_choice import Region
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
-from steelyard.search.cluster.stage_assignment import ActivationPolicy
 from steelyard.search.cluster.to_rules import SHARDED_STATE, offloaded_calls, to_rules
 
 _POLICY_TRADES = ("recompute", "offload")
@@ -51,7 +51,7 @@ def _layout_rules(rules: Iterable[Rule]) -> Counter[Rule]:
     return Counter(rule for rule in rules if rule.trade not in _POLICY_TRADES)
 
 
-def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ClusterLayout:
+def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ParallelLayout:
     by_trade: dict[str, list[Rule]] = defaultdict(list)
     for rule in rules:
         by_trade[rule.trade].append(rule)
@@ -74,7 +74,7 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
         )
     sharded = {rule.op for rule in by_trade["shard_states"]}
     stage = next((n for n, state in SHARDED_STATE.items() if sharded == {state}), 0)
-    layout = ClusterLayout(
+    layout = ParallelLayout(
         tensor=degree("shard_tensor"),
         pipeline=pipeline,
         data=data,
@@ -82,7 +82,7 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
         virtual=virtual if stages else 1,
         state_stage=stage,
         overlaps=bool(by_trade["overlap"]),
-        far_states=bool(by_trade["offload_state"]),
+        offloads_state=bool(by_trade["offload_state"]),
     )
     if layout.num_ranks > search.num_devices:
         raise Mismatch(
@@ -97,7 +97,7 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
 
 
 def _stages(
-    rules: Sequence[Rule], layout: ClusterLayout, step: RuleContext
+    rules: Sequence[Rule], layout: ParallelLayout, step: RuleContext
 ) -> tuple[tuple[tuple[ActivationPolicy, int], ...], ...]:
     policies = _policies(rules, step)
     found: list[Counter[ActivationPolicy]] = [Counter() for _ in range(layout.pipeline)]
@@ -131,7 +131,9 @@ def _policies(rules: Iterable[Rule], step: RuleContext) -> list[ActivationPolicy
                 target[number].append(CallSite(inside, rule.op, rule.nth))
     found, offloadable = [], _OffloadedCalls(step)
     for number, (recomputed, sites) in enumerate(zip(recomputed_of, offloaded_of, strict=True)):
-        policy = ActivationPolicy(again=tuple(sorted(recomputed, key=str)), moved=bool(sites))
+        policy = ActivationPolicy(
+            recomputed=tuple(sorted(recomputed, key=str)), is_offloaded=bool(sites)
+        )
         if sites and Counter(sites) != offloadable[policy]:
             raise Mismatch(
                 f"the plan moves {len(sites)} values of block {number + step.blocks.first}, and "
@@ -150,7 +152,7 @@ class _OffloadedCalls(dict[ActivationPolicy, Counter[CallSite]]):
         self._step = step
 
     def __missing__(self, policy: ActivationPolicy) -> Counter[CallSite]:
-        self[policy] = Counter(offloaded_calls(self._step.graph, self._step.blocks, policy.again))
+        self[policy] = Counter(offloaded_calls(self._step.graph, self._step.blocks, policy))
         return self[policy]
 
 

@@ -5,8 +5,8 @@ policy_mixture.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from steelyard.ir.model_blocks import ActivationPolicy
 from steelyard.ir.rule import CallSite
 from steelyard.predict.analytic.sections import Section
 from steelyard.predict.analytic.step import LayoutCost, StageBlocks
@@ -23,21 +23,6 @@ from steelyard.search.cluster.policy_mixture import (
 _NEVER = float("inf")
 # The recomputed calls of a block, by module path inside the block.
 RecomputeSet = tuple[CallSite, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationPolicy:
-    """The recompute and offload policy of a block's activations.
-
-    ``again`` are the calls that are recomputed. If ``moved``, all other saved activations are
-    offloaded to host memory.
-    """
-
-    again: RecomputeSet = ()
-    moved: bool = False
-
-
-SAVE_ALL = ActivationPolicy()
 
 
 class StageAssignment:
@@ -193,7 +178,7 @@ class StageAssignment:
                 saved_bytes=alive * section.kept_bytes,
                 recompute_bytes=max(section.again_bytes, ending),
                 offloaded_bytes=alive * section.far_bytes,
-                num_recomputed_calls=len(policy.again),
+                num_recomputed_calls=len(policy.recomputed),
             )
             for (policy, section), seconds in known
         ]

@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from steelyard.ir.cluster_layout import Blocks, ClusterLayout
 from steelyard.ir.graph import Graph, OutputKind, path_matches
+from steelyard.ir.model_blocks import ActivationPolicy, Blocks
 from steelyard.ir.placement import Shard
 from steelyard.ir.rule import CallSite, Rule
 from steelyard.ir.sharding_choice import Region
 from steelyard.predict.analytic.node_assignment import MIDDLE
-from steelyard.predict.analytic.saved_activations import kept_calls
+from steelyard.predict.analytic.saved_activations import saved_calls
 from steelyard.search.cluster.search import ClusterPlan
-from steelyard.search.cluster.stage_assignment import ActivationPolicy, RecomputeSet
 
 # The gradient bucket size, as in stock DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
@@ -54,7 +53,7 @@ def to_rules(
             )
             for end in _stage_ends(plan)
         ]
-    if layout.far_states:
+    if layout.offloads_state:
         rules += _offload_state_rules(graph, blocks)
     rules += _policy_rules(plan, blocks, partial(_block_rules, graph, blocks))
     return tuple(sorted(rules))
@@ -143,19 +142,18 @@ def _policy_rules(
 
 
 def _block_rules(graph: Graph, blocks: Blocks, policy: ActivationPolicy) -> list[Rule]:
-    found = [("recompute", site) for site in policy.again]
-    if policy.moved:
-        found += [("offload", site) for site in offloaded_calls(graph, blocks, policy.again)]
+    found = [("recompute", site) for site in policy.recomputed]
+    if policy.is_offloaded:
+        found += [("offload", site) for site in offloaded_calls(graph, blocks, policy)]
     return [
         Rule(trade=trade, module=site.module, op=site.op, nth=site.nth) for trade, site in found
     ]
 
 
-def offloaded_calls(graph: Graph, blocks: Blocks, recomputed: RecomputeSet) -> Iterator[CallSite]:
+def offloaded_calls(graph: Graph, blocks: Blocks, policy: ActivationPolicy) -> Iterator[CallSite]:
     """Yield the calls of a block whose outputs stay saved, with module paths inside the block."""
     block_path = f"{blocks.path}.{blocks.first + MIDDLE}"
-    layout = ClusterLayout(again=recomputed)
-    for site in kept_calls(graph, layout, blocks=blocks.path, first=blocks.first):
+    for site in saved_calls(graph, policy, blocks=blocks.path, first=blocks.first):
         yield replace(site, module=site.module.removeprefix(block_path).removeprefix("."))
 
 

@@ -83,7 +83,7 @@ class LayoutExplanation:
                 more = ", ..." if len(subset.ranks) > _MAX_LISTED_RANKS else ""
                 split += f" ({', '.join(map(str, subset.ranks[:_MAX_LISTED_RANKS]))}{more})"
             if candidate.layout.shares:
-                split += f" ({self._rank_speeds.describe(candidate.layout.batch)})"
+                split += f" ({self._rank_speeds.describe(candidate.layout.data)})"
             label = f"{split}, gradients {bucket}, {lag} under way"
             if is_synchronised(self._candidates.apply_rules(batch_rules).graph):
                 label += ", BatchNorm's statistics of all samples"
@@ -98,10 +98,10 @@ class LayoutExplanation:
             note = ", gathered twice" if state_rules[0].times > 1 else ""
             if size := state_rules[0].bucket_bytes:
                 note += f", {format_bytes(size)} at a time"
-            label = f"{tensor_count(state_rules)} in shares on {candidate.layout.batch} ranks{note}"
+            label = f"{tensor_count(state_rules)} in shares on {candidate.layout.data} ranks{note}"
             yield self._trade_between(_STATES, label, before, (*before, *state_rules))
         if sparse_rules := tuple(r for r in candidate.rules if r.trade == _ROWS):
-            label = f"rows of {tensor_count(sparse_rules)}, {candidate.layout.batch} ranks'"
+            label = f"rows of {tensor_count(sparse_rules)}, {candidate.layout.data} ranks'"
             yield self.gradient_trade(label, before, sparse_rules)
         if slot_rules := tuple(r for r in candidate.rules if r.trade == _SLOTS):
             yield self._slots_taken(candidate, slot_rules)
@@ -177,7 +177,7 @@ class LayoutExplanation:
 
     def _label(self, layout: ParallelLayout) -> str:
         """Return the layout's label, with equal shares named if unequal ones were evaluated too."""
-        if layout.batch == 1 or layout.shares or self._rank_speeds.is_homogeneous(layout.num_ranks):
+        if layout.data == 1 or layout.shares or self._rank_speeds.is_homogeneous(layout.num_ranks):
             return layout_label(layout)
         return f"{layout_label(layout)}, in equal shares"
 

@@ -104,7 +104,7 @@ class LayoutCandidates:
         self, candidates: Sequence[LayoutCandidate]
     ) -> Iterator[LayoutCandidate]:
         """Yield the fastest and the leanest candidate with ZeRO-style sharded states added."""
-        if candidates[0].layout.batch == 1:
+        if candidates[0].layout.data == 1:
             return
         fastest = min(candidates, key=lambda c: (c.seconds, c.nbytes))
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
@@ -145,7 +145,7 @@ class LayoutCandidates:
         """
         dense = tuple(rule for rule in candidate.rules if rule.trade not in (_ROWS, *CODE_TRADES))
         if (
-            candidate.layout != ParallelLayout(batch=candidate.layout.batch)
+            candidate.layout != ParallelLayout(data=candidate.layout.data)
             or candidate.layout == ALONE
         ):
             return (), ()
@@ -153,11 +153,11 @@ class LayoutCandidates:
 
     def _rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
-            yield from self._batch_rules(layout) if layout.batch > 1 else [()]
+            yield from self._batch_rules(layout) if layout.data > 1 else [()]
             return
         # The gradient communication is chosen as if each tensor parallel group were one rank.
         batch_rules: tuple[Rule, ...] = ()
-        if layout.batch > 1:
+        if layout.data > 1:
             candidates = self.of(replace(layout, tensor=1))
             # ZeRO sharding of tensor parallel weights is decided later, on the sharded program.
             later_trades = {_ROWS, _STATES}
@@ -218,7 +218,7 @@ class LayoutCandidates:
     def _batch_rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         for nbytes in BUCKETS:
             batch = Rule(
-                trade=_BATCH, degree=layout.batch, bucket_bytes=nbytes, shares=layout.shares
+                trade=_BATCH, degree=layout.data, bucket_bytes=nbytes, shares=layout.shares
             )
             offers, _ = self.trade(_OVERLAP).offers(self.apply_rules((batch,)), self.source)
             # Of candidates predicted to be equal, the first one wins: the one with the largest lag

@@ -109,7 +109,7 @@ class LayoutSearch:
                 self._find_regions(ranks)
         self.pipelines = dict(self._find_pipelines(num_ranks, degrees))
         self.layouts = [
-            ParallelLayout(batch=batch, tensor=tensor)
+            ParallelLayout(data=batch, tensor=tensor)
             for tensor in self._regions
             for batch in degrees
             if batch * tensor in self._rank_counts
@@ -157,11 +157,11 @@ class LayoutSearch:
                 self.refusals += (rank_count_too_slow(ranks, least / _CACHE_SPEEDUP, best),)
                 continue
             if ranks in self._batch_degrees:
-                self.layouts.append(ParallelLayout(batch=ranks))
+                self.layouts.append(ParallelLayout(data=ranks))
             unequal = [*self._unequal([ranks])]
             self.layouts += unequal
             tried_layouts = (
-                [ParallelLayout(batch=ranks)] if ranks in self._batch_degrees else unequal
+                [ParallelLayout(data=ranks)] if ranks in self._batch_degrees else unequal
             )
             seconds = [
                 candidate.seconds for layout in tried_layouts for candidate in self.ways.of(layout)
@@ -209,7 +209,7 @@ class LayoutSearch:
                 self.refusals += self._batch_rejection(label, mismatch.happened)
                 continue
             if shares is not None:
-                yield ParallelLayout(batch=ranks, shares=shares)
+                yield ParallelLayout(data=ranks, shares=shares)
 
     def _find_regions(self, ranks: int) -> None:
         sharded = replace(self._program, layout=ParallelLayout(tensor=ranks))
@@ -225,7 +225,7 @@ class LayoutSearch:
         if not any(trade.name == _PIPELINE for trade in self.ways.trades):
             return
         layouts = [
-            ParallelLayout(pipeline=stages, batch=batch, tensor=tensor)
+            ParallelLayout(pipeline=stages, data=batch, tensor=tensor)
             for tensor in self._regions
             for batch in degrees
             for stages in range(2, num_ranks + 1)

@@ -99,7 +99,7 @@ class PipelineSearch:
             step_seconds(self._apply(tensor_rules), self._costs).value
             for tensor_rules in self._shardings
         )
-        return min(alone) / (self._layout.pipeline * self._layout.batch)
+        return min(alone) / (self._layout.pipeline * self._layout.data)
 
     @cached_property
     def _shardings(self) -> Sequence[tuple[Rule, ...]]:
@@ -212,7 +212,7 @@ class PipelineSearch:
 
     def _parts(self) -> list[int]:
         """Return the numbers of micro-batches to try, or [1] if the batch cannot be split."""
-        ranks, groups = self._layout.pipeline, self._layout.batch
+        ranks, groups = self._layout.pipeline, self._layout.data
         can_be_cut = self._source.why_not_split() is None
         divisors = self._source.divisors() if can_be_cut else (1,)
         possible = [k // groups for k in divisors if k % groups == 0]
@@ -223,7 +223,7 @@ class PipelineSearch:
 
     def _schedule_candidates(self, parts: int) -> Iterator[_ScheduleCandidate]:
         """Yield candidates of each schedule, with stages balanced by time and by memory."""
-        groups = self._layout.batch
+        groups = self._layout.data
         graph = self._source.graph(micro_batches=parts * groups)
         split: list[Rule] = []
         if parts > 1:
@@ -274,7 +274,7 @@ class PipelineSearch:
     ) -> Iterator[_ScheduleCandidate]:
         """Yield the fastest and the leanest of these with ZeRO-style sharded states."""
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
-        for candidate in dict.fromkeys((candidates[0], leanest)) if self._layout.batch > 1 else ():
+        for candidate in dict.fromkeys((candidates[0], leanest)) if self._layout.data > 1 else ():
             offers, _ = self._trade(_STATES).offers(self._apply(candidate.rules), self._source)
             state_rules = tuple(rule for offer in offers for rule in offer.rules)
             found = (
@@ -303,7 +303,7 @@ class PipelineSearch:
         """Evaluate the fastest and the leanest of these with increasing recompute."""
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         parts, chosen = (
-            candidates[0].parts * self._layout.batch,
+            candidates[0].parts * self._layout.data,
             dict.fromkeys((candidates[0], leanest)),
         )
         for tensor_rules in dict.fromkeys(candidate.tensor_rules for candidate in chosen):
@@ -396,7 +396,7 @@ class PipelineSearch:
             slowdown = after.metrics.step_seconds.value - previous.metrics.step_seconds.value
             yield SelectedTrade(
                 trade=_STATES,
-                label=f"{tensor_count(state_rules)} in shares on {self._layout.batch} ranks",
+                label=f"{tensor_count(state_rules)} in shares on {self._layout.data} ranks",
                 rules=state_rules,
                 buys_bytes=previous.peak.nbytes - after.peak.nbytes,
                 buys_seconds=max(0.0, -slowdown),

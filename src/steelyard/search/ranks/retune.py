@@ -43,7 +43,7 @@ def why_no_alternative(rules: Sequence[Rule]) -> str:
     layout = ParallelLayout.of(rules)
     if layout == ALONE:
         return "one rank has nobody to send gradients to"
-    is_shared = layout == ParallelLayout(batch=layout.batch, shares=layout.shares)
+    is_shared = layout == ParallelLayout(data=layout.data, shares=layout.shares)
     if not is_shared or any(rule.trade == _STATES for rule in rules):
         return "ranks hold parts of the model"
     return ""
@@ -89,7 +89,7 @@ def at_once(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 def on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> Iterator[LayoutCandidate]:
     """Yield the candidates on ``ranks`` ranks, with equal shares and uncompressed gradients."""
     other_rules = _other_rules(rules)
-    for candidate in layouts.ways.of(ParallelLayout(batch=ranks)):
+    for candidate in layouts.ways.of(ParallelLayout(data=ranks)):
         if not any(rule.trade == _STATES for rule in candidate.rules):
             yield layouts.ways.counted(tuple(sorted((*candidate.rules, *other_rules))))
 

@@ -18,7 +18,8 @@ from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.cluster_file import decode_tree
 from steelyard.hardware.topology import TopologyLevel
 from steelyard.ir.batch_template import BatchTemplate
-from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.ir.model_blocks import ActivationPolicy
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.trade import apply_rules
@@ -31,7 +32,7 @@ from steelyard.search.cluster.from_rules import from_rules
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.recompute_sets import recompute_sets
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
-from steelyard.search.cluster.stage_assignment import ActivationPolicy, RecomputeSet
+from steelyard.search.cluster.stage_assignment import RecomputeSet
 from steelyard.search.cluster.to_rules import to_rules
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable
@@ -135,11 +136,11 @@ def _search(
     return ClusterSearch(step, _cluster(8, rate, share, slow, host, call), again_of=again_of)
 
 
-def _every_layout(search: ClusterSearch, ranks: int) -> Iterator[tuple[ClusterLayout, int]]:
+def _every_layout(search: ClusterSearch, ranks: int) -> Iterator[tuple[ParallelLayout, int]]:
     for way in search.ways(ranks):
         yield way.layout, way.micro_batch
         if search.has_host_memory(way.layout):
-            yield replace(way.layout, far_states=True), way.micro_batch
+            yield replace(way.layout, offloads_state=True), way.micro_batch
 
 
 def _every_step(search: ClusterSearch, ranks: int) -> Iterator[tuple[float, int]]:
@@ -149,7 +150,7 @@ def _every_step(search: ClusterSearch, ranks: int) -> Iterator[tuple[float, int]
         stages = layout.pipeline
         laid, places = search._stage_costs(layout, micro_batch), search._stage_devices.of(layout)
         fates = [
-            ActivationPolicy(again=again, moved=moved)
+            ActivationPolicy(recomputed=again, is_offloaded=moved)
             for again in search._recompute_sets_of(layout.tensor)
             for moved in ((False, True) if search.has_host_memory(layout) else (False,))
         ]
@@ -227,7 +228,7 @@ def _without_one(laid: ClusterPlan, samples: int) -> Iterator[tuple[str, Cluster
         "shard_states": replace(
             layout, state_stage=0, overlaps=layout.state_stage > 0 or layout.overlaps
         ),
-        "offload_state": replace(layout, far_states=False),
+        "offload_state": replace(layout, offloads_state=False),
         "overlap": replace(layout, overlaps=False),
         "shard_tensor": replace(layout, tensor=1, data=data),
         "accumulate": replace(layout, micro_batches=1, virtual=1),
@@ -235,7 +236,7 @@ def _without_one(laid: ClusterPlan, samples: int) -> Iterator[tuple[str, Cluster
     for trade, other in others.items():
         if other != layout and samples % (other.data * other.micro_batches) == 0:
             yield trade, replace(laid, layout=other)
-    for trade, without in (("offload", {"moved": False}), ("recompute", {"again": ()})):
+    for trade, without in (("offload", {"is_offloaded": False}), ("recompute", {"recomputed": ()})):
         stages = tuple(tuple((replace(f, **without), n) for f, n in s) for s in laid.stages)  # type: ignore[arg-type]
         if stages != laid.stages:
             yield trade, replace(laid, stages=stages)
@@ -356,7 +357,9 @@ def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> Non
     costs = search.costs_of(1, search._stage_devices.classes[0])
     sets, held = search._recompute_sets_of(1), []
     for again in sets:
-        laid = search.price_layout(ClusterLayout(), (((ActivationPolicy(again=again), _BLOCKS),),))
+        laid = search.price_layout(
+            ParallelLayout(), (((ActivationPolicy(recomputed=again), _BLOCKS),),)
+        )
         applied = apply_rules(plain, _rules(step, laid), trades=TRADES, source=whole)
         kept = laid.step.stages[0].activation_bytes + laid.step.stages[0].workspace_bytes
         exact = peak_bytes(applied, costs)
@@ -406,7 +409,9 @@ def test_rules_read_back_are_the_layout(ranks: int, host: str) -> None:
             assert [dict(stage) for stage in found.stages] == [dict(s) for s in laid.stages]
             assert found.step.step_seconds == pytest.approx(laid.step.step_seconds, rel=1e-12)
             assert found.step.peak_bytes == laid.step.peak_bytes
-            kinds |= {(bool(f.again), f.moved) for stage in laid.stages for f, _ in stage}
+            kinds |= {
+                (bool(f.recomputed), f.is_offloaded) for stage in laid.stages for f, _ in stage
+            }
     assert {(False, False), (True, False)} <= kinds
     assert bool(host) == any(moved for _, moved in kinds)
 
@@ -455,8 +460,8 @@ def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
     (way,) = (w for w in search.ways(1) if w.layout.micro_batches == 1)
     roomy = search.plan_layout(way, 1 << 40)
     assert roomy is not None
-    stages = ((*((ActivationPolicy(moved=True), 6),),),)
-    rules = _rules(step, search.price_layout(ClusterLayout(), stages))
+    stages = ((*((ActivationPolicy(is_offloaded=True), 6),),),)
+    rules = _rules(step, search.price_layout(ParallelLayout(), stages))
     assert from_rules(rules, search, _told(step)).stages == stages
     first = next(r for r in rules if r.trade == "offload")
     with pytest.raises(Mismatch, match="of it are kept"):
