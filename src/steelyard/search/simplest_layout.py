@@ -58,6 +58,6 @@ def without_a_trade(
         yield layout, tuple(tuple((replace(f, recomputed=()), n) for f, n in s) for s in stages)
     for stage in range(layout.state_stage):
         # ZeRO stage 2 (sharded gradients) is only considered for one micro-batch: see
-        # search/cluster/enumerate_layouts.py.
+        # enumerate_layouts.py.
         if stage != 2 or layout.micro_batches == 1:
             yield replace(layout, state_stage=stage, overlaps=True), stages

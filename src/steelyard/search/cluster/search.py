@@ -34,10 +34,14 @@ from steelyard.predict.analytic.step import (
     tensor_costs,
 )
 from steelyard.predict.cost_table import CostTable
-from steelyard.search.cluster.enumerate_layouts import layouts_of, tensor_degrees
+from steelyard.predict.pipeline.duration import (
+    least_interleaved_seconds,
+    least_pipeline_seconds,
+)
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.stage_assignment import RecomputeSet, StageAssignment
 from steelyard.search.cluster.stage_devices import StageDevice, StageDevices
+from steelyard.search.enumerate_layouts import layouts_of, tensor_degrees
 from steelyard.search.simplest_layout import burden, without_a_trade
 
 _NEVER = float("inf")
@@ -219,10 +223,12 @@ class ClusterSearch:
 
     def fits_memory(self, plan: ClusterPlan, limit_bytes: int) -> bool:
         """True if each stage fits the memory of its devices and of their hosts."""
-        stage_devices, costs = self._stage_devices.of(plan.layout), self.on_places(plan)
+        stage_devices, costs = self._stage_devices.of(plan.layout), self.stage_costs(plan)
         limits = self._limits_bytes(stage_devices, limit_bytes)
         resident = all(s.nbytes <= most for s, most in zip(plan.step.stages, limits, strict=True))
-        offloaded = (costs[n].far_bytes(n, stage) for n, stage in enumerate(self.held(plan)))
+        offloaded = (
+            costs[n].far_bytes(n, stage) for n, stage in enumerate(self.stage_blocks(plan))
+        )
         hosts = (stage_device.device.host_memory_bytes or 0 for stage_device in stage_devices)
         return resident and all(
             nbytes <= limit for nbytes, limit in zip(offloaded, hosts, strict=True)
@@ -278,7 +284,7 @@ class ClusterSearch:
     def prediction(self, plan: ClusterPlan) -> Prediction:
         """Return the full prediction for a plan."""
         doubt = self.doubt_of(plan.layout)
-        return priced(self.on_places(plan), self.held(plan), doubt=doubt)
+        return priced(self.stage_costs(plan), self.stage_blocks(plan), doubt=doubt)
 
     def doubt_of(self, layout: ParallelLayout) -> float:
         """Return the relative error of predicted step times for this layout."""
@@ -316,11 +322,11 @@ class ClusterSearch:
                 flops[node.outputs[0].dtype] += node.flops
         return max(flops, key=lambda dtype: flops[dtype], default="float32")
 
-    def on_places(self, plan: ClusterPlan) -> list[LayoutCost]:
+    def stage_costs(self, plan: ClusterPlan) -> list[LayoutCost]:
         """Return the cost model of each stage on the device it is assigned to."""
         return self._stage_costs(plan.layout, plan.micro_batch)
 
-    def held(self, plan: ClusterPlan) -> list[StageBlocks]:
+    def stage_blocks(self, plan: ClusterPlan) -> list[StageBlocks]:
         """Return the priced blocks of each stage of a plan."""
         layout, samples = plan.layout, plan.micro_batch
         return [
@@ -346,7 +352,7 @@ class ClusterSearch:
             step=AnalyticStep(pipeline_seconds=0, exposed_seconds=0, update_seconds=0, stages=()),
             least_seconds=0.0,
         )
-        step = deep_step_of(self._stage_costs(layout, samples), self.held(unpriced))
+        step = deep_step_of(self._stage_costs(layout, samples), self.stage_blocks(unpriced))
         return replace(unpriced, step=step)
 
     def on_one(self) -> Prediction:
@@ -427,8 +433,30 @@ class ClusterSearch:
                 slowest, (blocks + sum(t / block_seconds[cost] for cost, t in around)) / speed
             )
         total = blocks * fastest_block + sum(seconds for _, seconds in around)
-        pipeline = layout.micro_batches * slowest + (total - slowest) / layout.virtual
+        pipeline = self._least_pipeline_seconds(stage_costs, block_seconds, slowest, total)
         return pipeline + self._least_after(stage_costs)
+
+    def _least_pipeline_seconds(
+        self,
+        stage_costs: Sequence[LayoutCost],
+        block_seconds: Mapping[LayoutCost, float],
+        slowest: float,
+        total: float,
+    ) -> float:
+        layout = stage_costs[0].layout
+        if layout.virtual == 1:
+            return least_pipeline_seconds(layout, slowest=slowest, total=total)
+        each = self.num_blocks // layout.pipeline
+        last = each * block_seconds[stage_costs[-1]] + stage_costs[-1].ends_seconds(
+            layout.pipeline - 1
+        )
+        return least_interleaved_seconds(
+            layout,
+            slowest=slowest,
+            last=last,
+            first_runs=sum(each * block_seconds[cost] for cost in stage_costs[:-1])
+            / layout.virtual,
+        )
 
     def _least_after(self, stage_costs: Sequence[LayoutCost]) -> float:
         """Return a lower bound on the seconds after the pipeline: gradient exchange and update.

@@ -12,7 +12,6 @@ import torch
 
 from steelyard.capture.deep.batch_template import TruncatedStep
 from steelyard.capture.step import CapturedStep
-from steelyard.comm.pipeline_schedules import order_of
 from steelyard.errors import Mismatch
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.cluster_file import decode_tree
@@ -400,7 +399,7 @@ def test_rules_read_back_are_the_layout(ranks: int, host: str) -> None:
         roomy = search.plan_layout(way, 1 << 40)
         assert roomy is not None
         least, most = search._least_bytes(way), roomy.step.peak_bytes
-        for room in (1.0, 0.5, 0.2):
+        for room in (1.0, 0.5, 0.3, 0.2):
             laid = search.plan_layout(way, int(least + room * (most - least)))
             if laid is None:
                 continue
@@ -470,13 +469,12 @@ def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_step_drawn_out_ends_when_it_is_predicted_to(ranks: int) -> None:
-    """Where one stage takes all; else no later, and not much sooner."""
     search = _search(_SHAPES[0])
     for way in search.ways(ranks):
         laid = search.plan_layout(way, 1 << 40)
         assert laid is not None
-        on, held, layout = search.on_places(laid), search.held(laid), laid.layout
-        drawn = deep_spans(order_of(layout), on, held)
+        layout = laid.layout
+        drawn = deep_spans(search.stage_costs(laid), search.stage_blocks(laid))
         assert len({span.rank for span in drawn}) == layout.pipeline
         for rank in {span.rank for span in drawn}:
             own = [span for span in drawn if span.rank == rank]
@@ -484,12 +482,7 @@ def test_a_step_drawn_out_ends_when_it_is_predicted_to(ranks: int) -> None:
             for one, other in pairwise(own):
                 assert one.end_seconds == pytest.approx(other.begin_seconds, abs=1e-12)
         ends = max(span.end_seconds for span in drawn)
-        taken = [each.stage_seconds(n, s) for n, (each, s) in enumerate(zip(on, held, strict=True))]
-        if layout.virtual == 1 and max(taken) < min(taken) * (1 + 1e-9):
-            assert ends == pytest.approx(laid.step.step_seconds)
-        # Runs of blocks are unequal where an end of the model is in one of them.
-        most = 1.1 if layout.virtual > 1 else 1 + 1e-9
-        assert 0.8 * laid.step.step_seconds < ends <= most * laid.step.step_seconds
+        assert ends == pytest.approx(laid.step.step_seconds)
 
 
 def test_the_ends_of_stages_are_where_their_blocks_end() -> None:
