@@ -11,10 +11,11 @@ from itertools import chain
 from steelyard.ir.model_blocks import SAVE_ALL
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import Rule
-from steelyard.plans.plan import Prediction, SelectedTrade
+from steelyard.plans.plan import SelectedTrade
 from steelyard.plans.trade import Rejection, Remaining
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
+from steelyard.search.trade_price import price_without
 from steelyard.units import format_bytes, format_seconds
 
 _BATCH, _TENSOR, _PIPELINE, _STATES = (
@@ -60,7 +61,7 @@ def _taken(
     for trade, label, without in _layout_trades(layout, best.micro_batch):
         trade_rules = tuple(rule for rule in rules if rule.trade == trade)
         before = search.predict_saving_all(replace(best, layout=without))
-        yield _trade_between(trade, label, trade_rules, before, saving_all)
+        yield price_without(trade, label, trade_rules, without=before, with_it=saving_all)
     recomputed_calls = Counter[int]()
     num_offloaded = 0
     for policy, count in chain.from_iterable(best.stages):
@@ -74,12 +75,16 @@ def _taken(
             if n
         )
         trade_rules = tuple(rule for rule in rules if rule.trade == "recompute")
-        yield _trade_between("recompute", sets, trade_rules, saving_all, recompute_only)
+        yield price_without(
+            "recompute", sets, trade_rules, without=saving_all, with_it=recompute_only
+        )
     if num_offloaded:
         trade_rules = tuple(rule for rule in rules if rule.trade == _OFFLOAD)
         subject = f"{num_offloaded} blocks keep" if num_offloaded > 1 else "one block keeps"
         label = f"what {subject}, to the hosts' memory"
-        yield _trade_between(_OFFLOAD, label, trade_rules, recompute_only, search.prediction(best))
+        yield price_without(
+            _OFFLOAD, label, trade_rules, without=recompute_only, with_it=search.prediction(best)
+        )
 
 
 def _without_offload(best: ClusterPlan) -> ClusterPlan:
@@ -120,24 +125,6 @@ def _layout_trades(
     if layout.overlaps:
         label = "gradients exchanged beside the last backward pass"
         yield "overlap", label, replace(layout, overlaps=False)
-
-
-def _trade_between(
-    trade: str, label: str, rules: tuple[Rule, ...], before: Prediction, after: Prediction
-) -> SelectedTrade:
-    saved = before.metrics.computation_seconds.value - after.metrics.computation_seconds.value
-    exposed = (
-        after.metrics.exposed_communication_seconds.value
-        - before.metrics.exposed_communication_seconds.value
-    )
-    return SelectedTrade(
-        trade=trade,
-        label=label,
-        rules=rules,
-        buys_bytes=before.peak.nbytes - after.peak.nbytes,
-        buys_seconds=max(saved, 0.0),
-        pays_seconds=exposed + max(-saved, 0.0),
-    )
 
 
 def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iterator[Rejection]:

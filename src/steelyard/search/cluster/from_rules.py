@@ -5,7 +5,7 @@ Not for the inverse conversion: see to_rules.py.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from steelyard.errors import Mismatch
@@ -62,22 +62,23 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
             _refuse(by_trade[trade][1], f"beside others of {min(found)}")
         return found.pop() if found else 1
 
-    data, micro_batches = degree("shard_batch"), degree("accumulate")
-    pipeline, stages = degree("shard_pipeline"), len(by_trade["shard_pipeline"])
-    virtual, rest = divmod(stages + 1, pipeline)
+    degrees, micro_batches = ParallelLayout.of(rules), degree("accumulate")
+    for trade in ("shard_batch", "shard_tensor", "shard_pipeline"):
+        degree(trade)
+    stages = len(by_trade["shard_pipeline"])
+    virtual, rest = divmod(stages + 1, degrees.pipeline)
     if stages and rest:
         _refuse(by_trade["shard_pipeline"][0], f"of {stages + 1} stages, which is no multiple")
-    if step.num_samples % (data * micro_batches):
+    if step.num_samples % (degrees.data * micro_batches):
         _refuse(
             (by_trade["accumulate"] or by_trade["shard_batch"])[0],
             f"of a batch of {step.num_samples} samples, which has no such parts",
         )
     sharded = {rule.op for rule in by_trade["shard_states"]}
     stage = next((n for n, state in SHARDED_STATE.items() if sharded == {state}), 0)
-    layout = ParallelLayout(
-        tensor=degree("shard_tensor"),
-        pipeline=pipeline,
-        data=data,
+    layout = replace(
+        degrees,
+        shares=(),
         micro_batches=micro_batches,
         virtual=virtual if stages else 1,
         state_stage=stage,

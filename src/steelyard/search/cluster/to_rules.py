@@ -16,9 +16,8 @@ from steelyard.ir.sharding_choice import Region
 from steelyard.predict.analytic.node_assignment import MIDDLE
 from steelyard.predict.analytic.saved_activations import saved_calls
 from steelyard.search.cluster.search import ClusterPlan
+from steelyard.search.layout_rules import batch_rules
 
-# The gradient bucket size, as in stock DistributedDataParallel.
-_BUCKET_BYTES = 25 * 2**20
 # The sharded state by ZeRO stage. Sharded weights imply sharded gradients and optimizer state.
 SHARDED_STATE = {1: "optimizer", 2: "gradient", 3: ""}
 
@@ -32,17 +31,13 @@ def to_rules(
     regions.
     """
     layout = plan.layout
-    rules: list[Rule] = []
-    if layout.data > 1:
-        rules.append(Rule(trade="shard_batch", degree=layout.data, bucket_bytes=_BUCKET_BYTES))
+    rules = [*batch_rules(layout)]
     if layout.overlaps:
         rules.append(Rule(trade="overlap", lag=1))
     if layout.tensor > 1:
         rules += _tensor_rules(regions, blocks, layout.tensor)
     if layout.state_stage:
         rules += _state_rules(graph, blocks, layout.data, SHARDED_STATE[layout.state_stage])
-    if layout.micro_batches > 1:
-        rules.append(Rule(trade="accumulate", degree=layout.micro_batches))
     if layout.pipeline > 1:
         rules += [
             Rule(

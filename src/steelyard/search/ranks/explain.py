@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from steelyard.ir.collective import SLOTS
-from steelyard.ir.metrics import Metrics
 from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.rule import Rule
 from steelyard.passes.data_parallel.sync_batchnorm import is_synchronised
-from steelyard.plans.plan import SelectedTrade
+from steelyard.plans.plan import Prediction, SelectedTrade
 from steelyard.plans.trade import Offer, Rejection, Remaining
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
@@ -19,6 +18,12 @@ from steelyard.search.ranks.labels import layout_label, tensor_count, why_slower
 from steelyard.search.ranks.layout_candidates import LayoutCandidate, LayoutCandidates
 from steelyard.search.ranks.rank_speeds import RankSpeeds
 from steelyard.search.result import SearchResult
+from steelyard.search.trade_price import (
+    computation_seconds,
+    exposed_seconds,
+    price_without,
+    step_price_without,
+)
 from steelyard.units import format_bytes, format_seconds
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
@@ -114,31 +119,26 @@ class LayoutExplanation:
         without = self._candidates.counted(
             tuple(rule for rule in candidate.rules if rule not in slots)
         )
-        return SelectedTrade(
-            trade=_SLOTS,
-            label=_THROUGH_SLOTS,
-            rules=slots,
-            buys_bytes=without.nbytes - candidate.nbytes,
-            buys_seconds=max(0.0, without.seconds - candidate.seconds),
-            pays_seconds=max(0.0, candidate.seconds - without.seconds),
+        return step_price_without(
+            _SLOTS,
+            _THROUGH_SLOTS,
+            slots,
+            saved_bytes=without.nbytes - candidate.nbytes,
+            saved_seconds=without.seconds - candidate.seconds,
         )
 
     def gradient_trade(
         self, label: str, before: tuple[Rule, ...], rules: tuple[Rule, ...]
     ) -> SelectedTrade:
         """Return a trade of computation for communication, applied after the rules ``before``."""
-        applied = (
-            self._candidates.apply_rules(before),
-            self._candidates.apply_rules((*before, *rules)),
-        )
-        without, with_it = (predict(program, self._candidates.costs).metrics for program in applied)
+        without, with_it = self._predictions(before, (*before, *rules), self._candidates.costs)
         return SelectedTrade(
             trade=rules[0].trade,
             label=label,
             rules=rules,
-            buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
-            buys_seconds=_exposed(without) - _exposed(with_it),
-            pays_seconds=with_it.computation_seconds.value - without.computation_seconds.value,
+            buys_bytes=without.peak.nbytes - with_it.peak.nbytes,
+            buys_seconds=exposed_seconds(without) - exposed_seconds(with_it),
+            pays_seconds=computation_seconds(with_it) - computation_seconds(without),
         )
 
     def _trade_between(
@@ -153,19 +153,15 @@ class LayoutExplanation:
 
         ``costs`` are the prices of data parallelism among groups, if these differ.
         """
-        programs = self._candidates.apply_rules(before), self._candidates.apply_rules(after)
-        without, with_it = (
-            predict(program, costs or self._candidates.costs).metrics for program in programs
-        )
-        saved = without.computation_seconds.value - with_it.computation_seconds.value
-        return SelectedTrade(
-            trade=trade,
-            label=label,
-            rules=tuple(rule for rule in after if rule not in before),
-            buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
-            buys_seconds=max(saved, 0.0),
-            pays_seconds=_exposed(with_it) - _exposed(without) + max(-saved, 0.0),
-        )
+        without, with_it = self._predictions(before, after, costs or self._candidates.costs)
+        rules = tuple(rule for rule in after if rule not in before)
+        return price_without(trade, label, rules, without=without, with_it=with_it)
+
+    def _predictions(
+        self, before: tuple[Rule, ...], after: tuple[Rule, ...], costs: CostTable
+    ) -> tuple[Prediction, Prediction]:
+        apply_rules = self._candidates.apply_rules
+        return predict(apply_rules(before), costs), predict(apply_rules(after), costs)
 
     def why_not(self, layout: ParallelLayout, found: SearchResult) -> Rejection:
         seconds = min(candidate.seconds for candidate in self._candidates.of(layout))
@@ -222,7 +218,3 @@ class LayoutExplanation:
             )
             reason = f"would take ~{with_slots}, without them ~{without_slots}"
             yield Rejection(trade=_SLOTS, label=_THROUGH_SLOTS, reason=reason)
-
-
-def _exposed(metrics: Metrics) -> float:
-    return metrics.exposed_communication_seconds.value

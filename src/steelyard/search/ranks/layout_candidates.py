@@ -19,6 +19,7 @@ from steelyard.ir.step_source import StepSource
 from steelyard.plans.trade import Offer, Rejection, Trade, apply_rules_on_ranks
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
+from steelyard.search.layout_rules import batch_rules
 from steelyard.search.ranks.gather_buckets import with_gather_buckets, with_prefetch
 
 _BATCH, _TENSOR, _STATES, _OVERLAP = "shard_batch", "shard_tensor", "shard_states", "overlap"
@@ -217,14 +218,12 @@ class LayoutCandidates:
 
     def _batch_rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         for nbytes in BUCKETS:
-            batch = Rule(
-                trade=_BATCH, degree=layout.data, bucket_bytes=nbytes, shares=layout.shares
-            )
-            offers, _ = self.trade(_OVERLAP).offers(self.apply_rules((batch,)), self.source)
+            batch = batch_rules(layout, bucket_bytes=nbytes)
+            offers, _ = self.trade(_OVERLAP).offers(self.apply_rules(batch), self.source)
             # Of candidates predicted to be equal, the first one wins: the one with the largest lag
             # waits for the least.
             for offer in reversed(offers):
-                yield *offer.rules, batch
+                yield *offer.rules, *batch
 
     def counted(self, rules: tuple[Rule, ...]) -> LayoutCandidate:
         program = self.apply_rules(rules)

@@ -23,6 +23,8 @@ from steelyard.plans.trade import Offer, Rejection, Remaining, Trade
 from steelyard.predict import rank_seconds, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.rank_subsets import numbers_of_ranks
+from steelyard.search.enumerate_layouts import degrees_on
+from steelyard.search.layout_rules import batch_rules
 from steelyard.search.ranks.batch_shares import Shares, near_equal_shares, unequal_shares, units_for
 from steelyard.search.ranks.explain import LayoutExplanation
 from steelyard.search.ranks.labels import (
@@ -109,11 +111,9 @@ class LayoutSearch:
                 self._find_regions(ranks)
         self.pipelines = dict(self._find_pipelines(num_ranks, degrees))
         self.layouts = [
-            ParallelLayout(data=batch, tensor=tensor)
-            for tensor in self._regions
-            for batch in degrees
-            if batch * tensor in self._rank_counts
-            and (tensor == 1 or self._rank_speeds.is_homogeneous(batch * tensor))
+            layout
+            for layout in degrees_on(self._rank_counts, tensor=self._regions, data=degrees)
+            if layout.tensor == 1 or self._rank_speeds.is_homogeneous(layout.num_ranks)
         ]
         if batches:
             self.layouts += self._unequal(self._rank_counts[1:])
@@ -176,11 +176,12 @@ class LayoutSearch:
         """
         possible = self.ways.source.divisors()
 
-        def batch_rule(shares: Shares) -> Rule:
-            return Rule(trade=_BATCH, degree=len(shares), bucket_bytes=BUCKETS[-1], shares=shares)
+        def shared(shares: Shares) -> Program:
+            layout = ParallelLayout(data=len(shares), shares=shares)
+            return self.ways.apply_rules(batch_rules(layout, bucket_bytes=BUCKETS[-1]))
 
         def timed(shares: Shares) -> tuple[float, Sequence[float]]:
-            program = self.ways.apply_rules((batch_rule(shares),))
+            program = shared(shares)
             seconds = step_seconds(program, self.ways.costs).value
             return seconds, rank_seconds(program, self.ways.costs)
 
@@ -199,7 +200,8 @@ class LayoutSearch:
                     shares = near_equal_shares(ranks, possible)
                     # Applying the rules checks that all ranks communicate in the same order. Prices
                     # are computed on demand.
-                    self.ways.apply_rules((batch_rule(shares),) if shares else ())
+                    if shares:
+                        shared(shares)
                 else:
                     shares = unequal_shares(
                         units, self._rank_speeds.full_step_seconds(ranks), timed
@@ -224,16 +226,11 @@ class LayoutSearch:
         """Yield each feasible pipeline layout on up to ``num_ranks`` ranks with its search."""
         if not any(trade.name == _PIPELINE for trade in self.ways.trades):
             return
-        layouts = [
-            ParallelLayout(pipeline=stages, data=batch, tensor=tensor)
-            for tensor in self._regions
-            for batch in degrees
-            for stages in range(2, num_ranks + 1)
-        ]
-        for layout in layouts:
+        stages = range(2, num_ranks + 1)
+        for layout in degrees_on(
+            self._rank_counts, tensor=(*self._regions,), data=degrees, pipeline=stages
+        ):
             ranks = layout.num_ranks
-            if ranks not in self._rank_counts:
-                continue
             if not self._check_homogeneous(ranks, _PIPELINE, layers_label(layout)):
                 continue
             found = PipelineSearch(

@@ -17,25 +17,24 @@ from steelyard.ir.rule import Rule
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends
 from steelyard.plans.budget import Budget
-from steelyard.plans.plan import FrontierPoint, Prediction, SelectedTrade
+from steelyard.plans.plan import FrontierPoint, SelectedTrade
 from steelyard.plans.trade import Rejection, Remaining, Trade, apply_rules
 from steelyard.predict import message_of, pipelined, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.infeasible import beyond_budget, too_slow
+from steelyard.search.layout_rules import batch_rules
 from steelyard.search.ranks.labels import ranks_label, tensor_count
 from steelyard.search.result import SearchResult
 from steelyard.search.single.search import StepSearch
+from steelyard.search.trade_price import price_without, step_price_without
 from steelyard.units import format_bytes, format_seconds
 
-_PIPELINE, _ACCUMULATE, _RECOMPUTE = "shard_pipeline", "accumulate", "recompute"
-_BATCH, _TENSOR, _STATES = "shard_batch", "shard_tensor", "shard_states"
-_PINNED = "shared_memory_transfer"
+_PIPELINE, _RECOMPUTE = "shard_pipeline", "recompute"
+_TENSOR, _STATES, _PINNED = "shard_tensor", "shard_states", "shared_memory_transfer"
 # Micro-batches per stage: more of them shrink the pipeline bubble, but each is less efficient.
 _PER_STAGE = (2, 4)
 # Recompute plans to try for each number of micro-batches.
 _NUM_RECOMPUTE_PLANS = 8
-# A value without effect: gradients are reduced one by one after all micro-batches.
-_BUCKET_BYTES = 25 * 2**20
 # Recompute is tried only if the fastest candidate takes less than this share of the best plan.
 _MIN_GAIN_RATIO = 0.98
 # Candidates predicted slower by up to this factor count as equally fast: schedules differ in their
@@ -223,13 +222,9 @@ class PipelineSearch:
 
     def _schedule_candidates(self, parts: int) -> Iterator[_ScheduleCandidate]:
         """Yield candidates of each schedule, with stages balanced by time and by memory."""
-        groups = self._layout.data
-        graph = self._source.graph(micro_batches=parts * groups)
-        split: list[Rule] = []
-        if parts > 1:
-            split.append(Rule(trade=_ACCUMULATE, degree=parts))
-        if groups > 1:
-            split.append(Rule(trade=_BATCH, degree=groups, bucket_bytes=_BUCKET_BYTES))
+        graph = self._source.graph(micro_batches=parts * self._layout.data)
+        # The bucket size is without effect: gradients are reduced one by one after the last pass.
+        split = batch_rules(replace(self._layout, micro_batches=parts))
         for offer in self.offers:
             count, schedule = len(offer.rules) + 1, offer.rules[0].op
             for weight, handing in (
@@ -360,58 +355,38 @@ class PipelineSearch:
             predict(self._apply(rules), self._costs) for rules in ((), best.tensor_rules, applied)
         )
         if best.tensor_rules:
-            saved = _computation_seconds(alone) - _computation_seconds(before)
-            yield SelectedTrade(
-                trade=_TENSOR,
-                label=f"{tensor_count(best.tensor_rules)} in parts on {self._layout.tensor} ranks",
-                rules=best.tensor_rules,
-                buys_bytes=alone.peak.nbytes - before.peak.nbytes,
-                buys_seconds=max(0.0, saved),
-                pays_seconds=_exposed_seconds(before) + max(0.0, -saved),
-            )
+            label = f"{tensor_count(best.tensor_rules)} in parts on {self._layout.tensor} ranks"
+            yield price_without(_TENSOR, label, best.tensor_rules, without=alone, with_it=before)
         stages = sum(rule.trade == _PIPELINE for rule in applied) + 1
         batches = f", {best.parts} micro-batches" if best.parts > 1 else ""
-        yield SelectedTrade(
-            trade=_PIPELINE,
-            label=f"{stages} stages {ranks_label(self._layout)}, {best.schedule}{batches}",
-            rules=tuple(rule for rule in applied if rule.trade != _TENSOR),
-            buys_bytes=before.peak.nbytes - after.peak.nbytes,
-            buys_seconds=max(0.0, _computation_seconds(before) - _computation_seconds(after)),
-            pays_seconds=max(0.0, _exposed_seconds(after) - _exposed_seconds(before)),
+        yield price_without(
+            _PIPELINE,
+            f"{stages} stages {ranks_label(self._layout)}, {best.schedule}{batches}",
+            tuple(rule for rule in applied if rule.trade != _TENSOR),
+            without=before,
+            with_it=after,
         )
-        if slot_rules:
-            applied = (*applied, *slot_rules)
-            previous, after = after, predict(self._apply(applied), self._costs)
-            faster = previous.metrics.step_seconds.value - after.metrics.step_seconds.value
-            yield SelectedTrade(
-                trade=_PINNED,
-                label="messages of stages through slots",
-                rules=slot_rules,
-                buys_bytes=previous.peak.nbytes - after.peak.nbytes,
-                buys_seconds=max(0.0, faster),
-                pays_seconds=max(0.0, -faster),
-            )
-        if state_rules:
-            previous, after = after, predict(self._apply((*applied, *state_rules)), self._costs)
-            slowdown = after.metrics.step_seconds.value - previous.metrics.step_seconds.value
-            yield SelectedTrade(
-                trade=_STATES,
-                label=f"{tensor_count(state_rules)} in shares on {self._layout.data} ranks",
-                rules=state_rules,
-                buys_bytes=previous.peak.nbytes - after.peak.nbytes,
-                buys_seconds=max(0.0, -slowdown),
-                pays_seconds=max(0.0, slowdown),
-            )
-        if recomputed:
-            complete = predict(self._apply(best.rules), self._costs)
-            count = sum(rule.count for rule in recomputed)
-            yield SelectedTrade(
-                trade=_RECOMPUTE,
-                label=f"{count} operators of all stages",
-                rules=recomputed,
-                buys_bytes=after.peak.nbytes - complete.peak.nbytes,
-                pays_seconds=complete.metrics.step_seconds.value - after.metrics.step_seconds.value,
-            )
+        count = sum(rule.count for rule in recomputed)
+        for trade, label, rules in (
+            (_PINNED, "messages of stages through slots", slot_rules),
+            (
+                _STATES,
+                f"{tensor_count(state_rules)} in shares on {self._layout.data} ranks",
+                state_rules,
+            ),
+            (_RECOMPUTE, f"{count} operators of all stages", recomputed),
+        ):
+            if rules:
+                applied = (*applied, *rules)
+                without, after = after, predict(self._apply(applied), self._costs)
+                yield step_price_without(
+                    trade,
+                    label,
+                    rules,
+                    saved_bytes=without.peak.nbytes - after.peak.nbytes,
+                    saved_seconds=without.metrics.step_seconds.value
+                    - after.metrics.step_seconds.value,
+                )
 
     def _why_not_others(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
         """Yield the rejections of slots and of each other schedule, by its fastest candidate."""
@@ -452,14 +427,6 @@ class PipelineSearch:
 
     def _apply(self, rules: Sequence[Rule]) -> Program:
         return apply_rules(self._program, rules, trades=self._trades, source=self._source)
-
-
-def _computation_seconds(prediction: Prediction) -> float:
-    return prediction.metrics.computation_seconds.value
-
-
-def _exposed_seconds(prediction: Prediction) -> float:
-    return prediction.metrics.exposed_communication_seconds.value
 
 
 def _no_handoff(nbytes: int) -> float:  # noqa: ARG001 - of what is handed on
