@@ -19,7 +19,8 @@ from benchmarks.published.rows import Row, declared, facts
 from benchmarks.published.scoring import figure
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.software_stack import SoftwareStack
-from steelyard.ir.cluster_layout import MIXED, ClusterLayout
+from steelyard.ir.model_blocks import MIXED
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.predict.analytic.sections import sections
 from steelyard.predict.analytic.step import deep_step, tensor_costs
 
@@ -127,7 +128,7 @@ def _row(steps: Steps, seconds: float) -> Row:
         name=f"BERT-0.34B of {steps.sequence} on {steps.devices}",
         graph=partial(_graph, shape, micro_batch=steps.at_once, tensor=1),
         cluster=_machines(steps.devices),
-        layout=ClusterLayout(data=steps.devices, micro_batches=steps.times),
+        layout=ParallelLayout(data=steps.devices, micro_batches=steps.times),
         formats=_FORMATS,
         stack=SoftwareStack(),
         num_blocks=shape.layers,
@@ -156,7 +157,7 @@ def _phase_seconds(phase: Phase, devices: int, share: float) -> float:
 
 
 def _step_seconds(steps: Steps, share: float) -> float:
-    layout = ClusterLayout(data=steps.devices, micro_batches=steps.times)
+    layout = ParallelLayout(data=steps.devices, micro_batches=steps.times)
     shape = replace(_SHAPE, sequence=steps.sequence)
     cluster = _machines(steps.devices)
     stack = SoftwareStack(peak_share=share, bandwidth_share=share)

@@ -10,7 +10,8 @@ from benchmarks.published.captured import captured
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, facts, machines
 from steelyard.hardware.software_stack import SoftwareStack
-from steelyard.ir.cluster_layout import MIXED, MIXED_WIDE_GRADIENTS, ClusterLayout
+from steelyard.ir.model_blocks import MIXED, MIXED_WIDE_GRADIENTS, ActivationPolicy
+from steelyard.ir.parallel_layout import ParallelLayout
 
 _MACHINES = {
     "foundry-a100": "dgx-a100",
@@ -34,11 +35,10 @@ def foundry_row(line: dict[str, str]) -> Row:
     names = ("hidden", "heads", "layers", "sequence", "vocabulary")
     shape = Shape(**{name: int(line[name]) for name in names}, dropout=0.0, flash=True)
     ranks, batch, micro = (int(line[n]) for n in ("gpus", "global_batch", "micro_batch"))
-    layout = ClusterLayout(
+    layout = ParallelLayout(
         data=ranks,
         micro_batches=int(line["micro_batches"]),
         state_stage=int(line.get("state_stage") or 3),
-        again=("",) if line["recompute"] == "full" else (),
     )
     assert layout.micro_batches * micro * ranks == batch
     tokens = batch * shape.sequence
@@ -50,6 +50,7 @@ def foundry_row(line: dict[str, str]) -> Row:
         graph=partial(_graph, shape, micro_batch=micro, tensor=1),
         cluster=machines(_MACHINES[line["table"]], ranks),
         layout=layout,
+        policy=ActivationPolicy(recomputed_modules=("",) if line["recompute"] == "full" else ()),
         formats=_FORMATS[line["formats"]],
         stack=_EAGER_ON_HOPPER if "h100" in line["table"] else _EAGER,
         num_blocks=shape.layers,

@@ -13,7 +13,8 @@ from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, facts, machines
 from benchmarks.published.titan import llama_row
 from steelyard.hardware.software_stack import SoftwareStack
-from steelyard.ir.cluster_layout import MIXED_WIDE_GRADIENTS, ClusterLayout
+from steelyard.ir.model_blocks import MIXED_WIDE_GRADIENTS
+from steelyard.ir.parallel_layout import ParallelLayout
 
 _graph = cache(captured)
 
@@ -31,7 +32,7 @@ def _megatron_core(line: dict[str, str]) -> Row:
     names = ("hidden", "heads", "layers", "sequence", "vocabulary")
     shape = Shape(**{name: int(line[name]) for name in names}, dropout=0.0, flash=True)
     batch, micro, data = (int(line[n]) for n in ("global_batch", "micro_batch", "data"))
-    layout = ClusterLayout(
+    layout = ParallelLayout(
         tensor=int(line["tensor"]),
         pipeline=int(line["pipeline"]),
         data=data,
@@ -39,7 +40,7 @@ def _megatron_core(line: dict[str, str]) -> Row:
         virtual=int(line["virtual"]),
         state_stage=1,
         overlaps=True,
-        gathers_again=line["tensor"] != "1",
+        regathers_activations=line["tensor"] != "1",
     )
     s, l, h, v = shape.sequence, shape.layers, shape.hidden, shape.vocabulary
     model_flops = 72 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h))

@@ -12,7 +12,8 @@ from benchmarks.published.captured import captured
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, facts, machines
 from steelyard.hardware.software_stack import SoftwareStack
-from steelyard.ir.cluster_layout import MIXED, ClusterLayout
+from steelyard.ir.model_blocks import MIXED, ActivationPolicy
+from steelyard.ir.parallel_layout import ParallelLayout
 
 _AGAIN = {"none": (), "selective": ("attention.core",), "full": ("",)}
 # "We implemented fused kernels ... for bias + GeLU, bias + dropout + add, scale, mask and softmax"
@@ -73,16 +74,15 @@ def _row(line: dict[str, str]) -> Row:
     shape = Shape(**{name: int(line[name]) for name in names})
     batch, micro, data = (int(line[n]) for n in ("global_batch", "micro_batch", "data"))
     parallel = line["sequence_parallel"] == "yes"
-    layout = ClusterLayout(
+    layout = ParallelLayout(
         tensor=int(line["tensor"]),
         pipeline=int(line["pipeline"]),
         data=data,
         micro_batches=batch // (data * micro),
         virtual=int(line["virtual"]),
         state_stage=int(line["state_stage"]),
-        again=_AGAIN[line["recompute"]],
         draws_parts=True,
-        gathers_again=parallel,
+        regathers_activations=parallel,
         # --DDP-impl torch, in examples/sc21/run_table_1.sh at 6985e589.
         overlaps=line["table"] == "sc21-1" and line["pipeline"] == "1",
     )
@@ -101,6 +101,7 @@ def _row(line: dict[str, str]) -> Row:
         ),
         cluster=machines("dgx-a100-80gb", layout.num_ranks),
         layout=layout,
+        policy=ActivationPolicy(recomputed_modules=_AGAIN[line["recompute"]]),
         formats=_FORMATS,
         stack=_STACKS[line["system"]],
         num_blocks=shape.layers,

@@ -11,7 +11,8 @@ from benchmarks.published.captured import captured
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, declared, facts
 from steelyard.hardware.software_stack import SoftwareStack
-from steelyard.ir.cluster_layout import MIXED, ClusterLayout
+from steelyard.ir.model_blocks import MIXED
+from steelyard.ir.parallel_layout import ParallelLayout
 
 _PAIR = """
 [link.between-two]
@@ -34,7 +35,7 @@ def _row(line: dict[str, str]) -> Row:
     shape = Shape(**{name: int(line[name]) for name in names}, dropout=0.0, flash=flash, bare=True)
     batch, micro = int(line["global_batch"]), int(line["micro_batch"])
     blocks = tuple(int(count) for count in line["stage_blocks"].split("/"))
-    layout = ClusterLayout(pipeline=len(blocks), micro_batches=batch // micro, stage_blocks=blocks)
+    layout = ParallelLayout(pipeline=len(blocks), micro_batches=batch // micro, stage_blocks=blocks)
     s, l, h, v = shape.sequence, shape.layers, shape.hidden, shape.vocabulary
     return Row(
         family="mist, L4",

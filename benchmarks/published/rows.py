@@ -14,8 +14,9 @@ from benchmarks.published.captured import BLOCKS
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.cluster_file import decode_tree
 from steelyard.hardware.software_stack import SoftwareStack
-from steelyard.ir.cluster_layout import ClusterLayout, Formats
 from steelyard.ir.graph import Graph
+from steelyard.ir.model_blocks import SAVE_ALL, ActivationPolicy, Formats
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.predict.analytic.sections import Section, Sections, sections
 from steelyard.predict.analytic.step import AnalyticStep, deep_step, tensor_costs
 
@@ -35,7 +36,7 @@ class Row:
     name: str
     graph: Callable[[], Graph]
     cluster: Cluster
-    layout: ClusterLayout
+    layout: ParallelLayout
     formats: Formats
     stack: SoftwareStack
     num_blocks: int
@@ -49,6 +50,7 @@ class Row:
     # What a printed peak has in it besides what the allocator gave out, in words; rows that say the
     # same share one figure for it, fitted where ``table`` has others than those that are scored.
     beside: str = ""
+    policy: ActivationPolicy = SAVE_ALL
 
     @property
     def rate(self) -> float:
@@ -77,7 +79,7 @@ def block_of(row: Row, stack: SoftwareStack) -> Section:
 
 def _parts(row: Row, stack: SoftwareStack) -> Sections:
     costs = tensor_costs(row.cluster, row.layout)
-    return sections(row.graph(), costs, row.layout, blocks=BLOCKS, stack=stack)
+    return sections(row.graph(), costs, row.layout, row.policy, blocks=BLOCKS, stack=stack)
 
 
 def through_ports(row: Row, ports: int) -> Row:

@@ -16,7 +16,8 @@ from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, declared, facts
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
-from steelyard.ir.cluster_layout import SINGLE, ClusterLayout
+from steelyard.ir.model_blocks import SINGLE
+from steelyard.ir.parallel_layout import ParallelLayout
 
 # Padded to a multiple of 128 for each of four tensor ranks, as Megatron does it.
 _SHAPE = Shape(hidden=1024, heads=16, layers=24, sequence=2048, vocabulary=50688)
@@ -72,7 +73,7 @@ def regret(group: Sequence[Row], seconds: dict[Row, float]) -> float:
 def _row(line: dict[str, str]) -> Row:
     names = ("pipeline", "data", "tensor", "micro_batch", "global_batch")
     pipeline, data, tensor, micro, batch = (int(line[n]) for n in names)
-    layout = ClusterLayout(
+    layout = ParallelLayout(
         tensor=tensor,
         pipeline=pipeline,
         data=data,

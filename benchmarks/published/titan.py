@@ -11,7 +11,8 @@ from benchmarks.published.llama import LlamaShape
 from benchmarks.published.rows import Row, declared, facts, machines
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
-from steelyard.ir.cluster_layout import MIXED_WIDE_GRADIENTS, ClusterLayout, Formats
+from steelyard.ir.model_blocks import MIXED_WIDE_GRADIENTS, ActivationPolicy, Formats
+from steelyard.ir.parallel_layout import ParallelLayout
 
 # Parts are kept in single precision, and gathered in half: both together are what is kept.
 _SINGLE_GATHERED_HALF = Formats(weight_bytes=2, gradient_bytes=4, state_bytes=10)
@@ -46,7 +47,7 @@ def llama_row(line: dict[str, str]) -> Row:
     shape = LlamaShape(**{name: int(line[name]) for name in names})
     batch, micro, data = (int(line[n]) for n in ("global_batch", "micro_batch", "data"))
     again, spared = _AGAIN[line["recompute"]]
-    layout = ClusterLayout(
+    layout = ParallelLayout(
         tensor=int(line["tensor"]),
         pipeline=int(line["pipeline"]),
         data=data,
@@ -54,9 +55,7 @@ def llama_row(line: dict[str, str]) -> Row:
         virtual=int(line["virtual"]),
         stage_blocks=tuple(map(int, line["stage_blocks"].split())),
         state_stage=int(line["state_stage"]),
-        again=again,
-        spared=spared,
-        gathers_again=int(line["tensor"]) > 1,
+        regathers_activations=int(line["tensor"]) > 1,
     )
     is_titan = line["table"].startswith("titan")
     ranks = layout.num_ranks
@@ -76,6 +75,7 @@ def llama_row(line: dict[str, str]) -> Row:
         ),
         cluster=here,
         layout=layout,
+        policy=ActivationPolicy(recomputed_modules=again, spared=spared),
         formats=_SINGLE_GATHERED_HALF if is_titan else MIXED_WIDE_GRADIENTS,
         stack=SoftwareStack(
             fuses=line["software"] != "eager",

@@ -7,7 +7,6 @@ planned.py.
 from typing import Any
 
 from steelyard.api.planned import Planned, budget_of, check_trade
-from steelyard.comm.pipeline_schedules import order_of
 from steelyard.errors import BadInput
 from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.plans.budget import Budget, Minimize
@@ -40,7 +39,7 @@ class PlannedForCluster(Planned):
     def simulated(self) -> tuple[Span, ...]:
         """Return the timeline of one rank per stage; the other ranks of a stage do the same."""
         search, chosen = self._cluster_planner.search, self._chosen
-        return deep_spans(order_of(chosen.layout), search.on_places(chosen), search.held(chosen))
+        return deep_spans(search.stage_costs(chosen), search.stage_blocks(chosen))
 
     def why_not(self, trade: str) -> str:
         check_trade(trade)

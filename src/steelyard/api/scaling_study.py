@@ -126,7 +126,9 @@ def _layout_name(plan: ClusterPlan) -> str:
     parts = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
     if layout.state_stage:
         parts.append(f"z{layout.state_stage}")
-    if layout.far_states or any(policy.moved for stage in plan.stages for policy, _ in stage):
+    if layout.offloads_state or any(
+        policy.is_offloaded for stage in plan.stages for policy, _ in stage
+    ):
         parts.append("host")
     return " ".join(parts) or "1"
 

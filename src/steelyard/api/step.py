@@ -682,7 +682,7 @@ class Step:
         if size is not None and size % layout.units:
             shares = f"shares of {spelled(layout.shares)}" if layout.shares else "equal shares"
             raise Mismatch(
-                f"a batch of {size} samples does not divide into {shares} for {layout.batch} ranks",
+                f"a batch of {size} samples does not divide into {shares} for {layout.data} ranks",
                 expected=f"a number of samples that {layout.units} divides",
                 remedy="drop the last partial batch (drop_last=True), or pad it",
             )

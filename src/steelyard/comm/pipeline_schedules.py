@@ -18,8 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 from steelyard.errors import BadInput
-from steelyard.ir.cluster_layout import ClusterLayout
-from steelyard.ir.pipeline_schedule import Order, actions_of
+from steelyard.ir.pipeline_schedule import Order, actions_of, schedule_order
 
 SCHEDULES: Mapping[str, Any] = {
     "GPipe": ScheduleGPipe,
@@ -93,41 +92,9 @@ def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches
     ]
     schedule_object = made_schedule(schedule, stages, micro_batches=micro_batches)
     if schedule == "1F1B":
-        return one_forward_one_backward(num_ranks, micro_batches)
+        return schedule_order(num_ranks=num_ranks, micro_batches=micro_batches)
     # Drop gaps and gradient reductions over replicas, which are no compute actions.
     table = schedule_object.pipeline_order
     rows = [[str(a) for a in table[rank] if a and a.is_compute_op] for rank in sorted(table)]
     # These schedules collect the works of their sends, which keep the tensors alive.
     return Order(ranks=tuple(actions_of(row) for row in rows), holds_sends=True)
-
-
-def order_of(layout: ClusterLayout) -> Order:
-    """Return the action table of a cluster layout, also where torch requires more micro-batches
-    than it has."""
-    if layout.virtual == 1:
-        return one_forward_one_backward(layout.pipeline, layout.micro_batches)
-    return order_under(
-        layout.schedule,
-        num_ranks=layout.pipeline,
-        num_stages=layout.pipeline * layout.virtual,
-        micro_batches=layout.micro_batches,
-    )
-
-
-def one_forward_one_backward(num_ranks: int, micro_batches: int) -> Order:
-    """Return the 1F1B table. The schedule keeps only the most recently sent tensors alive."""
-    rows = [_one_forward_one_backward(r, num_ranks, micro_batches) for r in range(num_ranks)]
-    return Order(ranks=tuple(actions_of(row) for row in rows))
-
-
-def _one_forward_one_backward(rank: int, num_ranks: int, micro_batches: int) -> list[str]:
-    """Return the actions that torch's 1F1B runs on one rank. The table it reports (torch 2.13) is
-    wrong: on the last rank it begins with micro-batch 1 and ends with one too many. A test fails
-    once that is fixed."""
-    ahead = min(micro_batches, num_ranks - rank)
-    actions = [f"{rank}F{index}" for index in range(ahead)]
-    for index in range(micro_batches):
-        actions.append(f"{rank}B{index}")
-        if index + ahead < micro_batches:
-            actions.append(f"{rank}F{index + ahead}")
-    return actions

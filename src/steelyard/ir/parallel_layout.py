@@ -1,6 +1,7 @@
-"""The distribution of a training step over devices, as derived from a plan's rules.
+"""The distribution of a training step over devices, here or on a declared cluster.
 
-Not for the work of each rank: that is its program, after all rules were applied.
+Not for the work of each rank: that is its program, after all rules were applied, or the cost of its
+stage (predict/analytic/step.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,22 +21,45 @@ _MOST_SHARES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """The degrees of data, tensor and pipeline parallelism.
+    """The degrees of data, tensor and pipeline parallelism, and the schedule of a step.
 
-    ``batch`` groups of ranks share the batch: equally, or with ``shares`` in proportion to these
-    numbers. ``tensor`` is the number of ranks in a group, which shard the tensors of one model;
-    they are neighbours. ``pipeline`` is the number of ranks that divide the layers of one model.
+    ``tensor`` ranks shard the tensors of one model; they are neighbours. ``data`` groups of ranks
+    share the batch: equally, or with ``shares`` in proportion to these numbers. ``pipeline`` ranks
+    divide the layers of one model.
+
+    Each pipeline rank has ``virtual`` runs of blocks and processes ``micro_batches``;
+    ``stage_blocks`` are the numbers of blocks of each rank if these are unequal. ``state_stage`` is
+    ZeRO's. ``overlaps``: gradients are reduced during the last backward pass. ``offloads_state``:
+    the optimizer state is in host memory and is fetched for the update. ``draws_parts``: each
+    tensor rank draws its own part of random values, while Steelyard's own ranks draw them whole.
+    ``regathers_activations``: values gathered from tensor ranks are not saved but gathered again
+    for the backward pass, as sequence parallelism does.
     """
 
-    batch: int = 1
+    data: int = 1
     tensor: int = 1
     pipeline: int = 1
     shares: tuple[int, ...] = ()
+    micro_batches: int = 1
+    virtual: int = 1
+    stage_blocks: tuple[int, ...] = ()
+    state_stage: int = 0
+    overlaps: bool = False
+    offloads_state: bool = False
+    draws_parts: bool = False
+    regathers_activations: bool = False
 
     def __post_init__(self) -> None:
-        if self.shares and (len(self.shares) != self.batch or min(self.shares) < 1):
+        degrees = (self.tensor, self.pipeline, self.data, self.micro_batches, self.virtual)
+        if min(degrees) < 1 or self.state_stage not in range(4):
             raise BadInput(
-                f"the shares {spelled(self.shares)} do not match {self.batch} ranks",
+                f"a layout of degrees {degrees} and state stage {self.state_stage}",
+                expected="degrees of 1 and more, and a stage from 0 to 3",
+                remedy="correct the layout",
+            )
+        if self.shares and (len(self.shares) != self.data or min(self.shares) < 1):
+            raise BadInput(
+                f"the shares {spelled(self.shares)} do not match {self.data} ranks",
                 expected="a whole number above 0 for each rank",
                 remedy="write, for example, shares = [2, 1] under "
                 f"[[{trade_name(BatchSharding)}]] for two ranks",
@@ -47,10 +71,11 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> "ParallelLayout":
+        """Return the degrees and the shares that these rules say; the schedule is left out."""
         rules = tuple(rules)
         batch = of_kind(rules, BatchSharding)
         return cls(
-            batch=_most_ranks(batch),
+            data=_most_ranks(batch),
             tensor=_most_ranks(of_kind(rules, TensorSharding)),
             pipeline=_most_ranks(of_kind(rules, PipelineStageEnd)),
             shares=next((rule.shares for rule in batch if rule.shares), ()),
@@ -58,12 +83,12 @@ class ParallelLayout:
 
     @property
     def num_ranks(self) -> int:
-        return self.pipeline * self.batch * self.tensor
+        return self.pipeline * self.data * self.tensor
 
     @property
     def portions(self) -> tuple[int, ...]:
         """The number of batch units of each group."""
-        return self.shares or (1,) * self.batch
+        return self.shares or (1,) * self.data
 
     def share_of(self, rank: int) -> int:
         return self.portions[self.place(rank, DATA)]
@@ -77,22 +102,49 @@ class ParallelLayout:
     @property
     def units(self) -> int:
         """The number of equal units in the batch; each group takes some."""
-        return sum(self.shares) or self.batch
+        return sum(self.shares) or self.data
 
     @property
     def axes(self) -> dict[str, int]:
         """The mesh, innermost axis last: the number of ranks along each axis that has several."""
-        sizes = {PIPELINE: self.pipeline, DATA: self.batch, TENSOR: self.tensor}
+        sizes = {PIPELINE: self.pipeline, DATA: self.data, TENSOR: self.tensor}
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     def place(self, rank: int, axis: str) -> int:
         """Return the index of a rank along an axis."""
         match axis:
             case "pipeline":
-                return rank // (self.batch * self.tensor)
+                return rank // (self.data * self.tensor)
             case "data":
-                return rank // self.tensor % self.batch
+                return rank // self.tensor % self.data
         return rank % self.tensor
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule in torch."""
+        return "Interleaved1F1B" if self.virtual > 1 else "1F1B"
+
+    def blocks_of_stage(self, num_blocks: int, stage: int = 0) -> int:
+        if self.stage_blocks:
+            return self._checked_stage_blocks(num_blocks)[stage]
+        parts = self.pipeline * self.virtual
+        if num_blocks % parts:
+            raise BadInput(
+                f"{num_blocks} blocks in {parts} equal runs",
+                expected="as many blocks in each of the stages and virtual stages",
+                remedy="choose a pipeline and virtual degree that divide the number of blocks",
+            )
+        return num_blocks // self.pipeline
+
+    def _checked_stage_blocks(self, num_blocks: int) -> tuple[int, ...]:
+        counts = self.stage_blocks
+        if len(counts) != self.pipeline or sum(counts) != num_blocks or min(counts) < 1:
+            raise BadInput(
+                f"{num_blocks} blocks in stages of {counts}",
+                expected=f"{self.pipeline} stages of one block and more, with all blocks in them",
+                remedy="correct the blocks of the stages",
+            )
+        return counts
 
 
 def spelled(shares: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """A pipeline schedule: the actions of each rank in order, as in the tables of torch's schedules.
 
-Not for making one (comm/pipeline_schedules.py), nor for its duration
-(predict/pipeline/replay.py).
+Not for torch's schedule objects (comm/pipeline_schedules.py), nor for the duration of a schedule
+(predict/pipeline/).
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from steelyard.errors import PlanFileError
+from steelyard.errors import BadInput, PlanFileError
 
 # Receives are posted this many actions ahead. The sender then need not ask for room and wait
 # until its gloo thread is scheduled to read the answer.
@@ -79,6 +79,47 @@ def actions_of(cells: Iterable[str]) -> tuple[Action, ...]:
             for stage, work, micro_batch in _ACTION.findall(cell)
         ]
     return tuple(found)
+
+
+def schedule_order(*, num_ranks: int, micro_batches: int, virtual: int = 1) -> Order:
+    """Return the table of 1F1B, or of interleaved 1F1B if each rank has ``virtual`` stages.
+
+    Interleaved 1F1B is torch's own table. The table that torch reports of 1F1B (2.13) is wrong: on
+    the last rank it begins with micro-batch 1 and ends with one too many; this is what it runs.
+    Only interleaved sends keep their tensors alive until the step ends.
+    """
+    num_rounds = max(1, micro_batches // num_ranks) if virtual > 1 else 1
+    per_round, rest = divmod(micro_batches, num_rounds)
+    if rest:
+        raise BadInput(
+            f"{micro_batches} micro-batches in {num_rounds} equal rounds of interleaved stages",
+            expected="a multiple of the ranks of the pipeline",
+            remedy="choose another number of micro-batches, or one stage for each rank",
+        )
+    # The runs of a rank and the micro-batches in the order in which their forward passes begin.
+    turns = [
+        (run, number * per_round + index)
+        for number in range(num_rounds)
+        for run in range(virtual)
+        for index in range(per_round)
+    ]
+    rows = []
+    for rank in range(num_ranks):
+        forward, backward = (
+            [
+                Action(stage=run_of * num_ranks + rank, work=work, micro_batch=index)
+                for run, index in turns
+                for run_of in [run if work is ActionKind.FORWARD else virtual - 1 - run]
+            ]
+            for work in (ActionKind.FORWARD, ActionKind.BACKWARD)
+        )
+        behind = num_ranks - 1 - rank
+        ahead = min(len(turns), behind if virtual == 1 else (virtual - 1) * per_round + 2 * behind)
+        actions = forward[:ahead]
+        for index, action in enumerate(backward):
+            actions += [*forward[ahead + index : ahead + index + 1], action]
+        rows.append(tuple(actions))
+    return Order(ranks=tuple(rows), holds_sends=virtual > 1)
 
 
 def source_of(action: Action, rank_of: Mapping[int, int]) -> int | None:

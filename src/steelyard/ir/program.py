@@ -208,7 +208,7 @@ class Program:
     @property
     def parts(self) -> int:
         """Number of micro-batches over all ranks; all equal if ranks have equal batch shares."""
-        return self.repeats * self.layout.batch
+        return self.repeats * self.layout.data
 
     @property
     def units(self) -> int:

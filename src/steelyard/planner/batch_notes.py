@@ -37,12 +37,12 @@ def half_precision_note(rules: Sequence[Rule], graph: Graph) -> Iterator[str]:
 
 def batch_size_note(layout: ParallelLayout, samples: int) -> Iterator[str]:
     """Yield a note on the batch size of each rank, if ranks share the batch."""
-    if layout.batch == 1:
+    if layout.data == 1:
         return
     each = f"{samples * layout.share_of(0) // layout.units} on each"
     if layout.shares:
-        each = f"{spelled(layout.shares)} on ranks 0 to {layout.batch - 1}"
-    groups = " group" if layout.num_ranks > layout.batch else ""
+        each = f"{spelled(layout.shares)} on ranks 0 to {layout.data - 1}"
+    groups = " group" if layout.num_ranks > layout.data else ""
     yield (
         f"the global batch stays {samples} samples a step, {each}{groups}; the learning rate stays "
         "the same"

@@ -237,7 +237,7 @@ class DeclaredClusterPlanner:
 
     def _batch_note(self, chosen: ClusterPlan) -> Iterator[str]:
         layout = ParallelLayout(
-            batch=chosen.layout.data, tensor=chosen.layout.num_ranks // chosen.layout.data
+            data=chosen.layout.data, tensor=chosen.layout.num_ranks // chosen.layout.data
         )
         return batch_size_note(layout, self.step.num_samples)
 

@@ -101,7 +101,7 @@ def _refuse_without_budget(
         exact.program.layout,
         predicted.metrics.exposed_communication_seconds.value,
     )
-    is_shared_by_all = layout.batch == session.request.cluster.num_devices
+    is_shared_by_all = layout.data == session.request.cluster.num_devices
     if is_shared_by_all and waiting_seconds:
         reason += (
             f"; it could save at most the ~{format_seconds(waiting_seconds)} that ranks wait for "

@@ -97,7 +97,7 @@ class LossyPlanner:
         key = tuple(sorted(rules))
         if key not in self._drifts or len(self._drifts[key].shares) < steps:
             layout = program.layout
-            if layout != ParallelLayout(batch=layout.batch, shares=layout.shares):
+            if layout != ParallelLayout(data=layout.data, shares=layout.shares):
                 return "only plans whose ranks share nothing but the batch are probed"
             exact = self._exact_twin(rules)
             peaks = (peak_bytes(p, self.session.prices.costs) for p in (program, exact))

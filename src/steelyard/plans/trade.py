@@ -185,17 +185,17 @@ def _sharded_source(source: StepSource, layout: ParallelLayout, rank: int) -> Sh
         )
     if layout.units not in possible:
         raise Mismatch(
-            f"the plan shares the batch among {layout.batch} ranks",
+            f"the plan shares the batch among {layout.data} ranks",
             expected=f"one of {', '.join(str(k) for k in possible)} equal shares",
             remedy=f"set ranks under [[{trade_name(BatchSharding)}]] to one of these, "
             "or plan again",
         )
     # Pipeline stages process the micro-batches of each group separately, one after another.
     why_not = source.why_not_split if layout.pipeline > 1 else source.why_not_shared
-    reason = why_not() if layout.batch > 1 else None
+    reason = why_not() if layout.data > 1 else None
     if reason is not None:
         raise Mismatch(
-            f"the plan shares the batch among {layout.batch} ranks, which would change the "
+            f"the plan shares the batch among {layout.data} ranks, which would change the "
             f"training result: {reason}",
             expected="a model and loss whose batch can be split",
             remedy=f"remove the {trade_name(BatchSharding)} rule from the plan, or plan again",

@@ -175,7 +175,7 @@ class BoundProgram:
         self.sliced_gradients = gradients_in_slices(program)
         # If data-parallel ranks drew the same random numbers for different samples, training
         # would see only a fraction of the intended noise.
-        self.draws_per_rank = program.layout.batch > 1 and any(
+        self.draws_per_rank = program.layout.data > 1 and any(
             n.is_random for n in program.graph.nodes
         )
         # True if the program returns the loss summed over all micro-batches so far.

@@ -163,7 +163,7 @@ class _CompressGradients:
         source: StepSource,  # noqa: ARG002 - the program says what is exchanged
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         """Offer each codec of the trade for all all-reduced gradients, except small ones."""
-        if program.layout.batch == 1:
+        if program.layout.data == 1:
             return (), ()
         offers: list[Offer] = []
         refused: list[Rejection] = []
@@ -262,7 +262,7 @@ def _compressed(
         return program
     assert not program.recomputed, "gradient compression is applied before recompute"
     layout = program.layout
-    if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1:
+    if layout.data == 1 or layout.pipeline > 1 or layout.tensor > 1:
         others = layout.pipeline > 1 or layout.tensor > 1
         raise Mismatch(
             f"the plan compresses gradients ({rules[0].trade})"
@@ -279,7 +279,7 @@ def _compressed(
             expected="unsharded parameters, each in one rule",
             remedy=f"remove it from the {rules[0].trade} rules, or plan again",
         )
-    graph = compressed(program.graph, codecs, num_ranks=layout.batch, transport=source.transport)
+    graph = compressed(program.graph, codecs, num_ranks=layout.data, transport=source.transport)
     return program.with_graph(source.rewritten(graph))
 
 

@@ -88,7 +88,7 @@ class ShardBatch:
         rules: Sequence[ShardBatchRule],
         source: StepSource,
     ) -> Program:
-        ranks = program.layout.batch
+        ranks = program.layout.data
         if not rules or ranks == 1:
             return program
         if program.layout.pipeline > 1:

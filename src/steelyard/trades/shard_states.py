@@ -62,7 +62,7 @@ class ShardStates:
         source: StepSource,  # noqa: ARG002 - the program says what there is
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         """Offer each parameter that divides among the ranks; equal blocks share an offer."""
-        ranks, graph = program.layout.batch, program.graph
+        ranks, graph = program.layout.data, program.graph
         if ranks == 1:
             return (), ()
         reason = program.update.unshardable if program.update is not None else ""
@@ -93,10 +93,10 @@ class ShardStates:
             return program
         assert not program.recomputed, "shard_states changes the graph, so it is applied early"
         layout, update = program.layout, program.update
-        if any(rule.ranks != layout.batch for rule in rules) or layout.batch == 1:
+        if any(rule.ranks != layout.data for rule in rules) or layout.data == 1:
             raise Mismatch(
                 f"the plan shards weights over {rules[0].ranks} ranks, but the batch over "
-                f"{layout.batch}",
+                f"{layout.data}",
                 expected="the same number of ranks for both",
                 remedy="set ranks under [[shard_states]] to the value under [[shard_batch]]",
             )
@@ -123,16 +123,16 @@ class ShardStates:
         if layout.pipeline > 1:
             graph = program.graph  # stages work on whole weights, gathered once for all passes
             for name in names:
-                check_shared(graph, name, layout.batch)
+                check_shared(graph, name, layout.data)
         else:
             graph = gathered(
-                program.graph, names, num_ranks=layout.batch, transport=source.transport, axis=DATA,
+                program.graph, names, num_ranks=layout.data, transport=source.transport, axis=DATA,
                 stride=layout.tensor,
                 regathered=[name for name, rule in named if rule.gathers > 1],
                 together={name: rule.bucket for name, rule in named},
             )  # fmt: skip
         inputs = tuple((name, Shard(0)) for name in names)
-        own = ShardingChoice(axis=DATA, num_ranks=layout.batch, inputs=inputs)
+        own = ShardingChoice(axis=DATA, num_ranks=layout.data, inputs=inputs)
         shardings = (*program.shardings, own)
         if update is not None:
             update = source.update_in_parts(update, shardings)

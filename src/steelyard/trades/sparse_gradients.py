@@ -43,7 +43,7 @@ class SparseGradients:
         program: Program,
         source: StepSource,  # noqa: ARG002 - the program says what is exchanged
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        ranks = program.layout.batch
+        ranks = program.layout.data
         if ranks == 1:
             return (), ()
         offers, refusals = [], []
@@ -71,7 +71,7 @@ class SparseGradients:
             return program
         assert not program.recomputed, "sparse gradients are applied before recompute"
         layout = program.layout
-        if layout.batch == 1 or layout.pipeline > 1 or layout.tensor > 1 or layout.shares:
+        if layout.data == 1 or layout.pipeline > 1 or layout.tensor > 1 or layout.shares:
             raise Mismatch(
                 "the plan sends sparse gradients (sparse_gradients)",
                 expected="ranks that share only the batch, in equal shares",
@@ -85,7 +85,7 @@ class SparseGradients:
                 expected="a table that is read only by one lookup, in one micro-batch",
                 remedy="remove it from the sparse_gradients rules, or plan again",
             )
-        graph = in_rows(program.graph, named, num_ranks=layout.batch, transport=source.transport)
+        graph = in_rows(program.graph, named, num_ranks=layout.data, transport=source.transport)
         return program.with_graph(source.rewritten(graph))
 
 

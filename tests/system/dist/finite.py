@@ -20,21 +20,21 @@ from steelyard.trades.shard_batch import ShardBatchRule
 from steelyard.trades.shared_memory_transfer import SharedMemoryTransferRule
 from steelyard.api.rank_context import RankContext
 from steelyard.capture.step import CapturedStep
+from steelyard.comm.devices import torch_device_of
 from steelyard.errors import NonFinite
 from steelyard.ir.parallel_layout import DATA, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.trade import apply_rules
-from steelyard.comm.devices import torch_device_of
 from steelyard.run.codegen import emit
 from steelyard.run.finite_check import FiniteWatch
-from steelyard.run.train_loop import train
 from steelyard.run.launch.coordination import InGroup
 from steelyard.run.step import LiveStep
+from steelyard.run.train_loop import train
 from steelyard.trades import TRADES
+from tests.harness import in_a_hurry
 from tests.system.dist.pipelines import _in_stages
 from tests.system.dist.planned import OPTIMIZER, Case, _planned
-from tests.harness import in_a_hurry
 
 # Steps begin to go wrong with this one.
 WRONG = 4
@@ -83,9 +83,7 @@ def batches(fault: str) -> list[Any]:
 
 
 def all_of_them(rank: int) -> dict[str, Any]:
-    return {
-        f"{name}: {fault}": _trained(name, fault) for name in LAYOUTS for fault in _FAULTS
-    }
+    return {f"{name}: {fault}": _trained(name, fault) for name in LAYOUTS for fault in _FAULTS}
 
 
 def _trained(layout: str, fault: str) -> dict[str, Any]:
@@ -127,7 +125,7 @@ def _live(layout: str) -> LiveStep:
 
 def in_ones_own_loop(rank: int) -> list[str]:
     """Of passes that add up, gradients of which one is not finite are found a step later."""
-    case, cache = Case(_made, ParallelLayout(batch=2)), Path(os.environ["STEELYARD_CACHE"])
+    case, cache = Case(_made, ParallelLayout(data=2)), Path(os.environ["STEELYARD_CACHE"])
     with tempfile.TemporaryDirectory() as folder, in_a_hurry(cache):
         first = Path(InGroup().words(folder))
         torch.manual_seed(0)

@@ -39,9 +39,9 @@ from steelyard.search.ranks.gather_buckets import with_prefetch
 from steelyard.trades.shard_pipeline import rules_for
 from steelyard.trades.shard_states import ShardStates
 from tests import zoo
+from tests.harness import in_a_hurry
 from tests.system.dist.pipelines import cut_most
 from tests.system.dist.scenarios import Patience, Recorder, Sends, planned_calls
-from tests.harness import in_a_hurry
 from tests.zoo.case import Loss, class_loss, images, next_token_loss, tokens
 from tests.zoo.own import GPT, Residual
 
@@ -138,7 +138,7 @@ def _normalised() -> tuple[nn.Module, Loss, Any]:
 
 
 _BATCH, _TENSOR, _STAGES = (
-    ParallelLayout(batch=2),
+    ParallelLayout(data=2),
     ParallelLayout(tensor=2),
     ParallelLayout(pipeline=2),
 )
@@ -171,11 +171,11 @@ GATHERED_AGAIN = {
 }
 UNEQUAL = {
     "random and summed, in less memory": Case(
-        partial(_random_and_summed, 12), ParallelLayout(batch=2, shares=(2, 1)), share_of_plain=0.8
+        partial(_random_and_summed, 12), ParallelLayout(data=2, shares=(2, 1)), share_of_plain=0.8
     ),
     "padded, with states in shares, in micro-batches": Case(
         partial(_padded, 12),
-        ParallelLayout(batch=2, shares=(2, 1)),
+        ParallelLayout(data=2, shares=(2, 1)),
         micro_batches=2,
         with_states=True,
     ),
@@ -194,10 +194,10 @@ THROUGH_SLOTS = {
 }
 THROUGH_SLOTS_ON_THREE = {
     "padded, unequal": Case(
-        partial(_padded, 12), ParallelLayout(batch=3, shares=(1, 3, 2)), in_slots=True
+        partial(_padded, 12), ParallelLayout(data=3, shares=(1, 3, 2)), in_slots=True
     ),
     "random and padded, with states in shares": Case(
-        partial(_random_and_padded, 12), ParallelLayout(batch=3), with_states=True, in_slots=True
+        partial(_random_and_padded, 12), ParallelLayout(data=3), with_states=True, in_slots=True
     ),
 }
 COMPILED = {
@@ -210,17 +210,17 @@ COMPILED = {
 # By themselves: four compiled plans take two cores as long as ranks are given.
 COMPILED_TOO = {
     "padded, in unequal shares": Case(
-        partial(_padded, 12), ParallelLayout(batch=2, shares=(2, 1)), runner="inductor"
+        partial(_padded, 12), ParallelLayout(data=2, shares=(2, 1)), runner="inductor"
     ),
     "padded tensors in parts, in slots and micro-batches": Case(
         _padded, _TENSOR, micro_batches=2, in_slots=True, runner="inductor"
     ),
 }  # fmt: skip
 UNEQUAL_ON_THREE = {
-    "mean": Case(partial(_mean, 12), ParallelLayout(batch=3, shares=(3, 2, 1))),
-    "padded": Case(partial(_padded, 12), ParallelLayout(batch=3, shares=(1, 3, 2))),
+    "mean": Case(partial(_mean, 12), ParallelLayout(data=3, shares=(3, 2, 1))),
+    "padded": Case(partial(_padded, 12), ParallelLayout(data=3, shares=(1, 3, 2))),
     # Nearly equal ones, of a batch that three ranks do not divide.
-    "of eight": Case(partial(_mean, 8), ParallelLayout(batch=3, shares=(3, 3, 2))),
+    "of eight": Case(partial(_mean, 8), ParallelLayout(data=3, shares=(3, 3, 2))),
 }
 IN_PARTS = {
     "random tensors in parts": Case(_random_and_summed, _TENSOR, share_of_plain=0.95),
@@ -246,20 +246,20 @@ STAGES_BY_TENSORS = {
 }  # fmt: skip
 STAGES_OF_GROUPS = {
     "random and tied, in stages, of two groups": Case(
-        _random_and_tied, ParallelLayout(batch=2, pipeline=2), share_of_plain=0.8, micro_batches=2
+        _random_and_tied, ParallelLayout(data=2, pipeline=2), share_of_plain=0.8, micro_batches=2
     ),
     "random and tied, in stages, of two groups with states in shares": Case(
         _random_and_tied,
-        ParallelLayout(batch=2, pipeline=2),
+        ParallelLayout(data=2, pipeline=2),
         share_of_plain=0.8,
         micro_batches=2,
         with_states=True,
     ),
 }
 ON_FOUR = {
-    "normalised batch, channels in parts": Case(_normalised, ParallelLayout(batch=2, tensor=2)),
+    "normalised batch, channels in parts": Case(_normalised, ParallelLayout(data=2, tensor=2)),
     "random and padded batch, tensors and states, in micro-batches": Case(
-        _random_and_padded, ParallelLayout(batch=2, tensor=2), micro_batches=2, with_states=True
+        _random_and_padded, ParallelLayout(data=2, tensor=2), micro_batches=2, with_states=True
     ),
 }
 
@@ -354,7 +354,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         step(batch)
     odd = {key: x[:7] for key, x in batch.items()}
     refused = ""
-    if case.layout.batch > 1:
+    if case.layout.data > 1:
         with pytest.raises(Mismatch) as mismatch:
             step(odd)
         refused = str(mismatch.value)
@@ -464,9 +464,9 @@ def _gathers(rules: Sequence[Rule]) -> int:
 
 def _staged(case: Case, session: PlanningSession) -> tuple[Rule, ...]:
     """With something computed again in each stage, and as much cut as can be."""
-    groups, ranks = case.layout.batch, case.layout.tensor
+    groups, ranks = case.layout.data, case.layout.tensor
     shared, _ = ShardStates().offers(
-        replace(session.base, layout=ParallelLayout(batch=groups)), session.source
+        replace(session.base, layout=ParallelLayout(data=groups)), session.source
     )
     return (
         *cut_most(replace(session.base, layout=ParallelLayout(tensor=ranks)), session.source),

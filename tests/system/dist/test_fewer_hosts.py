@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import Hosts, NoHosts, address, hosts
-from steelyard.plan_files.prediction_file import read_plan
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.plan_files.plan_file import read_decisions
+from steelyard.plan_files.prediction_file import read_plan
 
 pytestmark = [
     pytest.mark.dist,
@@ -107,7 +107,7 @@ def test_the_two_that_are_well_joined_are_taken_and_the_slow_link_is_named(
     folders: list[Path], planned: list[Path]
 ) -> None:
     decisions = read_decisions(planned[0])
-    assert ParallelLayout.of(decisions.rules) == ParallelLayout(batch=2)
+    assert ParallelLayout.of(decisions.rules) == ParallelLayout(data=2)
     assert decisions.used_ranks == (1, 2)
     assert len({path.read_text() for path in planned}) == 1
     said = _said(folders[0])

@@ -12,12 +12,12 @@ from tests.system.dist.planned import (
     COMPILED,
     COMPILED_TOO,
     GATHERED_AGAIN,
-    STAGES_OF_GROUPS,
     IN_PARTS,
     IN_STAGES,
     ON_FOUR,
     SHARED,
     STAGES_BY_TENSORS,
+    STAGES_OF_GROUPS,
     THROUGH_SLOTS,
     THROUGH_SLOTS_ON_THREE,
     UNEQUAL,
@@ -82,7 +82,7 @@ def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
     elif case.layout.pipeline == 1:
         assert rank["executed"] == rank["planned"], name
         # Of what is handed over a ring sends that many times as much, in parts that are rounded up.
-        among = max(case.layout.batch, 2)
+        among = max(case.layout.data, 2)
         sent = rank["handed_bytes"] * 2 * (among - 1) / among
         assert sent == pytest.approx(rank["sent_bytes"], rel=0 if among == 2 else 1e-3), name
         assert 0 < sent < rank["predicted_bytes"], name
@@ -94,8 +94,8 @@ def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
         assert counted == pytest.approx(rank["predicted_bytes"], abs=tiny + rounded), name
     if case.layout.shares:
         assert "a batch of 7 has no shares of " in rank["refused"], name
-    elif case.layout.batch > 1:
-        said = f"a batch of 7 has no equal shares for {case.layout.batch} ranks"
+    elif case.layout.data > 1:
+        said = f"a batch of 7 has no equal shares for {case.layout.data} ranks"
         assert said in rank["refused"], name
     assert ("shard_states" in rank["rules"]) == case.with_states, name
     assert ("accumulate" in rank["rules"]) == (case.micro_batches > 1), name
@@ -117,7 +117,7 @@ def _agree_on_peaks(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
 
 def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
     """What is said is of the rank that has most; the tied weight is held, and summed up, by both."""
-    groups, tensor = case.layout.batch, case.layout.tensor
+    groups, tensor = case.layout.data, case.layout.tensor
     for place, first in enumerate(ranks[:tensor]):
         # Those that share tensors exchange alike; the stages together what all of the lines do.
         stages = ranks[place::tensor]
@@ -143,7 +143,9 @@ def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> Non
     counted = max(rank["counted_bytes"] for rank in ranks)
     assert counted == pytest.approx(sent, rel=3e-3 if tensor > 1 else 0), name
     assert max(rank["peak_bytes"] for rank in ranks) == pytest.approx(peak, rel=0.01), name
-    held = sum(rank["held"] + rank["in_shares"] for rank in ranks) - groups * tied_bytes // 8 * tensor
+    held = (
+        sum(rank["held"] + rank["in_shares"] for rank in ranks) - groups * tied_bytes // 8 * tensor
+    )
     if tensor == 1:
         assert held == groups * ranks[0]["whole"], name
     assert held < 1.1 * groups * ranks[0]["whole"], name

@@ -108,7 +108,7 @@ def test_ranks_are_planned_for_as_what_inductor_makes_of_them(on_two_ranks: sy.P
     batch = ShardBatchRule(ranks=2, bucket=2**20)
     lowered = session.as_executed(session.apply_rules([OverlapRule(window=1), batch]))
     assert lowered.problems() == []
-    assert lowered.layout == ParallelLayout(batch=2)
+    assert lowered.layout == ParallelLayout(data=2)
     nodes = [lowered.graph.by_name[i.node] for i in lowered.instructions if i.sink is None]
     kernels = [node for node in nodes if node.op.startswith("inductor.fused.")]
     assert len(kernels) > 10

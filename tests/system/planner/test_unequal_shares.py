@@ -75,7 +75,7 @@ def test_each_rank_works_on_its_share_and_all_exchange_alike(shares: tuple[int, 
     for one in ones:
         assert one.problems() == []
         assert batch_rows(one) == {12 // sum(shares) * one.share}
-        assert one.layout == program.layout == ParallelLayout(batch=len(shares), shares=shares)
+        assert one.layout == program.layout == ParallelLayout(data=len(shares), shares=shares)
         assert one.layout.share_of(one.rank) == one.share
         assert one.batch_bytes == trial().plain.batch_bytes, "every rank is given the whole batch"
         assert (one.collective_order, one.sent_bytes) == (
@@ -199,7 +199,7 @@ def of_batch(found: SearchResult) -> ParallelLayout:
 @looking_less_far()
 def test_the_batch_is_shared_by_declared_speeds_and_it_is_said_why() -> None:
     found = layouts(costs(1, 0.5, rate=1e12), num_ranks=2).find(Budget())
-    assert of_batch(found) == ParallelLayout(batch=2, shares=(2, 1))
+    assert of_batch(found) == ParallelLayout(data=2, shares=(2, 1))
     (taken,) = (t for t in found.taken if t.trade == "shard_batch")
     assert taken.label.startswith(
         "among 2 ranks as 2 : 1 (rank 1 computes at 0.50 times the speed of rank 0), "

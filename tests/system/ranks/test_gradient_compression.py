@@ -136,7 +136,7 @@ def test_codes_are_not_weighed_where_no_accuracy_may_be_lost(
     assert {refusal.trade for refusal in lossy} == set(_TRADES)
     assert all("is lossy and the accuracy budget is 0" in refusal.reason for refusal in lossy)
     waits = plan.predicted.exposed_communication_seconds.value
-    if ParallelLayout.of(plan.plan.decisions.rules).batch == 2:
+    if ParallelLayout.of(plan.plan.decisions.rules).data == 2:
         bound = f"at most the ~{format_seconds(waits)} that ranks wait"
         assert all(bound in refusal.reason for refusal in lossy)
     left = [refusal.left for refusal in plan.plan.refused]

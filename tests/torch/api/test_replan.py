@@ -98,7 +98,7 @@ def test_a_restored_link_brings_all_hosts_back_to_the_plan_of_the_beginning(gave
     code = TernaryGradientsRule(parameter="a", count=1)
     ways = SimpleNamespace(
         counted=lambda rules: LayoutCandidate(
-            rules=rules, layout=ParallelLayout(batch=2), seconds=0.2, nbytes=9
+            rules=rules, layout=ParallelLayout(data=2), seconds=0.2, nbytes=9
         )
     )
     session = SimpleNamespace(layouts=SimpleNamespace(ways=ways))

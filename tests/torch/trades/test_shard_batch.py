@@ -74,7 +74,7 @@ def batch_rows(program: Program) -> set[int]:
 def test_a_rank_works_on_its_share_and_sends_each_gradient_once(ranks: int) -> None:
     program = shared(ranks)
     assert program.problems() == []
-    assert program.layout == ParallelLayout(batch=ranks)
+    assert program.layout == ParallelLayout(data=ranks)
     assert batch_rows(program) == {8 // ranks}
     assert program.parts == ranks
     # A ring passes every share but one's own twice; shares are rounded up.
@@ -362,7 +362,7 @@ def test_a_faster_link_never_makes_the_step_slower() -> None:
 @looking_less_far()
 def test_a_batch_of_eight_goes_to_three_equal_ranks_as_three_three_and_two() -> None:
     found = layouts(costs(1e12), num_ranks=3).find(Budget())
-    assert ParallelLayout.of(found.rules) == ParallelLayout(batch=3, shares=(3, 3, 2))
+    assert ParallelLayout.of(found.rules) == ParallelLayout(data=3, shares=(3, 3, 2))
     two = layouts(costs(1e12), num_ranks=2).find(Budget())
     fewer = two.prediction.metrics.step_seconds.value
     assert found.prediction.metrics.step_seconds.value == pytest.approx(fewer * 3 / 4, rel=0.05)

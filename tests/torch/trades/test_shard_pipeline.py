@@ -100,7 +100,7 @@ def test_what_stays_whole_is_told_why() -> None:
     whole = replace(plain(), update=replace(coupled, undivided=reason))
     for program, said in (
         (whole, reason),
-        (replace(plain(), layout=ParallelLayout(batch=2, shares=(3, 1))), "need equal shares"),
+        (replace(plain(), layout=ParallelLayout(data=2, shares=(3, 1))), "need equal shares"),
     ):
         among = replace(program, layout=replace(program.layout, pipeline=2))
         offers, (refusal,) = ShardPipeline().offers(among, trial().source)
@@ -142,7 +142,7 @@ def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
     shared = ShardBatchRule(ranks=2, bucket=1024)
     one, two = (applied(*more, *rules, micro_batches=2) for more in ((), (shared,)))
-    assert two.layout == ParallelLayout(batch=2, pipeline=2)
+    assert two.layout == ParallelLayout(data=2, pipeline=2)
     assert not any(node.collective for node in two.graph.nodes)
     assert two.pipeline is not None
     held = [two.pipeline.held(rank) for rank in range(2)]
@@ -168,7 +168,7 @@ def of_two_groups() -> tuple[Rule, ...]:
 
 
 def states() -> tuple[Rule, ...]:
-    among = replace(plain(), layout=ParallelLayout(batch=2))
+    among = replace(plain(), layout=ParallelLayout(data=2))
     return tuple(r for offer in ShardStates().offers(among, trial().source)[0] for r in offer.rules)
 
 
@@ -209,7 +209,7 @@ def test_states_are_shared_where_memory_is_short() -> None:
     price = costs(1e6)
 
     staged = PipelineSearch(
-        plain(), layout=ParallelLayout(batch=2, pipeline=2), trades=TRADES, source=trial().source,
+        plain(), layout=ParallelLayout(data=2, pipeline=2), trades=TRADES, source=trial().source,
         costs=price, searching=searching,
     )  # fmt: skip
     with pytest.raises(Infeasible) as least:

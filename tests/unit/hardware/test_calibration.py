@@ -18,7 +18,7 @@ from steelyard.hardware.calibration import (
 )
 from steelyard.hardware.cluster_file import decode_tree
 from steelyard.hardware.presets import preset_tables
-from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.ir.parallel_layout import ParallelLayout
 
 _FITTED = Domain(
     rows=2,
@@ -105,13 +105,13 @@ def test_layouts_of_one_kind_are_told_apart_sooner() -> None:
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        (ClusterLayout(data=8, state_stage=3), Parallelism.DATA),
-        (ClusterLayout(data=8, tensor=8), Parallelism.TENSOR),
-        (ClusterLayout(pipeline=4), Parallelism.PIPELINE),
-        (ClusterLayout(tensor=8, pipeline=4), Parallelism.BOTH),
+        (ParallelLayout(data=8, state_stage=3), Parallelism.DATA),
+        (ParallelLayout(data=8, tensor=8), Parallelism.TENSOR),
+        (ParallelLayout(pipeline=4), Parallelism.PIPELINE),
+        (ParallelLayout(tensor=8, pipeline=4), Parallelism.BOTH),
     ],
 )
-def test_layouts_are_of_four_kinds(layout: ClusterLayout, kind: Parallelism) -> None:
+def test_layouts_are_of_four_kinds(layout: ParallelLayout, kind: Parallelism) -> None:
     assert Parallelism.of(tensor=layout.tensor, pipeline=layout.pipeline) is kind
 
 

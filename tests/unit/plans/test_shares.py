@@ -22,8 +22,8 @@ _MADE_FOR = Target(
 
 @given(_SHARES, st.integers(1, 5))
 def test_a_way_to_share_is_one_value(shares: tuple[int, ...], times: int) -> None:
-    layout = ParallelLayout(batch=len(shares), shares=shares)
-    assert layout == ParallelLayout(batch=len(shares), shares=tuple(times * n for n in shares))
+    layout = ParallelLayout(data=len(shares), shares=shares)
+    assert layout == ParallelLayout(data=len(shares), shares=tuple(times * n for n in shares))
     assert (layout.shares == ()) == (len({*shares}) == 1)
     assert layout.units == sum(layout.portions)
     pairs = zip(layout.portions, shares, strict=True)
@@ -31,16 +31,16 @@ def test_a_way_to_share_is_one_value(shares: tuple[int, ...], times: int) -> Non
 
 
 def test_the_ranks_of_each_share_are_known_the_largest_first() -> None:
-    layout = ParallelLayout(batch=4, shares=(1, 3, 1, 2))
+    layout = ParallelLayout(data=4, shares=(1, 3, 1, 2))
     assert [layout.share_of(rank) for rank in range(4)] == [1, 3, 1, 2]
     assert layout.unequal_ranks == (1, 3, 0)
-    assert ParallelLayout(batch=2, tensor=2).unequal_ranks == (0,)
+    assert ParallelLayout(data=2, tensor=2).unequal_ranks == (0,)
 
 
 @pytest.mark.parametrize("shares", [(2, 1, 1), (2,), (2, 0), (2, -1)])
 def test_shares_that_are_none_are_refused(shares: tuple[int, ...]) -> None:
     with pytest.raises(BadInput, match="a whole number above 0 for each rank"):
-        ParallelLayout(batch=2, shares=shares)
+        ParallelLayout(data=2, shares=shares)
 
 
 def _text(line: str, *, more: str = "") -> str:

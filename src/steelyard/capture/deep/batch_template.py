@@ -24,9 +24,9 @@ from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.ir.batch_template import BatchTemplate, telling_number
-from steelyard.ir.cluster_layout import Blocks, Formats
 from steelyard.ir.collective import NCCL
 from steelyard.ir.graph import Graph, Role
+from steelyard.ir.model_blocks import Blocks, Formats
 from steelyard.ir.parallel_layout import TENSOR
 from steelyard.ir.placement import Placement
 from steelyard.ir.sharding_choice import Region, ShardingChoice

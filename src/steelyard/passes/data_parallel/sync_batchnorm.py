@@ -128,7 +128,7 @@ class _Synchronising:
         own = self._call(node, "batch_norm_stats", (x,), statistics)
         gathered = self._exchanged(Exchange.ALL_GATHER, own, at=node)
         joint = self._call(
-            node, "batch_norm_gather_stats", (Ref(gathered.name), self._layout.batch),
+            node, "batch_norm_gather_stats", (Ref(gathered.name), self._layout.data),
             self._editor.tensor((2, channels), given.dtype),
         )  # fmt: skip
         all_statistics = Ref(joint.name)
@@ -185,10 +185,10 @@ class _Synchronising:
 
     def _exchanged(self, kind: Exchange, value: Node, *, at: Node) -> Node:
         rows, channels = value.outputs[0].shape
-        rows *= self._layout.batch if kind is Exchange.ALL_GATHER else 1
+        rows *= self._layout.data if kind is Exchange.ALL_GATHER else 1
         output = self._editor.tensor((rows, channels), value.outputs[0].dtype)
         collective = self._transport.collective(
-            kind, axis=DATA, num_ranks=self._layout.batch, nbytes=output.nbytes,
+            kind, axis=DATA, num_ranks=self._layout.data, nbytes=output.nbytes,
             stride=self._layout.tensor,
         )  # fmt: skip
         moved = 0 if kind is Exchange.ALL_GATHER else 2 * output.nbytes
@@ -217,4 +217,4 @@ class _Synchronising:
 
     def _count(self, x: Tensor) -> int:
         """Return the number of values of one channel on all ranks."""
-        return x.numel // x.shape[1] * self._layout.batch
+        return x.numel // x.shape[1] * self._layout.data

@@ -6,9 +6,10 @@ The assignment is the same for any number of samples. Not for a section's costs:
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from steelyard.ir.cluster_layout import ClusterLayout
 from steelyard.ir.collective import Exchange
 from steelyard.ir.graph import Graph, Node, Phase
+from steelyard.ir.model_blocks import SAVE_ALL, ActivationPolicy
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import CallSite
 from steelyard.predict.analytic.fusion import Fusing, fusing
 
@@ -37,15 +38,20 @@ class NodeAssignment:
     fusing: Fusing
 
 
-def belonging(
-    graph: Graph, layout: ClusterLayout, *, blocks: str, first: int = 0
+def assign_nodes(
+    graph: Graph,
+    layout: ParallelLayout,
+    policy: ActivationPolicy = SAVE_ALL,
+    *,
+    blocks: str,
+    first: int = 0,
 ) -> NodeAssignment:
     """Assign each node of a graph to its section and recompute region.
 
     ``blocks`` is the path of the module list that contains the captured blocks, at least three,
     the first of them at index ``first``; it is empty if there are none.
     """
-    work = _NodeRole(graph, layout, blocks, first)
+    work = _NodeRole(graph, layout, policy, blocks, first)
     section_of, region_of = work.section_of, work.region_of()
 
     def place(node: Node) -> tuple[str, Phase, str]:
@@ -64,15 +70,21 @@ def belonging(
 
 
 class _NodeRole:
-    def __init__(self, graph: Graph, layout: ClusterLayout, blocks: str, first: int) -> None:
-        self._graph, self._layout, self._blocks, self._first = graph, layout, blocks, first
-        self._recomputed_modules = tuple(a for a in layout.again if isinstance(a, str))
+    def __init__(
+        self,
+        graph: Graph,
+        layout: ParallelLayout,
+        policy: ActivationPolicy,
+        blocks: str,
+        first: int,
+    ) -> None:
+        self._graph, self._policy, self._blocks, self._first = graph, policy, blocks, first
         # A call with several results is recomputed if any of them is needed.
         self._recomputed_calls = frozenset(
-            replace(a, op=a.op.partition("#")[0]) for a in layout.again if not isinstance(a, str)
+            replace(call, op=call.op.partition("#")[0]) for call in policy.recomputed
         )
         self.section_of = self._sections_of_nodes()
-        self.gathered = self._gathered_values() if layout.gathers_again else {}
+        self.gathered = self._gathered_values() if layout.regathers_activations else {}
 
     def region_of(self) -> dict[str, str]:
         return {node.name: self._region_of(node) for node in self._graph.nodes}
@@ -110,9 +122,9 @@ class _NodeRole:
             _, _, inside = node.path.removeprefix(f"{self._blocks}.").partition(".")
             if CallSite(inside, node.op, node.nth) in self._recomputed_calls:
                 return f"{_CALLS}{number}"
-        if node.phase is Phase.FORWARD and any(self._inside(node, s) for s in self._layout.spared):
+        if node.phase is Phase.FORWARD and any(self._inside(node, s) for s in self._policy.spared):
             return ""
-        for inside in self._recomputed_modules:
+        for inside in self._policy.recomputed_modules:
             path = self._inside(node, inside)
             if path:
                 return path

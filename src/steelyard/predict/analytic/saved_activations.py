@@ -7,15 +7,16 @@ of a section: see sections.py.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from steelyard.ir.cluster_layout import ClusterLayout
 from steelyard.ir.graph import Graph, Node, Phase, Tensor
+from steelyard.ir.model_blocks import ActivationPolicy
+from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.rule import CallSite, spot_of
-from steelyard.predict.analytic.node_assignment import NodeAssignment, belonging
+from steelyard.predict.analytic.node_assignment import NodeAssignment, assign_nodes
 
 
 class SavedActivations:
-    def __init__(self, graph: Graph, layout: ClusterLayout, belongs: NodeAssignment) -> None:
-        self._graph, self._layout, self._belongs = graph, layout, belongs
+    def __init__(self, graph: Graph, layout: ParallelLayout, assigned: NodeAssignment) -> None:
+        self._graph, self._layout, self._assigned = graph, layout, assigned
         self._input_storages = {t.storage for node in graph.inputs() for t in node.outputs}
         self.maker: dict[int, Node] = {}
         for node in graph.nodes:
@@ -31,19 +32,19 @@ class SavedActivations:
         for tensor, maker in self._read_later(region):
             whole = self._graph.storages[tensor.storage].nbytes
             nbytes = min(whole, tensor.nbytes) if self._layout.draws_parts else whole
-            mine = found[self._belongs.section_of[maker.name]]
+            mine = found[self._assigned.section_of[maker.name]]
             mine[tensor.storage] = max(mine.get(tensor.storage, 0), nbytes)
         return {name: sum(each.values()) for name, each in found.items()}
 
     def calls(self, section: str) -> Iterator[CallSite]:
         """Yield the calls that make the saved activations of a section.
 
-        The layout's choice of recomputed calls applies.
+        The assignment's recomputed calls are left out.
         """
         storages = {
             tensor.storage
-            for tensor, maker in self._read_later(lambda node: self._belongs.region_of[node.name])
-            if self._belongs.section_of[maker.name] == section
+            for tensor, maker in self._read_later(lambda node: self._assigned.region_of[node.name])
+            if self._assigned.section_of[maker.name] == section
         }
         for node in self._graph.forward():
             spot = spot_of(self._graph, node)
@@ -67,12 +68,12 @@ class SavedActivations:
                     continue
                 # Recomputed for the backward pass of its own block, and saved only for others.
                 of_block = (
-                    self._belongs.section_of[node.name] == (self._belongs.section_of[maker.name])
+                    self._assigned.section_of[node.name] == (self._assigned.section_of[maker.name])
                 )
-                if made_within in self._belongs.calls and of_block:
+                if made_within in self._assigned.calls and of_block:
                     continue
                 # Gathered again for any reader in the backward pass.
-                if made_within in self._belongs.gatherings and node.phase is not Phase.FORWARD:
+                if made_within in self._assigned.gatherings and node.phase is not Phase.FORWARD:
                     continue
                 yield tensor, maker
 
@@ -85,12 +86,12 @@ class SavedActivations:
                     yield tensor, maker
 
 
-def kept_calls(
-    graph: Graph, layout: ClusterLayout, *, blocks: str, first: int
+def saved_calls(
+    graph: Graph, policy: ActivationPolicy, *, blocks: str, first: int
 ) -> tuple[CallSite, ...]:
     """Return the calls whose results the middle block saves, by modules of the model.
 
-    ``blocks`` and ``first`` are as in ``belonging``.
+    ``blocks`` and ``first`` are as in ``assign_nodes``.
     """
-    belongs = belonging(graph, layout, blocks=blocks, first=first)
-    return tuple(SavedActivations(graph, layout, belongs).calls(belongs.middle))
+    assigned = assign_nodes(graph, ALONE, policy, blocks=blocks, first=first)
+    return tuple(SavedActivations(graph, ALONE, assigned).calls(assigned.middle))

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from steelyard.hardware.software_stack import SoftwareStack
-from steelyard.ir.cluster_layout import ClusterLayout
 from steelyard.ir.collective import Exchange
 from steelyard.ir.graph import Graph, Node, Phase, Role, Tensor
+from steelyard.ir.model_blocks import SAVE_ALL, ActivationPolicy
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.predict.analytic.fusion import unfused
-from steelyard.predict.analytic.node_assignment import NodeAssignment, belonging
+from steelyard.predict.analytic.node_assignment import NodeAssignment, assign_nodes
 from steelyard.predict.analytic.roofline import kernel_seconds
 from steelyard.predict.analytic.saved_activations import SavedActivations
 from steelyard.predict.cost_table import CostTable
@@ -63,24 +64,25 @@ class Sections:
 def sections(
     graph: Graph,
     costs: CostTable,
-    layout: ClusterLayout,
+    layout: ParallelLayout,
+    policy: ActivationPolicy = SAVE_ALL,
     *,
     blocks: str,
     first: int = 0,
     stack: SoftwareStack | None = None,
-    belongs: NodeAssignment | None = None,
+    assigned: NodeAssignment | None = None,
 ) -> Sections:
     """Return the sections of a captured step.
 
-    ``blocks`` and ``first`` are as in ``belonging``. Its result may be passed as ``belongs``,
+    ``blocks`` and ``first`` are as in ``assign_nodes``. Its result may be passed as ``assigned``,
     since it is the same for any number of samples. Without a ``stack``, each call takes what
     ``costs`` says.
     """
-    belongs = belongs or belonging(graph, layout, blocks=blocks, first=first)
-    work = _SplitSections(graph, costs, layout, belongs, stack)
+    assigned = assigned or assign_nodes(graph, layout, policy, blocks=blocks, first=first)
+    work = _SplitSections(graph, costs, layout, policy, assigned, stack)
     return Sections(
         before=work.section("before"),
-        block=work.section(belongs.middle),
+        block=work.section(assigned.middle),
         after=work.section("after"),
         stream_bytes=work.stream_bytes(),
     )
@@ -91,17 +93,18 @@ class _SplitSections:
         self,
         graph: Graph,
         costs: CostTable,
-        layout: ClusterLayout,
-        belongs: NodeAssignment,
+        layout: ParallelLayout,
+        policy: ActivationPolicy,
+        assigned: NodeAssignment,
         stack: SoftwareStack | None,
     ) -> None:
         self._graph, self._costs, self._layout = graph, costs, layout
-        self._belongs, self._section_of = belongs, belongs.section_of
+        self._assigned, self._section_of = assigned, assigned.section_of
         self._input_storages = {t.storage for node in graph.inputs() for t in node.outputs}
-        saved = SavedActivations(graph, layout, belongs)
+        saved = SavedActivations(graph, layout, assigned)
         self._maker = saved.maker
         self._saved_bytes = self._plain_bytes = saved.nbytes(self._region)
-        if layout.again:
+        if policy.recomputes:
             self._plain_bytes = saved.nbytes(lambda _: "")
         self._kernel_seconds = self._kernel_times(stack)
         self._overlaps = stack is not None and stack.overlaps_tensor
@@ -133,15 +136,15 @@ class _SplitSections:
         crossing = {
             tensor.storage: tensor.nbytes
             for node in self._graph.forward()
-            if self._section_of.get(node.name) == self._belongs.following
+            if self._section_of.get(node.name) == self._assigned.following
             for name in node.inputs
-            for tensor in self._made(name, self._belongs.middle)
+            for tensor in self._made(name, self._assigned.middle)
         }
         return sum(crossing.values())
 
     def _region(self, node: Node) -> str:
         """Return the module or block with which a node is recomputed, or an empty string."""
-        return self._belongs.region_of[node.name]
+        return self._assigned.region_of[node.name]
 
     def _peak_bytes(self, mine: Sequence[Node]) -> int:
         """Return the peak bytes of these calls' results, freed after their last reader here."""
@@ -192,7 +195,7 @@ class _SplitSections:
             n for n in backward if n.collective and n.collective.kind is not Exchange.ALL_GATHER
         ]
         gathered = [
-            n for n in recomputed if n.collective and self._region(n) in self._belongs.gatherings
+            n for n in recomputed if n.collective and self._region(n) in self._assigned.gatherings
         ]
         found = [n.collective for n in (*added, *gathered) if n.collective is not None]
         exchanging = sum(self._costs.exchange_seconds(c).value for c in found)
@@ -202,7 +205,9 @@ class _SplitSections:
     def _kernel_times(self, stack: SoftwareStack | None) -> dict[str, float]:
         """Return the seconds of each kernel, by the name of its first call."""
         fuses = stack is not None and stack.fuses
-        kernels = self._belongs.fusing.kernels(self._graph) if fuses else unfused(self._graph.nodes)
+        kernels = (
+            self._assigned.fusing.kernels(self._graph) if fuses else unfused(self._graph.nodes)
+        )
         found = {k.nodes[0].name: kernel_seconds(k, self._costs, stack) for k in kernels}
         if self._layout.draws_parts:
             # A random kernel writes its values only if it is not fused; each rank draws its part.

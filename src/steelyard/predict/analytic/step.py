@@ -1,9 +1,8 @@
 """One training step of a deep model on a declared cluster, from the sections of a short capture.
 
-A pipeline processes m micro-batches at the pace of its slowest stage, after the first micro-batch
-has filled it: sum(T) + (m - 1) max(T), where of the sum all but the slowest is divided by the
-virtual stages (Narayanan et al., SC 2021, section 2.2). Gradients are exchanged at the end, or
-overlap with the last backward pass. Not for programs that are run: see predict/step.py.
+The micro-batches take as long as the replayed table of the pipeline's schedule (see
+pipeline/duration.py). Gradients are exchanged at the end, or overlap with the last backward pass.
+Not for programs that are run: see predict/step.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +14,8 @@ from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.device import Device
 from steelyard.hardware.offload_memory import OFFLOAD_PIECE_BYTES
 from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
-from steelyard.ir.cluster_layout import ClusterLayout, Formats
-from steelyard.ir.parallel_layout import TENSOR
+from steelyard.ir.model_blocks import Formats
+from steelyard.ir.parallel_layout import TENSOR, ParallelLayout
 from steelyard.predict.analytic.sections import Section, Sections
 from steelyard.predict.collectives.algorithms import (
     Algorithm,
@@ -29,6 +28,7 @@ from steelyard.predict.collectives.algorithms import (
 from steelyard.predict.collectives.curves import collective_curves
 from steelyard.predict.collectives.routes import Route, route
 from steelyard.predict.cost_table import CostTable
+from steelyard.predict.pipeline.duration import Passes, pipeline_seconds
 
 _Exchange = Callable[[Route, int], tuple[CollectiveCost, ...]]
 # Pieces of offloaded state on the device: one being fetched, one updated and one sent back.
@@ -84,7 +84,7 @@ class AnalyticStep:
         return max(stage.nbytes for stage in self.stages)
 
 
-def tensor_costs(cluster: Cluster, layout: ClusterLayout, *, first: int = 0) -> CostTable:
+def tensor_costs(cluster: Cluster, layout: ParallelLayout, *, first: int = 0) -> CostTable:
     """Return the declared costs of calls, and of exchanges in a tensor parallel group.
 
     ``first`` is the rank that begins the group.
@@ -99,17 +99,31 @@ def deep_step_of(costs: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -
     """Return a step, given each stage's blocks and the cost model for its assigned device."""
     numbered = list(zip(costs, enumerate(stages), strict=True))
     return AnalyticStep(
-        pipeline_seconds=costs[0].through([on.stage_seconds(n, s) for on, (n, s) in numbered]),
+        pipeline_seconds=_pipeline_seconds(costs, stages),
         exposed_seconds=max(on.exposed_seconds(n, s) for on, (n, s) in numbered),
         update_seconds=max(on.update_seconds(n, s.num_blocks) for on, (n, s) in numbered),
         stages=tuple(on.memory(n, s) for on, (n, s) in numbered),
     )
 
 
+def _pipeline_seconds(costs: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -> float:
+    """Return the seconds of all micro-batches, including filling and draining the pipeline."""
+    layout = costs[0].layout
+    if layout.pipeline == 1:
+        return layout.micro_batches * costs[0].stage_seconds(0, stages[0])
+    return pipeline_seconds(layout, passes_by_stage(costs, stages))
+
+
+def passes_by_stage(costs: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -> list[Passes]:
+    """Return the passes of each run of blocks, in the order of the model."""
+    of_rank = [cost.run_passes(n, s) for n, (cost, s) in enumerate(zip(costs, stages, strict=True))]
+    return [passes for run in zip(*of_rank, strict=True) for passes in run]
+
+
 def deep_step(
     parts: Sections,
     cluster: Cluster,
-    layout: ClusterLayout,
+    layout: ParallelLayout,
     formats: Formats,
     *,
     num_blocks: int,
@@ -137,7 +151,7 @@ class LayoutCost:
         self,
         parts: Sections,
         cluster: Cluster,
-        layout: ClusterLayout,
+        layout: ParallelLayout,
         formats: Formats,
         stack: SoftwareStack | None = None,
         *,
@@ -154,24 +168,20 @@ class LayoutCost:
         self._stack = stack or SoftwareStack()
         device = device or cluster.device
         self._host = device.host_link
-        assert self._host is not None or not layout.far_states, "a device has no link to its host"
+        assert self._host is not None or not layout.offloads_state, (
+            "a device has no link to its host"
+        )
         self._bandwidth = self._stack.bandwidth_share * device.bytes_per_second
         self._first = place * layout.data * layout.tensor
 
     @property
-    def layout(self) -> ClusterLayout:
+    def layout(self) -> ParallelLayout:
         return self._layout
 
     @property
     def block(self) -> Section:
         """The section of a block without recomputation."""
         return self._parts.block
-
-    def through(self, seconds: Sequence[float]) -> float:
-        """Return the seconds of all micro-batches, including filling and draining the pipeline."""
-        slowest = max(seconds)
-        filling = (sum(seconds) - slowest) / self._layout.virtual
-        return self._layout.micro_batches * slowest + filling
 
     def stage_seconds(self, number: int, stage: StageBlocks) -> float:
         """Return a stage's seconds for one micro-batch, forward and backward, with waits."""
@@ -181,11 +191,32 @@ class LayoutCost:
     def ends_seconds(self, number: int) -> float:
         """Return a stage's seconds for everything but its blocks."""
         ends = sum(self.in_turn(part) for part in self._around(number))
-        return ends + self._send_seconds
+        return ends + 2 * self._layout.virtual * self._send_seconds
+
+    def stage_passes(self, number: int, stage: StageBlocks) -> Passes:
+        """Return a stage's forward and backward pass of one micro-batch, with waits."""
+        forward = backward = self._layout.virtual * self._send_seconds
+        for part, count in (*stage.blocks, *((part, 1) for part in self._around(number))):
+            passes = self.passes(part)
+            forward, backward = forward + count * passes[0], backward + count * passes[1]
+        return forward, backward
+
+    def run_passes(self, number: int, stage: StageBlocks) -> list[Passes]:
+        """Return the forward and backward pass of each run of a stage's blocks, with waits."""
+        if self._layout.virtual == 1:
+            return [self.stage_passes(number, stage)]
+        blocks = [self.passes(block) for block, count in stage.blocks for _ in range(count)]
+        each, found = len(blocks) // self._layout.virtual, []
+        for run in range(self._layout.virtual):
+            parts = blocks[run * each : (run + 1) * each]
+            parts += [self.passes(part) for part in self._around_run(number, run)]
+            forward, backward = (sum(pair[i] for pair in parts) for i in (0, 1))
+            found.append((forward + self._send_seconds, backward + self._send_seconds))
+        return found
 
     @property
     def _send_seconds(self) -> float:
-        """The seconds that a stage waits for messages to and from its neighbours.
+        """The seconds that a pass of one run of blocks waits for messages.
 
         A micro-batch arrives and is sent on, and its gradient arrives and is returned. If a stage
         waits for one message after another, a stage with one neighbour also waits while that
@@ -194,7 +225,7 @@ class LayoutCost:
         if self._stack.handing is StageSendMode.BESIDE:
             return 0.0
         in_turn = self._stack.handing is StageSendMode.IN_TURN and self._layout.pipeline > 2
-        return (4 if in_turn else 2) * self._layout.virtual * self.hand_on_seconds
+        return (2 if in_turn else 1) * self.hand_on_seconds
 
     def exposed_seconds(self, number: int, stage: StageBlocks) -> float:
         """Return the seconds of gradient exchange that nothing hides.
@@ -282,7 +313,7 @@ class LayoutCost:
         return self._host.seconds(nbytes, messages=1) if self._host and nbytes else 0.0
 
     def _offloaded_state_bytes(self, number: int, num_blocks: int) -> int:
-        return self._state_bytes(number, num_blocks) if self._layout.far_states else 0
+        return self._state_bytes(number, num_blocks) if self._layout.offloads_state else 0
 
     def _state_bytes(self, number: int, num_blocks: int) -> int:
         count = self._num_parameters(number, num_blocks)
@@ -321,7 +352,7 @@ class LayoutCost:
 
     def _resident_state_bytes(self, number: int, num_blocks: int) -> int:
         whole = self._state_bytes(number, num_blocks)
-        return min(whole, _PIECES * OFFLOAD_PIECE_BYTES) if self._layout.far_states else whole
+        return min(whole, _PIECES * OFFLOAD_PIECE_BYTES) if self._layout.offloads_state else whole
 
     def around_bytes(self, number: int) -> int:
         return sum(part.kept_bytes for part in self._around(number))
@@ -334,7 +365,7 @@ class LayoutCost:
         forward, backward = self.passes(part)
         return forward + backward
 
-    def passes(self, part: Section) -> tuple[float, float]:
+    def passes(self, part: Section) -> Passes:
         """Return the seconds of a section's forward and backward pass.
 
         With ZeRO stage 3, weight gathers and gradient scatters overlap with the neighbours'
@@ -385,7 +416,7 @@ class LayoutCost:
         ahead = 2 * (layout.pipeline - number - 1) + (layout.virtual - 1) * layout.pipeline + 1
         return min(layout.micro_batches * layout.virtual, ahead) / layout.virtual
 
-    def around(self, number: int, run: int) -> list[Section]:
+    def _around_run(self, number: int, run: int) -> list[Section]:
         """Return the sections other than blocks that belong to one of a stage's runs of blocks."""
         before, after = self._parts.before, self._parts.after
         first, last = (0, 0), (self._layout.pipeline - 1, self._layout.virtual - 1)
@@ -434,7 +465,7 @@ class LayoutCost:
         step = width if self._first + width < width * layout.pipeline else -width
         link = self._route(sorted((self._first, self._first + step)))
         sent = send(link, -(-self._parts.stream_bytes // layout.tensor))[0].seconds
-        if layout.tensor == 1 or layout.gathers_again:
+        if layout.tensor == 1 or layout.regathers_activations:
             return sent
         tensor_ranks = route(self._cluster.tree, range(self._first, self._first + layout.tensor))
         return sent + all_gather(tensor_ranks, self._parts.stream_bytes)[0].seconds

@@ -1,17 +1,14 @@
 """A trace of a deep model's predicted step, for one rank of each stage.
 
-The schedule's table of actions is replayed with the seconds of each stage. If all stages take
-equally long, the trace ends with the predicted step. Otherwise it may end some percent earlier,
-since the prediction has every stage wait for the slowest, or later, if an end of the model makes
-one of a rank's runs of blocks longer than its others. Not for the prediction: see step.py.
+The schedule's table of actions is replayed with the passes of each stage, so the trace ends when
+the step is predicted to. Not for the prediction: see step.py.
 """
 
 from collections.abc import Iterator, Sequence
 
-from steelyard.ir.pipeline_schedule import ActionKind, Order
+from steelyard.ir.pipeline_schedule import ActionKind, schedule_order
 from steelyard.plans.trace_span import DEVICE, WAITING, Span
-from steelyard.predict.analytic.sections import Section
-from steelyard.predict.analytic.step import LayoutCost, StageBlocks, deep_step_of
+from steelyard.predict.analytic.step import LayoutCost, StageBlocks, deep_step_of, passes_by_stage
 from steelyard.predict.pipeline.replay import Replayed, StageCost, replay
 
 # At most this many stages are drawn.
@@ -19,15 +16,15 @@ _MOST_RANKS = 64
 _WORDS = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
 
 
-def deep_spans(
-    order: Order, costs: Sequence[LayoutCost], stages: Sequence[StageBlocks]
-) -> tuple[Span, ...]:
+def deep_spans(costs: Sequence[LayoutCost], stages: Sequence[StageBlocks]) -> tuple[Span, ...]:
     """Return the spans of a step; ``costs`` is each stage's cost model on its assigned device."""
     layout = costs[0].layout
+    order = schedule_order(
+        num_ranks=layout.pipeline, micro_batches=layout.micro_batches, virtual=layout.virtual
+    )
     stage_costs = [
-        _cost(costs[number], number, run, stages[number])
-        for run in range(layout.virtual)
-        for number in range(layout.pipeline)
+        StageCost(seconds={ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward})
+        for forward, backward in passes_by_stage(costs, stages)
     ]
     played = replay(order, stage_costs)
     width = layout.tensor * layout.data
@@ -46,18 +43,6 @@ def deep_spans(
         ]
         found += _sequential(rank, actions[-1].end_seconds, after)
     return tuple(found)
-
-
-def _cost(cost: LayoutCost, number: int, run: int, stage: StageBlocks) -> StageCost:
-    """Return the cost of one run of a stage's blocks, with the ends of the model and the send."""
-    layout = cost.layout
-    blocks = [block for block, count in stage.blocks for _ in range(count)]
-    each = len(blocks) // layout.virtual
-    parts: list[Section] = blocks[run * each : (run + 1) * each]
-    parts += cost.around(number, run)
-    passes = [cost.passes(part) for part in parts]
-    forward, backward = (sum(own[i] for own in passes) + cost.hand_on_seconds for i in (0, 1))
-    return StageCost(seconds={ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward})
 
 
 def _passes(rank: int, actions: Sequence[Replayed]) -> Iterator[Span]:

@@ -93,15 +93,15 @@ class GradientReductions:
     def _of_replicas(
         self, nbytes: int, transport: Transport, kind: Exchange = Exchange.ALL_REDUCE
     ) -> Iterator[Collective]:
-        if self.layout.batch > 1:
+        if self.layout.data > 1:
             yield transport.collective(
-                kind, axis=DATA, num_ranks=self.layout.batch, nbytes=nbytes,
+                kind, axis=DATA, num_ranks=self.layout.data, nbytes=nbytes,
                 stride=self.layout.tensor,
             )  # fmt: skip
 
     def _among(self, ranks: frozenset[int], nbytes: int) -> Collective:
         # Ranks of one pipeline have the largest stride of the layout.
-        stride = self.layout.batch * self.layout.tensor
+        stride = self.layout.data * self.layout.tensor
         collective = self.transport.collective(
             Exchange.ALL_REDUCE, axis=PIPELINE, num_ranks=len(ranks), nbytes=nbytes, stride=stride
         )

@@ -147,7 +147,7 @@ class PipelinePrediction:
 
     def _rank(self, number: int) -> RankBytes:
         update = self._pipeline.updates[number] if self._pipeline.updates else None
-        names, groups = self._pipeline.held(number), self._program.layout.batch
+        names, groups = self._pipeline.held(number), self._program.layout.data
         own = {self._storage_of[name] for name in names} | self._replicated
         parameters, buffers = (
             sum(self._graph.storages[s].nbytes for s in own if self._graph.storages[s].role is role)
@@ -173,7 +173,7 @@ class PipelinePrediction:
             + self._slots_bytes(number)
             + states_bytes(self._stages, self._order, number)
             # Replicas draw different numbers, and the outer generator's state is saved meanwhile.
-            + (STATE_BYTES if draws and self._program.layout.batch > 1 else 0),
+            + (STATE_BYTES if draws and self._program.layout.data > 1 else 0),
             state=state,
             gradients=sum(self._gradients[name] for name in trained)
             - in_shares * (groups - 1) // groups,

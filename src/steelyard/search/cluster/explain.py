@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.ir.model_blocks import SAVE_ALL
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import Rule, of_kind, trade_name
 from steelyard.ir.rule_kinds import (
     BatchSharding,
@@ -22,11 +23,11 @@ from steelyard.ir.rule_kinds import (
     ValueCodec,
     ValueOffload,
 )
-from steelyard.plans.plan import Prediction, SelectedTrade
+from steelyard.plans.plan import SelectedTrade
 from steelyard.plans.trade import Rejection, Remaining
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
-from steelyard.search.cluster.stage_assignment import SAVE_ALL
+from steelyard.search.trade_price import price_without
 from steelyard.units import format_bytes, format_seconds
 
 _STATES_BY_STAGE = {
@@ -68,12 +69,12 @@ def _taken(
     for kind, label, without in _layout_trades(layout, best.micro_batch):
         trade_rules = of_kind(rules, kind)
         before = search.predict_saving_all(replace(best, layout=without))
-        yield _trade_between(kind, label, trade_rules, before, saving_all)
+        yield price_without(kind, label, trade_rules, without=before, with_it=saving_all)
     recomputed_calls = Counter[int]()
     num_offloaded = 0
     for policy, count in chain.from_iterable(best.stages):
-        recomputed_calls[len(policy.again)] += count * bool(policy.again)
-        num_offloaded += count * policy.moved
+        recomputed_calls[len(policy.recomputed)] += count * bool(policy.recomputed)
+        num_offloaded += count * policy.is_offloaded
     recompute_only = search.prediction(_without_offload(best))
     if any(recomputed_calls.values()):
         sets = ", ".join(
@@ -81,24 +82,31 @@ def _taken(
             for calls, n in recomputed_calls.items()
             if n
         )
-        recompute_rules = of_kind(rules, Recomputation)
-        yield _trade_between(Recomputation, sets, recompute_rules, saving_all, recompute_only)
+        trade_rules = of_kind(rules, Recomputation)
+        yield price_without(
+            Recomputation, sets, trade_rules, without=saving_all, with_it=recompute_only
+        )
     if num_offloaded:
-        offload_rules = of_kind(rules, ValueOffload)
+        trade_rules = of_kind(rules, ValueOffload)
         subject = f"{num_offloaded} blocks" if num_offloaded > 1 else "one block"
         label = f"saved activations of {subject}, to host memory"
-        before, after = recompute_only, search.prediction(best)
-        yield _trade_between(ValueOffload, label, offload_rules, before, after)
+        yield price_without(
+            ValueOffload,
+            label,
+            trade_rules,
+            without=recompute_only,
+            with_it=search.prediction(best),
+        )
 
 
 def _without_offload(best: ClusterPlan) -> ClusterPlan:
-    stages = (tuple((replace(f, moved=False), n) for f, n in stage) for stage in best.stages)
+    stages = (tuple((replace(f, is_offloaded=False), n) for f, n in stage) for stage in best.stages)
     return replace(best, stages=tuple(stages))
 
 
 def _layout_trades(
-    layout: ClusterLayout, samples: int
-) -> Iterator[tuple[type[Rule], str, ClusterLayout]]:
+    layout: ParallelLayout, samples: int
+) -> Iterator[tuple[type[Rule], str, ParallelLayout]]:
     """Yield each trade of the layout, its label, and the layout without it."""
     cut = f"{layout.micro_batches} micro-batches of {samples}"
     without_virtual = replace(layout, virtual=1)
@@ -123,34 +131,12 @@ def _layout_trades(
         }
         label = f"{state_names[layout.state_stage]} sharded over {layout.data} ranks"
         yield StateSharding, label, replace(layout, state_stage=0)
-    if layout.far_states:
+    if layout.offloads_state:
         label = "optimizer state, in host memory"
-        yield StateOffload, label, replace(layout, far_states=False)
+        yield StateOffload, label, replace(layout, offloads_state=False)
     if layout.overlaps:
         label = "gradient reduction during the last backward pass"
         yield CollectiveOverlap, label, replace(layout, overlaps=False)
-
-
-def _trade_between(
-    kind: type[Rule],
-    label: str,
-    rules: tuple[Rule, ...],
-    before: Prediction,
-    after: Prediction,
-) -> SelectedTrade:
-    saved = before.metrics.computation_seconds.value - after.metrics.computation_seconds.value
-    exposed = (
-        after.metrics.exposed_communication_seconds.value
-        - before.metrics.exposed_communication_seconds.value
-    )
-    return SelectedTrade(
-        trade=trade_name(kind),
-        label=label,
-        rules=rules,
-        buys_bytes=before.peak.nbytes - after.peak.nbytes,
-        buys_seconds=max(saved, 0.0),
-        pays_seconds=exposed + max(-saved, 0.0),
-    )
 
 
 def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iterator[Rejection]:
@@ -158,14 +144,14 @@ def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iter
         yield _why_not(search, best, limit_bytes, kind, label, fits)
     policies = {policy for stage in best.stages for policy, _ in stage}
     all_fits = "all saved activations fit in memory"
-    if not any(policy.again for policy in policies):
+    if not any(policy.recomputed for policy in policies):
         reason = all_fits if policies == {SAVE_ALL} else "offloading saved activations is faster"
         yield Rejection(trade=trade_name(Recomputation), label="blocks", reason=reason)
-    if not any(policy.moved for policy in policies):
+    if not any(policy.is_offloaded for policy in policies):
         yield _not_offloaded(
             search, best, "saved activations", all_fits if policies == {SAVE_ALL} else ""
         )
-    if not best.layout.far_states:
+    if not best.layout.offloads_state:
         yield _states_not_offloaded(search, best, limit_bytes, is_needed=policies != {SAVE_ALL})
     for trade in map(trade_name, _NOT_SEARCHED):
         reason = "is not searched for declared clusters"
@@ -206,8 +192,8 @@ def _states_not_offloaded(
 
 
 def _alternatives(
-    search: ClusterSearch, layout: ClusterLayout
-) -> Iterator[tuple[type[Rule], str, Callable[[ClusterLayout], bool]]]:
+    search: ClusterSearch, layout: ParallelLayout
+) -> Iterator[tuple[type[Rule], str, Callable[[ParallelLayout], bool]]]:
     """Yield each alternative to explain: trade, label, and a condition that its layouts fulfil.
 
     They are each kind of parallelism alone, each kind that the plan does not use, and each other
@@ -238,7 +224,7 @@ def _alternatives(
             yield StateSharding, f"{label} sharded", _with_states(stage)
 
 
-def _with_states(stage: int) -> Callable[[ClusterLayout], bool]:
+def _with_states(stage: int) -> Callable[[ParallelLayout], bool]:
     return lambda layout: layout.state_stage == stage
 
 
@@ -248,7 +234,7 @@ def _why_not(
     limit_bytes: int,
     kind: type[Rule],
     label: str,
-    fits: Callable[[ClusterLayout], bool],
+    fits: Callable[[ParallelLayout], bool],
 ) -> Rejection:
     ranks = best.layout.num_ranks
     other = search.fastest(ranks, limit_bytes, fits=fits)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from steelyard.errors import Mismatch
-from steelyard.ir.cluster_layout import Blocks, ClusterLayout
 from steelyard.ir.graph import Graph
+from steelyard.ir.model_blocks import ActivationPolicy, Blocks
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import CallRule, CallSite, Rule, of_kind, trade_name
 from steelyard.ir.rule_kinds import (
     BatchSharding,
@@ -26,7 +27,6 @@ from steelyard.ir.rule_kinds import (
 from steelyard.ir.sharding_choice import Region
 from steelyard.plans.trade import Trade
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
-from steelyard.search.cluster.stage_assignment import ActivationPolicy
 from steelyard.search.cluster.to_rules import SHARDED_STATE, offloaded_calls, to_rules
 
 _POLICY_KINDS = (Recomputation, ValueOffload)
@@ -64,7 +64,7 @@ def _layout_rules(rules: Iterable[Rule]) -> Counter[Rule]:
     return Counter(rule for rule in rules if not isinstance(rule, _POLICY_KINDS))
 
 
-def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ClusterLayout:
+def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> ParallelLayout:
     batch, tensor = of_kind(rules, BatchSharding), of_kind(rules, TensorSharding)
     split, stage_ends = of_kind(rules, MicroBatches), of_kind(rules, PipelineStageEnd)
     data = _degree(batch, [rule.ranks for rule in batch])
@@ -81,7 +81,7 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
         )
     sharded = {rule.what for rule in of_kind(rules, StateSharding)}
     state_rules = of_kind(rules, StateOffload)
-    layout = ClusterLayout(
+    layout = ParallelLayout(
         tensor=_degree(tensor, [rule.ranks for rule in tensor]),
         pipeline=pipeline,
         data=data,
@@ -89,7 +89,7 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
         virtual=virtual if stages else 1,
         state_stage=next((n for n, state in SHARDED_STATE.items() if sharded == {state}), 0),
         overlaps=bool(of_kind(rules, CollectiveOverlap)),
-        far_states=bool(state_rules),
+        offloads_state=bool(state_rules),
     )
     if layout.num_ranks > search.num_devices:
         raise Mismatch(
@@ -113,7 +113,7 @@ def _degree(rules: Sequence[Rule], degrees: Sequence[int]) -> int:
 
 
 def _stages(
-    rules: Sequence[Rule], layout: ClusterLayout, step: RuleContext
+    rules: Sequence[Rule], layout: ParallelLayout, step: RuleContext
 ) -> tuple[tuple[tuple[ActivationPolicy, int], ...], ...]:
     policies = _policies(rules, step)
     found: list[Counter[ActivationPolicy]] = [Counter() for _ in range(layout.pipeline)]
@@ -146,7 +146,9 @@ def _policies(rules: Iterable[Rule], step: RuleContext) -> list[ActivationPolicy
                 target[number].append(CallSite(inside, rule.op, rule.nth))
     found, offloadable = [], _OffloadedCalls(step)
     for number, (recomputed, sites) in enumerate(zip(recomputed_of, offloaded_of, strict=True)):
-        policy = ActivationPolicy(again=tuple(sorted(recomputed, key=str)), moved=bool(sites))
+        policy = ActivationPolicy(
+            recomputed=tuple(sorted(recomputed, key=str)), is_offloaded=bool(sites)
+        )
         if sites and Counter(sites) != offloadable[policy]:
             raise Mismatch(
                 f"the plan offloads {len(sites)} values of block {number + step.blocks.first}, "
@@ -166,7 +168,7 @@ class _OffloadedCalls(dict[ActivationPolicy, Counter[CallSite]]):
         self._step = step
 
     def __missing__(self, policy: ActivationPolicy) -> Counter[CallSite]:
-        self[policy] = Counter(offloaded_calls(self._step.graph, self._step.blocks, policy.again))
+        self[policy] = Counter(offloaded_calls(self._step.graph, self._step.blocks, policy))
         return self[policy]
 
 

@@ -263,26 +263,29 @@ def minimize_total(
 
 
 def improve_counts(
-    counts: tuple[int, ...], seconds_of: SecondsOf, total_of: Callable[[Sequence[float]], float]
+    counts: tuple[int, ...],
+    passes_of: Callable[[int, int], tuple[float, float]],
+    total_of: Callable[[Sequence[tuple[float, float]]], float],
 ) -> tuple[int, ...]:
-    """Move single blocks between stages as long as that lowers ``total_of`` all stage times."""
-    counts_now, seconds = list(counts), [seconds_of(s, n) for s, n in enumerate(counts)]
-    best = total_of(seconds)
+    """Move single blocks between stages as long as that lowers ``total_of`` all stages.
+
+    ``passes_of(stage, count)`` are the passes of a stage, infinite if its blocks do not fit.
+    """
+    counts_now, passes = list(counts), [passes_of(s, n) for s, n in enumerate(counts)]
+    best = total_of(passes)
     while True:
         found: tuple[float, int, int] | None = None
+        with_one_more = [passes_of(s, n + 1) for s, n in enumerate(counts_now)]
         for source in range(len(counts_now)):
             if counts_now[source] == 1:
                 continue
-            source_seconds = seconds_of(source, counts_now[source] - 1)
-            for target in range(len(counts_now)):
-                if target == source:
+            source_passes = passes_of(source, counts_now[source] - 1)
+            for target, target_passes in enumerate(with_one_more):
+                if target == source or target_passes[0] == _NEVER:
                     continue
-                moved_seconds = [*seconds]
-                moved_seconds[source], moved_seconds[target] = (
-                    source_seconds,
-                    seconds_of(target, counts_now[target] + 1),
-                )
-                total = total_of(moved_seconds)
+                moved = [*passes]
+                moved[source], moved[target] = source_passes, target_passes
+                total = total_of(moved)
                 if total < best * (1 - 1e-9):
                     best, found = total, (total, source, target)
         if found is None:
@@ -290,7 +293,7 @@ def improve_counts(
         _, source, target = found
         counts_now[source] -= 1
         counts_now[target] += 1
-        seconds = [seconds_of(s, n) for s, n in enumerate(counts_now)]
+        passes = [passes_of(s, n) for s, n in enumerate(counts_now)]
 
 
 def _mix(kinds: Sequence[BlockKind], count_of_kind: dict[int, int]) -> Mix:

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from steelyard.ir.cluster_layout import Blocks
 from steelyard.ir.graph import Graph
+from steelyard.ir.model_blocks import Blocks
 from steelyard.ir.program import Program
 from steelyard.ir.rule import CallSite, spot_of
 from steelyard.predict.analytic.node_assignment import MIDDLE
@@ -27,8 +27,7 @@ def recompute_sets(
 ) -> tuple[tuple[CallSite, ...], ...]:
     """Return the recompute sets, the empty one first, as module paths inside a block.
 
-    They have the form of ``ClusterLayout.again``. ``values`` are the recomputable values of the
-    graph.
+    ``values`` are the recomputable values of the graph.
     """
     if not blocks.count:
         return ((),)

@@ -17,11 +17,12 @@ from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.device import Device
 from steelyard.hardware.software_stack import stack_on
 from steelyard.ir.batch_template import BatchTemplate
-from steelyard.ir.cluster_layout import Blocks, ClusterLayout, Formats
 from steelyard.ir.graph import Graph
+from steelyard.ir.model_blocks import SAVE_ALL, ActivationPolicy, Blocks, Formats
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Prediction
-from steelyard.predict.analytic.node_assignment import NodeAssignment, belonging
+from steelyard.predict.analytic.node_assignment import NodeAssignment, assign_nodes
 from steelyard.predict.analytic.offload import moved
 from steelyard.predict.analytic.prediction import priced
 from steelyard.predict.analytic.sections import Section, Sections, sections
@@ -33,15 +34,14 @@ from steelyard.predict.analytic.step import (
     tensor_costs,
 )
 from steelyard.predict.cost_table import CostTable
-from steelyard.search.cluster.enumerate_layouts import layouts_of, tensor_degrees
-from steelyard.search.cluster.policy_mixture import ALIKE
-from steelyard.search.cluster.stage_assignment import (
-    SAVE_ALL,
-    ActivationPolicy,
-    RecomputeSet,
-    StageAssignment,
+from steelyard.predict.pipeline.duration import (
+    least_interleaved_seconds,
+    least_pipeline_seconds,
 )
+from steelyard.search.cluster.policy_mixture import ALIKE
+from steelyard.search.cluster.stage_assignment import RecomputeSet, StageAssignment
 from steelyard.search.cluster.stage_devices import StageDevice, StageDevices
+from steelyard.search.enumerate_layouts import layouts_of, tensor_degrees
 from steelyard.search.simplest_layout import burden, without_a_trade
 
 _NEVER = float("inf")
@@ -97,7 +97,7 @@ class ClusterPlan:
     ``least_seconds`` is a lower bound on the step time of all plans of this layout.
     """
 
-    layout: ClusterLayout
+    layout: ParallelLayout
     micro_batch: int
     stages: tuple[tuple[tuple[ActivationPolicy, int], ...], ...]
     step: AnalyticStep
@@ -106,15 +106,15 @@ class ClusterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayoutCandidate:
-    layout: ClusterLayout
+    layout: ParallelLayout
     micro_batch: int
     least_seconds: float
 
 
-Fits = Callable[[ClusterLayout], bool]
+Fits = Callable[[ParallelLayout], bool]
 
 
-def _any(layout: ClusterLayout) -> bool:  # noqa: ARG001 - every layout fits
+def _any(layout: ParallelLayout) -> bool:  # noqa: ARG001 - every layout fits
     return True
 
 
@@ -141,7 +141,7 @@ class ClusterSearch:
         self._costs: dict[tuple[int, Device], CostTable] = {}
         self._recompute_sets: dict[int, tuple[RecomputeSet, ...]] = {}
         self._candidates: dict[int, list[_LayoutCandidate]] = {}
-        self._plans: dict[tuple[ClusterLayout, int, int], ClusterPlan | None] = {}
+        self._plans: dict[tuple[ParallelLayout, int, int], ClusterPlan | None] = {}
 
     def with_samples(self, samples: int) -> "ClusterSearch":
         """Return a search for another global batch that shares the caches of this one."""
@@ -223,10 +223,12 @@ class ClusterSearch:
 
     def fits_memory(self, plan: ClusterPlan, limit_bytes: int) -> bool:
         """True if each stage fits the memory of its devices and of their hosts."""
-        stage_devices, costs = self._stage_devices.of(plan.layout), self.on_places(plan)
+        stage_devices, costs = self._stage_devices.of(plan.layout), self.stage_costs(plan)
         limits = self._limits_bytes(stage_devices, limit_bytes)
         resident = all(s.nbytes <= most for s, most in zip(plan.step.stages, limits, strict=True))
-        offloaded = (costs[n].far_bytes(n, stage) for n, stage in enumerate(self.held(plan)))
+        offloaded = (
+            costs[n].far_bytes(n, stage) for n, stage in enumerate(self.stage_blocks(plan))
+        )
         hosts = (stage_device.device.host_memory_bytes or 0 for stage_device in stage_devices)
         return resident and all(
             nbytes <= limit for nbytes, limit in zip(offloaded, hosts, strict=True)
@@ -282,15 +284,15 @@ class ClusterSearch:
     def prediction(self, plan: ClusterPlan) -> Prediction:
         """Return the full prediction for a plan."""
         doubt = self.doubt_of(plan.layout)
-        return priced(self.on_places(plan), self.held(plan), doubt=doubt)
+        return priced(self.stage_costs(plan), self.stage_blocks(plan), doubt=doubt)
 
-    def doubt_of(self, layout: ClusterLayout) -> float:
+    def doubt_of(self, layout: ParallelLayout) -> float:
         """Return the relative error of predicted step times for this layout."""
         case = self.case_of(layout)
         known = [c.doubt_of(case) if c else DECLARED_DOUBT for c in self.calibrations.values()]
         return max(known)
 
-    def case_of(self, layout: ClusterLayout) -> CalibrationCase:
+    def case_of(self, layout: ParallelLayout) -> CalibrationCase:
         return CalibrationCase(
             kind=Parallelism.of(tensor=layout.tensor, pipeline=layout.pipeline),
             precision=self._precision,
@@ -320,11 +322,11 @@ class ClusterSearch:
                 flops[node.outputs[0].dtype] += node.flops
         return max(flops, key=lambda dtype: flops[dtype], default="float32")
 
-    def on_places(self, plan: ClusterPlan) -> list[LayoutCost]:
+    def stage_costs(self, plan: ClusterPlan) -> list[LayoutCost]:
         """Return the cost model of each stage on the device it is assigned to."""
         return self._stage_costs(plan.layout, plan.micro_batch)
 
-    def held(self, plan: ClusterPlan) -> list[StageBlocks]:
+    def stage_blocks(self, plan: ClusterPlan) -> list[StageBlocks]:
         """Return the priced blocks of each stage of a plan."""
         layout, samples = plan.layout, plan.micro_batch
         return [
@@ -338,7 +340,7 @@ class ClusterSearch:
         ]
 
     def price_layout(
-        self, layout: ClusterLayout, stages: tuple[tuple[tuple[ActivationPolicy, int], ...], ...]
+        self, layout: ParallelLayout, stages: tuple[tuple[tuple[ActivationPolicy, int], ...], ...]
     ) -> ClusterPlan:
         """Return the plan with the given layout and stages, without a lower bound."""
         layout = self._with_sequence_parallel(layout)
@@ -350,20 +352,22 @@ class ClusterSearch:
             step=AnalyticStep(pipeline_seconds=0, exposed_seconds=0, update_seconds=0, stages=()),
             least_seconds=0.0,
         )
-        step = deep_step_of(self._stage_costs(layout, samples), self.held(unpriced))
+        step = deep_step_of(self._stage_costs(layout, samples), self.stage_blocks(unpriced))
         return replace(unpriced, step=step)
 
     def on_one(self) -> Prediction:
         """Return the prediction for the whole batch on one device, regardless of its memory."""
         cost = self._one_device_cost()
         stages = [StageBlocks(blocks=((cost.block, self.num_blocks),))]
-        return priced([cost], stages, doubt=self.doubt_of(ClusterLayout()))
+        return priced([cost], stages, doubt=self.doubt_of(ParallelLayout()))
 
     def fewest_ranks(self, limit_bytes: int) -> int:
         """Return a lower bound on the ranks needed for weights, gradients and optimizer state."""
-        can_offload = self.has_host_memory(ClusterLayout())
+        can_offload = self.has_host_memory(ParallelLayout())
         nbytes = (
-            self._one_device_cost(far_states=can_offload).model_memory(0, self.num_blocks).nbytes
+            self._one_device_cost(offloads_state=can_offload)
+            .model_memory(0, self.num_blocks)
+            .nbytes
         )
         return max(1, -(-nbytes // limit_bytes))
 
@@ -401,7 +405,7 @@ class ClusterSearch:
 
     # --- the costs of one layout
 
-    def _least_seconds_saving_all(self, layout: ClusterLayout, samples: int) -> float:
+    def _least_seconds_saving_all(self, layout: ParallelLayout, samples: int) -> float:
         """Return a lower bound on the step time of the layout without recompute.
 
         The slowest stage takes at least its share of the total work at the combined speed of all
@@ -429,8 +433,30 @@ class ClusterSearch:
                 slowest, (blocks + sum(t / block_seconds[cost] for cost, t in around)) / speed
             )
         total = blocks * fastest_block + sum(seconds for _, seconds in around)
-        pipeline = layout.micro_batches * slowest + (total - slowest) / layout.virtual
+        pipeline = self._least_pipeline_seconds(stage_costs, block_seconds, slowest, total)
         return pipeline + self._least_after(stage_costs)
+
+    def _least_pipeline_seconds(
+        self,
+        stage_costs: Sequence[LayoutCost],
+        block_seconds: Mapping[LayoutCost, float],
+        slowest: float,
+        total: float,
+    ) -> float:
+        layout = stage_costs[0].layout
+        if layout.virtual == 1:
+            return least_pipeline_seconds(layout, slowest=slowest, total=total)
+        each = self.num_blocks // layout.pipeline
+        last = each * block_seconds[stage_costs[-1]] + stage_costs[-1].ends_seconds(
+            layout.pipeline - 1
+        )
+        return least_interleaved_seconds(
+            layout,
+            slowest=slowest,
+            last=last,
+            first_runs=sum(each * block_seconds[cost] for cost in stage_costs[:-1])
+            / layout.virtual,
+        )
 
     def _least_after(self, stage_costs: Sequence[LayoutCost]) -> float:
         """Return a lower bound on the seconds after the pipeline: gradient exchange and update.
@@ -474,11 +500,11 @@ class ClusterSearch:
         if not self.has_host_memory(candidate.layout):
             return None
         return self._assigned_plan(
-            candidate, replace(candidate.layout, far_states=True), limit_bytes
+            candidate, replace(candidate.layout, offloads_state=True), limit_bytes
         )
 
     def _assigned_plan(
-        self, candidate: _LayoutCandidate | ClusterPlan, layout: ClusterLayout, limit_bytes: int
+        self, candidate: _LayoutCandidate | ClusterPlan, layout: ParallelLayout, limit_bytes: int
     ) -> ClusterPlan | None:
         """Return the plan with blocks and activation policies assigned to stages, or None."""
         samples = candidate.micro_batch
@@ -509,12 +535,12 @@ class ClusterSearch:
         policies = [
             SAVE_ALL,
             *(
-                ActivationPolicy(again=recomputed)
+                ActivationPolicy(recomputed=recomputed)
                 for recomputed in self._recompute_sets_of(layout.tensor)[1:]
             ),
         ]
         if self.has_host_memory(layout):
-            policies += [replace(policy, moved=True) for policy in policies]
+            policies += [replace(policy, is_offloaded=True) for policy in policies]
         return self._plan_of(assignment(limits, policies), stage_costs, samples, limits)
 
     def _limits_bytes(self, stage_devices: Sequence[StageDevice], limit_bytes: int) -> list[int]:
@@ -557,10 +583,10 @@ class ClusterSearch:
         if not self.has_host_memory(candidate.layout):
             return resident
         return self._least_bytes_of(
-            replace(candidate.layout, far_states=True), candidate.micro_batch
+            replace(candidate.layout, offloads_state=True), candidate.micro_batch
         )
 
-    def _least_bytes_of(self, layout: ClusterLayout, samples: int) -> int:
+    def _least_bytes_of(self, layout: ParallelLayout, samples: int) -> int:
         """Return a lower bound on the peak of the fullest rank, with no saved activations.
 
         The first and last stages have the fewest possible blocks, some inner stage the most.
@@ -575,7 +601,7 @@ class ClusterSearch:
         )
         return max(*ends, inner if layout.pipeline > 2 else 0)
 
-    def _stage_costs(self, layout: ClusterLayout, samples: int) -> list[LayoutCost]:
+    def _stage_costs(self, layout: ParallelLayout, samples: int) -> list[LayoutCost]:
         """Return the cost model of each stage on the device it is assigned to."""
         stage_devices = self._stage_devices.of(layout)
         cost_of = {
@@ -584,21 +610,21 @@ class ClusterSearch:
         }
         return [cost_of[stage_device] for stage_device in stage_devices]
 
-    def _stage_cost(self, target: StageDevice, layout: ClusterLayout, samples: int) -> LayoutCost:
+    def _stage_cost(self, target: StageDevice, layout: ParallelLayout, samples: int) -> LayoutCost:
         return LayoutCost(
             self._sections_of(layout.tensor, samples, (), target.device), self._cluster, layout,
             self._source.formats, self._stacks[target.device], device=target.device,
             place=target.stage,
         )  # fmt: skip
 
-    def _one_device_cost(self, *, far_states: bool = False) -> LayoutCost:
+    def _one_device_cost(self, *, offloads_state: bool = False) -> LayoutCost:
         """Return the cost model of the whole step on the fastest device."""
         alone = StageDevice(device=self._cluster.fastest, memory_bytes=0, stage=0)
         return self._stage_cost(
-            alone, ClusterLayout(far_states=far_states), self._source.num_samples
+            alone, ParallelLayout(offloads_state=offloads_state), self._source.num_samples
         )
 
-    def has_host_memory(self, layout: ClusterLayout) -> bool:
+    def has_host_memory(self, layout: ParallelLayout) -> bool:
         """True if each device of the layout has host memory and a link to it."""
         devices = {stage_device.device for stage_device in self._stage_devices.of(layout)}
         return all(d.host_link is not None and d.host_memory_bytes for d in devices)
@@ -608,8 +634,8 @@ class ClusterSearch:
     ) -> Section:
         key = tensor, samples, policy, device
         if key not in self._blocks:
-            block = self._sections_of(tensor, samples, policy.again, device).block
-            if policy.moved:
+            block = self._sections_of(tensor, samples, policy.recomputed, device).block
+            if policy.is_offloaded:
                 assert device.host_link is not None, "offloaded states have a link to the host"
                 block = moved(block, device.host_link)
             self._blocks[key] = block
@@ -624,31 +650,33 @@ class ClusterSearch:
             self._sections[key] = sections(
                 self._graph(tensor, samples),
                 self.costs_of(tensor, device),
-                self._with_sequence_parallel(ClusterLayout(tensor=tensor, again=recomputed)),
+                self._with_sequence_parallel(ParallelLayout(tensor=tensor)),
+                ActivationPolicy(recomputed=recomputed),
                 blocks=blocks.path,
                 first=blocks.first,
                 stack=self._stacks[device],
-                belongs=self._node_assignment(tensor, recomputed),
+                assigned=self._node_assignment(tensor, recomputed),
             )
         return self._sections[key]
 
-    def _with_sequence_parallel(self, layout: ClusterLayout) -> ClusterLayout:
+    def _with_sequence_parallel(self, layout: ParallelLayout) -> ParallelLayout:
         """Return the layout with sequence parallelism if the model supports it.
 
         Sequence parallelism gathers activations again for the backward pass, and sends shards to
         the next stage (Korthikanti et al., 2022, section 4.2.2).
         """
         is_sequence_parallel = self._source.is_sequence_parallel(layout.tensor)
-        return replace(layout, gathers_again=is_sequence_parallel)
+        return replace(layout, regathers_activations=is_sequence_parallel)
 
     def _node_assignment(self, tensor: int, recomputed: RecomputeSet) -> NodeAssignment:
         key = tensor, recomputed
         if key not in self._node_assignments:
             blocks = self._source.blocks
-            layout = self._with_sequence_parallel(ClusterLayout(tensor=tensor, again=recomputed))
+            layout = self._with_sequence_parallel(ParallelLayout(tensor=tensor))
+            policy = ActivationPolicy(recomputed=recomputed)
             graph = self._source.in_parts(tensor).graph
-            self._node_assignments[key] = belonging(
-                graph, layout, blocks=blocks.path, first=blocks.first
+            self._node_assignments[key] = assign_nodes(
+                graph, layout, policy, blocks=blocks.path, first=blocks.first
             )
         return self._node_assignments[key]
 
@@ -660,7 +688,7 @@ class ClusterSearch:
     def costs_of(self, tensor: int, device: Device) -> CostTable:
         if (tensor, device) not in self._costs:
             first = self._stage_devices.first_of[device]
-            layout = ClusterLayout(tensor=tensor)
+            layout = ParallelLayout(tensor=tensor)
             self._costs[tensor, device] = tensor_costs(self._cluster, layout, first=first)
         return self._costs[tensor, device]
 

@@ -5,11 +5,19 @@ policy_mixture.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 
+from steelyard.ir.model_blocks import ActivationPolicy
 from steelyard.ir.rule import CallSite
 from steelyard.predict.analytic.sections import Section
 from steelyard.predict.analytic.step import LayoutCost, StageBlocks
+from steelyard.predict.pipeline.duration import (
+    Passes,
+    least_interleaved_seconds,
+    least_pipeline_seconds,
+    pipeline_seconds,
+)
 from steelyard.search.cluster.policy_mixture import (
     BlockKind,
     Mix,
@@ -23,21 +31,6 @@ from steelyard.search.cluster.policy_mixture import (
 _NEVER = float("inf")
 # The recomputed calls of a block, by module path inside the block.
 RecomputeSet = tuple[CallSite, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationPolicy:
-    """The recompute and offload policy of a block's activations.
-
-    ``again`` are the calls that are recomputed. If ``moved``, all other saved activations are
-    offloaded to host memory.
-    """
-
-    again: RecomputeSet = ()
-    moved: bool = False
-
-
-SAVE_ALL = ActivationPolicy()
 
 
 class StageAssignment:
@@ -72,8 +65,8 @@ class StageAssignment:
             for cost, kinds in self._sections.items()
         }
         self._representative = self._first_equal_stages()
-        self._fitted: dict[tuple[int, int], float] = {}
         self._least: dict[tuple[int, int], float] = {}
+        self._passes_of: dict[tuple[int, int], Passes] = {}
 
     def _first_equal_stages(self) -> list[int]:
         """Return for each stage the first stage with equal costs and limits for equal blocks."""
@@ -114,18 +107,28 @@ class StageAssignment:
 
     def least_seconds(self) -> float:
         """Return a lower bound on the pipeline seconds of the step, over all assignments."""
-        pipeline_seconds = self._stage_costs[0].through
-        if self._fixed:
-            return pipeline_seconds([self._least_seconds(s, n) for s, n in enumerate(self._fixed)])
         of, stages = self._least_seconds, self._layout.pipeline
+        if self._fixed:
+            return self._least_fixed_seconds()
         fast = minimize_slowest_stage(self._num_blocks, stages, of)
         lean = minimize_total(self._num_blocks, stages, of)
         assert fast is not None, "a feasible assignment is found"
         assert lean is not None, "the same stages fit"
         slowest = max(of(s, n) for s, n in enumerate(fast))
         total = sum(of(s, n) for s, n in enumerate(lean))
-        rest = max(0.0, total - slowest) / self._layout.virtual
-        return self._layout.micro_batches * slowest + rest
+        return least_pipeline_seconds(self._layout, slowest=slowest, total=total)
+
+    def _least_fixed_seconds(self) -> float:
+        seconds = [self._least_seconds(s, n) for s, n in enumerate(self._fixed)]
+        if self._layout.virtual == 1:
+            return least_pipeline_seconds(self._layout, slowest=max(seconds), total=sum(seconds))
+        first_runs = sum(
+            n / self._layout.virtual * min(self._seconds[self._stage_costs[s]])
+            for s, n in enumerate(self._fixed[:-1])
+        )
+        return least_interleaved_seconds(
+            self._layout, slowest=max(seconds), last=seconds[-1], first_runs=first_runs
+        )
 
     @property
     def _fixed(self) -> tuple[int, ...]:
@@ -140,23 +143,34 @@ class StageAssignment:
         if self._fixed:
             fit = all(seconds_of(s, n) < _NEVER for s, n in enumerate(self._fixed))
             return self._fixed if fit else None
-        pipeline_seconds, stages = self._stage_costs[0].through, self._layout.pipeline
+        stages = self._layout.pipeline
         fast = minimize_slowest_stage(self._num_blocks, stages, seconds_of)
         lean = minimize_total(self._num_blocks, stages, seconds_of)
         if fast is None or lean is None:
             return None
+        if stages == 1:
+            return fast
+        total_of = partial(pipeline_seconds, self._layout)
         start = min(
-            (fast, lean),
-            key=lambda counts: pipeline_seconds([seconds_of(s, n) for s, n in enumerate(counts)]),
+            (fast, lean), key=lambda counts: total_of([*starmap(self._passes, enumerate(counts))])
         )
-        return improve_counts(start, seconds_of, pipeline_seconds)
+        return improve_counts(start, self._passes, total_of)
+
+    def _passes(self, stage: int, count: int) -> Passes:
+        """Return the passes of the fastest mix of so many blocks, infinite if they do not fit."""
+        stage = self._representative[stage]
+        if (stage, count) not in self._passes_of:
+            cost, mix = self._stage_costs[stage], self._best_mix(stage, count)
+            passes = _NEVER, _NEVER
+            if mix is not None:
+                kinds = zip(self._sections[cost], mix.counts, strict=True)
+                chosen = StageBlocks(blocks=tuple((s, n) for (_, s), n in kinds if n))
+                passes = cost.stage_passes(stage, chosen)
+            self._passes_of[stage, count] = passes
+        return self._passes_of[stage, count]
 
     def _fitted_seconds(self, stage: int, count: int) -> float:
-        stage = self._representative[stage]
-        if (stage, count) not in self._fitted:
-            ends, mix = self._stage_costs[stage].ends_seconds(stage), self._best_mix(stage, count)
-            self._fitted[stage, count] = _NEVER if mix is None else mix.seconds + ends
-        return self._fitted[stage, count]
+        return sum(self._passes(stage, count))
 
     def _least_seconds(self, stage: int, count: int) -> float:
         stage = self._representative[stage]
@@ -193,7 +207,7 @@ class StageAssignment:
                 saved_bytes=alive * section.kept_bytes,
                 recompute_bytes=max(section.again_bytes, ending),
                 offloaded_bytes=alive * section.far_bytes,
-                num_recomputed_calls=len(policy.again),
+                num_recomputed_calls=len(policy.recomputed),
             )
             for (policy, section), seconds in known
         ]

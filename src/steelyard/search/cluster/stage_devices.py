@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.device import Device
-from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.ir.parallel_layout import ParallelLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class StageDevices:
     def classes(self) -> tuple[Device, ...]:
         return tuple(dict.fromkeys(self._devices))
 
-    def of(self, layout: ClusterLayout) -> tuple[StageDevice, ...]:
+    def of(self, layout: ParallelLayout) -> tuple[StageDevice, ...]:
         """Return the device of each stage of ``layout``."""
         if len(self._devices) == 1:
             return (_stage_device(self._devices, 0),) * layout.pipeline

@@ -9,14 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from steelyard.ir.cluster_layout import Blocks, ClusterLayout
 from steelyard.ir.graph import Graph, OutputKind, path_matches
+from steelyard.ir.model_blocks import ActivationPolicy, Blocks
 from steelyard.ir.placement import Shard
 from steelyard.ir.rule import CallRule, CallSite, Rule, rule_for
 from steelyard.ir.rule_kinds import (
-    BatchSharding,
     CollectiveOverlap,
-    MicroBatches,
     PipelineStageEnd,
     Recomputation,
     StateOffload,
@@ -27,12 +25,10 @@ from steelyard.ir.rule_kinds import (
 from steelyard.ir.sharding_choice import Region
 from steelyard.plans.trade import Trade, rule_type
 from steelyard.predict.analytic.node_assignment import MIDDLE
-from steelyard.predict.analytic.saved_activations import kept_calls
+from steelyard.predict.analytic.saved_activations import saved_calls
 from steelyard.search.cluster.search import ClusterPlan
-from steelyard.search.cluster.stage_assignment import ActivationPolicy, RecomputeSet
+from steelyard.search.layout_rules import batch_rules
 
-# The gradient bucket size, as in stock DistributedDataParallel.
-_BUCKET_BYTES = 25 * 2**20
 # The sharded state by ZeRO stage. Sharded weights imply sharded gradients and optimizer state.
 SHARDED_STATE: dict[int, Literal["optimizer", "gradient", ""]] = {
     1: "optimizer", 2: "gradient", 3: "",
@@ -52,10 +48,7 @@ def to_rules(
     regions.
     """
     layout = plan.layout
-    rules: list[Rule] = []
-    if layout.data > 1:
-        batch = rule_type(trades, BatchSharding)
-        rules.append(batch(ranks=layout.data, bucket=_BUCKET_BYTES))
+    rules = [*batch_rules(layout, trades)]
     if layout.overlaps:
         rules.append(rule_type(trades, CollectiveOverlap)(window=1))
     if layout.tensor > 1:
@@ -68,8 +61,6 @@ def to_rules(
             states(ranks=layout.data, parameter=pattern, what=what, count=count)
             for pattern, count in _trained(graph, blocks)
         ]
-    if layout.micro_batches > 1:
-        rules.append(rule_type(trades, MicroBatches)(micro_batches=layout.micro_batches))
     if layout.pipeline > 1:
         stage_end = rule_type(trades, PipelineStageEnd)
         rules += [
@@ -80,7 +71,7 @@ def to_rules(
             )
             for end in _stage_ends(plan)
         ]
-    if layout.far_states:
+    if layout.offloads_state:
         offload = rule_type(trades, StateOffload)
         rules += [
             offload(parameter=pattern, count=count) for pattern, count in _trained(graph, blocks)
@@ -171,19 +162,18 @@ def _block_rules(
     graph: Graph, blocks: Blocks, trades: Sequence[Trade], policy: ActivationPolicy
 ) -> list[CallRule]:
     found: list[CallRule] = [
-        rule_for(rule_type(trades, Recomputation), site) for site in policy.again
+        rule_for(rule_type(trades, Recomputation), site) for site in policy.recomputed
     ]
-    if policy.moved:
+    if policy.is_offloaded:
         offload = rule_type(trades, ValueOffload)
-        found += [rule_for(offload, s) for s in offloaded_calls(graph, blocks, policy.again)]
+        found += [rule_for(offload, site) for site in offloaded_calls(graph, blocks, policy)]
     return found
 
 
-def offloaded_calls(graph: Graph, blocks: Blocks, recomputed: RecomputeSet) -> Iterator[CallSite]:
+def offloaded_calls(graph: Graph, blocks: Blocks, policy: ActivationPolicy) -> Iterator[CallSite]:
     """Yield the calls of a block whose outputs stay saved, with module paths inside the block."""
     block_path = f"{blocks.path}.{blocks.first + MIDDLE}"
-    layout = ClusterLayout(again=recomputed)
-    for site in kept_calls(graph, layout, blocks=blocks.path, first=blocks.first):
+    for site in saved_calls(graph, policy, blocks=blocks.path, first=blocks.first):
         yield replace(site, module=site.module.removeprefix(block_path).removeprefix("."))
 
 

@@ -14,7 +14,7 @@ from steelyard.hardware.calibration import (
     Score,
     percent,
 )
-from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.units import format_seconds
 
@@ -37,7 +37,7 @@ class Rivals:
     is_measured: bool
 
 
-def doubt_said(search: ClusterSearch, layout: ClusterLayout) -> list[str]:
+def doubt_said(search: ClusterSearch, layout: ParallelLayout) -> list[str]:
     """Return a sentence on the prediction error for each class of device."""
     case = search.case_of(layout)
     sentences = []
@@ -58,14 +58,14 @@ def rivals(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Rivals
     own_kind = Parallelism.of(tensor=best.layout.tensor, pipeline=best.layout.pipeline)
     known = [found for found in search.calibrations.values() if found is not None]
 
-    def between(layout: ClusterLayout) -> float:
+    def between(layout: ParallelLayout) -> float:
         errors = [
             found.between(own_kind, Parallelism.of(tensor=layout.tensor, pipeline=layout.pipeline))
             for found in known
         ]
         return max(errors, default=DECLARED_DOUBT)
 
-    def is_within_error(layout: ClusterLayout, seconds: float) -> bool:
+    def is_within_error(layout: ParallelLayout, seconds: float) -> bool:
         return seconds <= best.step.step_seconds * (1 + between(layout))
 
     candidates = [
@@ -112,11 +112,11 @@ def rivals_said(found: Rivals) -> str:
     return f"not distinguishable from {named}{others}: {reason}"
 
 
-def degrees(layout: ClusterLayout) -> tuple[int, ...]:
+def degrees(layout: ParallelLayout) -> tuple[int, ...]:
     return layout.data, layout.tensor, layout.pipeline, layout.state_stage
 
 
-def describe_layout(layout: ClusterLayout) -> str:
+def describe_layout(layout: ParallelLayout) -> str:
     """Return a layout as text, such as ``data 8 x tensor 4, ZeRO-3``."""
     named_degrees = (
         ("data", layout.data),
@@ -156,7 +156,7 @@ def _num_steps(score: Score) -> str:
     return f"{score.domain.rows} step{'s' if score.domain.rows > 1 else ''}"
 
 
-def all_doubts_said(search: ClusterSearch, layouts: Sequence[ClusterLayout]) -> str:
+def all_doubts_said(search: ClusterSearch, layouts: Sequence[ParallelLayout]) -> str:
     """Return a sentence with the widest interval of several layouts."""
     error = max(search.doubt_of(layout) for layout in layouts)
     return (

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from steelyard.ir.collective import SLOTS
-from steelyard.ir.metrics import Metrics
 from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.rule import Rule, of_kind, trade_name
 from steelyard.ir.rule_kinds import (
@@ -19,7 +18,7 @@ from steelyard.ir.rule_kinds import (
     TensorSharding,
 )
 from steelyard.passes.data_parallel.sync_batchnorm import is_synchronised
-from steelyard.plans.plan import SelectedTrade
+from steelyard.plans.plan import Prediction, SelectedTrade
 from steelyard.plans.trade import Offer, Rejection, Remaining
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
@@ -31,6 +30,12 @@ from steelyard.search.ranks.layout_candidates import (
 )
 from steelyard.search.ranks.rank_speeds import RankSpeeds
 from steelyard.search.result import SearchResult
+from steelyard.search.trade_price import (
+    computation_seconds,
+    exposed_seconds,
+    price_without,
+    step_price_without,
+)
 from steelyard.units import format_bytes, format_seconds
 
 _THROUGH_SLOTS = "collectives through shared memory"
@@ -93,7 +98,7 @@ class LayoutExplanation:
                 more = ", ..." if len(subset.ranks) > _MAX_LISTED_RANKS else ""
                 split += f" ({', '.join(map(str, subset.ranks[:_MAX_LISTED_RANKS]))}{more})"
             if candidate.layout.shares:
-                split += f" ({self._rank_speeds.describe(candidate.layout.batch)})"
+                split += f" ({self._rank_speeds.describe(candidate.layout.data)})"
             label = f"{split}, gradient buckets of {bucket}, {lag} in flight"
             if is_synchronised(self._candidates.apply_rules(batch_rules).graph):
                 label += ", BatchNorm statistics over all samples"
@@ -110,10 +115,10 @@ class LayoutExplanation:
             note = ", gathered twice" if state_rules[0].gathers > 1 else ""
             if size := state_rules[0].bucket:
                 note += f", in buckets of {format_bytes(size)}"
-            label = f"{tensor_count(state_rules)} sharded over {candidate.layout.batch} ranks{note}"
+            label = f"{tensor_count(state_rules)} sharded over {candidate.layout.data} ranks{note}"
             yield self._trade_between(StateSharding, label, before, (*before, *state_rules))
         if sparse_rules := of_kind(candidate.rules, SparseRows):
-            label = f"rows of {tensor_count(sparse_rules)} from {candidate.layout.batch} ranks"
+            label = f"rows of {tensor_count(sparse_rules)}, {candidate.layout.data} ranks'"
             yield self.gradient_trade(label, before, sparse_rules)
         if slot_rules := of_kind(candidate.rules, SharedMemoryMessages):
             yield self._slots_taken(candidate, slot_rules)
@@ -132,31 +137,26 @@ class LayoutExplanation:
         without = self._candidates.counted(
             tuple(rule for rule in candidate.rules if rule not in slots)
         )
-        return SelectedTrade(
-            trade=trade_name(SharedMemoryMessages),
-            label=_THROUGH_SLOTS,
-            rules=slots,
-            buys_bytes=without.nbytes - candidate.nbytes,
-            buys_seconds=max(0.0, without.seconds - candidate.seconds),
-            pays_seconds=max(0.0, candidate.seconds - without.seconds),
+        return step_price_without(
+            SharedMemoryMessages,
+            _THROUGH_SLOTS,
+            slots,
+            saved_bytes=without.nbytes - candidate.nbytes,
+            saved_seconds=without.seconds - candidate.seconds,
         )
 
     def gradient_trade(
         self, label: str, before: tuple[Rule, ...], rules: tuple[Rule, ...]
     ) -> SelectedTrade:
         """Return a trade of computation for communication, applied after the rules ``before``."""
-        applied = (
-            self._candidates.apply_rules(before),
-            self._candidates.apply_rules((*before, *rules)),
-        )
-        without, with_it = (predict(program, self._candidates.costs).metrics for program in applied)
+        without, with_it = self._predictions(before, (*before, *rules), self._candidates.costs)
         return SelectedTrade(
             trade=rules[0].trade,
             label=label,
             rules=rules,
-            buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
-            buys_seconds=_exposed(without) - _exposed(with_it),
-            pays_seconds=with_it.computation_seconds.value - without.computation_seconds.value,
+            buys_bytes=without.peak.nbytes - with_it.peak.nbytes,
+            buys_seconds=exposed_seconds(without) - exposed_seconds(with_it),
+            pays_seconds=computation_seconds(with_it) - computation_seconds(without),
         )
 
     def _trade_between(
@@ -171,19 +171,15 @@ class LayoutExplanation:
 
         ``costs`` are the prices of data parallelism among groups, if these differ.
         """
-        programs = self._candidates.apply_rules(before), self._candidates.apply_rules(after)
-        without, with_it = (
-            predict(program, costs or self._candidates.costs).metrics for program in programs
-        )
-        saved = without.computation_seconds.value - with_it.computation_seconds.value
-        return SelectedTrade(
-            trade=trade_name(kind),
-            label=label,
-            rules=tuple(rule for rule in after if rule not in before),
-            buys_bytes=round(without.memory_bytes.value - with_it.memory_bytes.value),
-            buys_seconds=max(saved, 0.0),
-            pays_seconds=_exposed(with_it) - _exposed(without) + max(-saved, 0.0),
-        )
+        without, with_it = self._predictions(before, after, costs or self._candidates.costs)
+        rules = tuple(rule for rule in after if rule not in before)
+        return price_without(kind, label, rules, without=without, with_it=with_it)
+
+    def _predictions(
+        self, before: tuple[Rule, ...], after: tuple[Rule, ...], costs: CostTable
+    ) -> tuple[Prediction, Prediction]:
+        apply_rules = self._candidates.apply_rules
+        return predict(apply_rules(before), costs), predict(apply_rules(after), costs)
 
     def why_not(self, layout: ParallelLayout, found: SearchResult) -> Rejection:
         seconds = min(candidate.seconds for candidate in self._candidates.of(layout))
@@ -195,7 +191,7 @@ class LayoutExplanation:
 
     def _label(self, layout: ParallelLayout) -> str:
         """Return the layout's label, with equal shares named if unequal ones were evaluated too."""
-        if layout.batch == 1 or layout.shares or self._rank_speeds.is_homogeneous(layout.num_ranks):
+        if layout.data == 1 or layout.shares or self._rank_speeds.is_homogeneous(layout.num_ranks):
             return layout_label(layout)
         return f"{layout_label(layout)}, in equal shares"
 
@@ -249,7 +245,3 @@ class LayoutExplanation:
             yield Rejection(
                 trade=trade_name(SharedMemoryMessages), label=_THROUGH_SLOTS, reason=reason
             )
-
-
-def _exposed(metrics: Metrics) -> float:
-    return metrics.exposed_communication_seconds.value

@@ -163,7 +163,7 @@ class Weighing:
     def _data_parallel_rules(self, *, thoroughly: bool) -> Iterator[tuple[Rule, ...]]:
         """Yield the rules of pure data parallel candidates: all, or the fastest of each layout."""
         for layout in self.layouts.layouts:
-            if layout == ParallelLayout(batch=layout.batch, shares=layout.shares) != ALONE:
+            if layout == ParallelLayout(data=layout.data, shares=layout.shares) != ALONE:
                 candidates = self.layouts.ways.of(layout)
                 unsharded = [
                     candidate

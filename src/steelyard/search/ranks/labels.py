@@ -20,11 +20,11 @@ def tensor_count(rules: Iterable[ParameterRule]) -> str:
 
 def layout_label(layout: ParallelLayout) -> str:
     if layout.shares:
-        return f"among {layout.batch} ranks as {spelled(layout.shares)}"
+        return f"among {layout.data} ranks as {spelled(layout.shares)}"
     if layout.tensor == 1:
-        return f"among {layout.batch} ranks"
+        return f"among {layout.data} ranks"
     parts = f"sharded over {layout.tensor} ranks"
-    return parts if layout.batch == 1 else f"{parts}, the batch among {layout.batch} such groups"
+    return parts if layout.data == 1 else f"{parts}, the batch among {layout.data} such groups"
 
 
 def pipeline_too_slow(layout: ParallelLayout, seconds: float, found: SearchResult) -> Rejection:
@@ -59,7 +59,7 @@ def layers_label(layout: ParallelLayout) -> str:
 
 def ranks_label(layout: ParallelLayout) -> str:
     """Return the ranks of the pipeline stages as text, with tensor and data parallel degrees."""
-    groups = f", in {layout.batch} groups that share the batch" if layout.batch > 1 else ""
+    groups = f", in {layout.data} groups that share the batch" if layout.data > 1 else ""
     tensor_ranks = f" times {layout.tensor} that share tensors" if layout.tensor > 1 else ""
     return f"on {layout.pipeline}{tensor_ranks or ' ranks'}{groups}"
 

@@ -25,9 +25,10 @@ from steelyard.ir.rule_kinds import (
     TensorSharding,
 )
 from steelyard.ir.step_source import StepSource
-from steelyard.plans.trade import Offer, Rejection, Trade, apply_rules_on_ranks, rule_type, trade_of
+from steelyard.plans.trade import Offer, Rejection, Trade, apply_rules_on_ranks, trade_of
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
+from steelyard.search.layout_rules import batch_rules
 from steelyard.search.ranks.gather_buckets import with_gather_buckets, with_prefetch
 
 # Gradient bucket sizes to try. The best overlap depends on the model's layers and on the link.
@@ -135,7 +136,7 @@ class LayoutCandidates:
         self, candidates: Sequence[LayoutCandidate]
     ) -> Iterator[LayoutCandidate]:
         """Yield the fastest and the leanest candidate with ZeRO-style sharded states added."""
-        if candidates[0].layout.batch == 1:
+        if candidates[0].layout.data == 1:
             return
         fastest = min(candidates, key=lambda c: (c.seconds, c.nbytes))
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
@@ -176,7 +177,7 @@ class LayoutCandidates:
         """
         dense = tuple(rule for rule in candidate.rules if not isinstance(rule, GradientRule))
         if (
-            candidate.layout != ParallelLayout(batch=candidate.layout.batch)
+            candidate.layout != ParallelLayout(data=candidate.layout.data)
             or candidate.layout == ALONE
         ):
             return (), ()
@@ -184,11 +185,11 @@ class LayoutCandidates:
 
     def _rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
-            yield from self._batch_rules(layout) if layout.batch > 1 else [()]
+            yield from self._batch_rules(layout) if layout.data > 1 else [()]
             return
         # The gradient communication is chosen as if each tensor parallel group were one rank.
         batch_rules: tuple[Rule, ...] = ()
-        if layout.batch > 1:
+        if layout.data > 1:
             candidates = self.of(replace(layout, tensor=1))
             # ZeRO sharding of tensor parallel weights is decided later, on the sharded program.
             unsharded = [
@@ -249,14 +250,12 @@ class LayoutCandidates:
 
     def _batch_rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         for nbytes in BUCKETS:
-            batch = self.batch_rule(layout.batch, nbytes, layout.shares)
-            offers, _ = self.trade(CollectiveOverlap).offers(
-                self.apply_rules((batch,)), self.source
-            )
+            batch = batch_rules(layout, self.trades, bucket_bytes=nbytes)
+            offers, _ = self.trade(CollectiveOverlap).offers(self.apply_rules(batch), self.source)
             # Of candidates predicted to be equal, the first one wins: the one with the largest lag
             # waits for the least.
             for offer in reversed(offers):
-                yield *offer.rules, batch
+                yield *offer.rules, *batch
 
     def counted(self, rules: tuple[Rule, ...]) -> LayoutCandidate:
         program = self.apply_rules(rules)
@@ -266,10 +265,6 @@ class LayoutCandidates:
             seconds=step_seconds(program, self.costs).value,
             nbytes=peak_bytes(program, self.costs),
         )
-
-    def batch_rule(self, ranks: int, nbytes: int, shares: tuple[int, ...]) -> BatchSharding:
-        """Return the rule of data parallelism in these shares and buckets of ``nbytes``."""
-        return rule_type(self.trades, BatchSharding)(ranks=ranks, bucket=nbytes, shares=shares)
 
     def trade(self, kind: type[Rule]) -> Trade:
         trade = trade_of(self.trades, kind)

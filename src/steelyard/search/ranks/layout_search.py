@@ -30,6 +30,8 @@ from steelyard.plans.trade import Offer, Rejection, Remaining, Trade, trade_of
 from steelyard.predict import rank_seconds, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.rank_subsets import numbers_of_ranks
+from steelyard.search.enumerate_layouts import degrees_on
+from steelyard.search.layout_rules import batch_rules
 from steelyard.search.ranks.batch_shares import Shares, near_equal_shares, unequal_shares, units_for
 from steelyard.search.ranks.explain import LayoutExplanation
 from steelyard.search.ranks.labels import (
@@ -117,11 +119,9 @@ class LayoutSearch:
                 self._find_regions(ranks)
         self.pipelines = dict(self._find_pipelines(num_ranks, degrees))
         self.layouts = [
-            ParallelLayout(batch=batch, tensor=tensor)
-            for tensor in self._regions
-            for batch in degrees
-            if batch * tensor in self._rank_counts
-            and (tensor == 1 or self._rank_speeds.is_homogeneous(batch * tensor))
+            layout
+            for layout in degrees_on(self._rank_counts, tensor=self._regions, data=degrees)
+            if layout.tensor == 1 or self._rank_speeds.is_homogeneous(layout.num_ranks)
         ]
         if batches:
             self.layouts += self._unequal(self._rank_counts[1:])
@@ -167,11 +167,11 @@ class LayoutSearch:
                 self.refusals += (rank_count_too_slow(ranks, least / _CACHE_SPEEDUP, best),)
                 continue
             if ranks in self._batch_degrees:
-                self.layouts.append(ParallelLayout(batch=ranks))
+                self.layouts.append(ParallelLayout(data=ranks))
             unequal = [*self._unequal([ranks])]
             self.layouts += unequal
             tried_layouts = (
-                [ParallelLayout(batch=ranks)] if ranks in self._batch_degrees else unequal
+                [ParallelLayout(data=ranks)] if ranks in self._batch_degrees else unequal
             )
             seconds = [
                 candidate.seconds for layout in tried_layouts for candidate in self.ways.of(layout)
@@ -186,11 +186,14 @@ class LayoutSearch:
         """
         possible = self.ways.source.divisors()
 
-        def batch_rule(shares: Shares) -> Rule:
-            return self.ways.batch_rule(len(shares), BUCKETS[-1], shares)
+        def shared(shares: Shares) -> Program:
+            layout = ParallelLayout(data=len(shares), shares=shares)
+            return self.ways.apply_rules(
+                batch_rules(layout, self.ways.trades, bucket_bytes=BUCKETS[-1])
+            )
 
         def timed(shares: Shares) -> tuple[float, Sequence[float]]:
-            program = self.ways.apply_rules((batch_rule(shares),))
+            program = shared(shares)
             seconds = step_seconds(program, self.ways.costs).value
             return seconds, rank_seconds(program, self.ways.costs)
 
@@ -209,7 +212,8 @@ class LayoutSearch:
                     shares = near_equal_shares(ranks, possible)
                     # Applying the rules checks that all ranks communicate in the same order. Prices
                     # are computed on demand.
-                    self.ways.apply_rules((batch_rule(shares),) if shares else ())
+                    if shares:
+                        shared(shares)
                 else:
                     shares = unequal_shares(
                         units, self._rank_speeds.full_step_seconds(ranks), timed
@@ -219,7 +223,7 @@ class LayoutSearch:
                 self.refusals += self._batch_rejection(label, mismatch.happened)
                 continue
             if shares is not None:
-                yield ParallelLayout(batch=ranks, shares=shares)
+                yield ParallelLayout(data=ranks, shares=shares)
 
     def _find_regions(self, ranks: int) -> None:
         sharded = replace(self._program, layout=ParallelLayout(tensor=ranks))
@@ -234,16 +238,11 @@ class LayoutSearch:
         """Yield each feasible pipeline layout on up to ``num_ranks`` ranks with its search."""
         if trade_of(self.ways.trades, PipelineStageEnd) is None:
             return
-        layouts = [
-            ParallelLayout(pipeline=stages, batch=batch, tensor=tensor)
-            for tensor in self._regions
-            for batch in degrees
-            for stages in range(2, num_ranks + 1)
-        ]
-        for layout in layouts:
+        stages = range(2, num_ranks + 1)
+        for layout in degrees_on(
+            self._rank_counts, tensor=(*self._regions,), data=degrees, pipeline=stages
+        ):
             ranks = layout.num_ranks
-            if ranks not in self._rank_counts:
-                continue
             if not self._check_homogeneous(ranks, PipelineStageEnd, layers_label(layout)):
                 continue
             found = PipelineSearch(

@@ -15,8 +15,6 @@ from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, of_kind, trade_name
 from steelyard.ir.rule_kinds import (
-    BatchSharding,
-    MicroBatches,
     PipelineStageEnd,
     Recomputation,
     SharedMemoryMessages,
@@ -26,22 +24,22 @@ from steelyard.ir.rule_kinds import (
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends
 from steelyard.plans.budget import Budget
-from steelyard.plans.plan import FrontierPoint, Prediction, SelectedTrade
-from steelyard.plans.trade import Rejection, Remaining, Trade, apply_rules, rule_type, trade_of
+from steelyard.plans.plan import FrontierPoint, SelectedTrade
+from steelyard.plans.trade import Rejection, Remaining, Trade, apply_rules, trade_of
 from steelyard.predict import message_of, pipelined, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.infeasible import beyond_budget, too_slow
+from steelyard.search.layout_rules import batch_rules
 from steelyard.search.ranks.labels import ranks_label, tensor_count
 from steelyard.search.result import SearchResult
 from steelyard.search.single.search import StepSearch
+from steelyard.search.trade_price import price_without, step_price_without
 from steelyard.units import format_bytes, format_seconds
 
 # Micro-batches per stage: more of them shrink the pipeline bubble, but each is less efficient.
 _PER_STAGE = (2, 4)
 # Recompute plans to try for each number of micro-batches.
 _NUM_RECOMPUTE_PLANS = 8
-# A value without effect: gradients are reduced one by one after all micro-batches.
-_BUCKET_BYTES = 25 * 2**20
 # Recompute is tried only if the fastest candidate takes less than this share of the best plan.
 _MIN_GAIN_RATIO = 0.98
 # Candidates predicted slower by up to this factor count as equally fast: schedules differ in their
@@ -105,7 +103,7 @@ class PipelineSearch:
             step_seconds(self._apply(tensor_rules), self._costs).value
             for tensor_rules in self._shardings
         )
-        return min(alone) / (self._layout.pipeline * self._layout.batch)
+        return min(alone) / (self._layout.pipeline * self._layout.data)
 
     @cached_property
     def _shardings(self) -> Sequence[tuple[Rule, ...]]:
@@ -218,7 +216,7 @@ class PipelineSearch:
 
     def _parts(self) -> list[int]:
         """Return the numbers of micro-batches to try, or [1] if the batch cannot be split."""
-        ranks, groups = self._layout.pipeline, self._layout.batch
+        ranks, groups = self._layout.pipeline, self._layout.data
         can_be_cut = self._source.why_not_split() is None
         divisors = self._source.divisors() if can_be_cut else (1,)
         possible = [k // groups for k in divisors if k % groups == 0]
@@ -229,14 +227,9 @@ class PipelineSearch:
 
     def _schedule_candidates(self, parts: int) -> Iterator[_ScheduleCandidate]:
         """Yield candidates of each schedule, with stages balanced by time and by memory."""
-        groups = self._layout.batch
-        graph = self._source.graph(micro_batches=parts * groups)
-        split: list[Rule] = []
-        if parts > 1:
-            split.append(rule_type(self._trades, MicroBatches)(micro_batches=parts))
-        if groups > 1:
-            batch = rule_type(self._trades, BatchSharding)
-            split.append(batch(ranks=groups, bucket=_BUCKET_BYTES))
+        graph = self._source.graph(micro_batches=parts * self._layout.data)
+        # The bucket size is without effect: gradients are reduced one by one after the last pass.
+        split = batch_rules(replace(self._layout, micro_batches=parts), self._trades)
         for offer in self.offers:
             (first, *_) = stage_ends = of_kind(offer.rules, PipelineStageEnd)
             count, schedule = len(stage_ends) + 1, first.schedule
@@ -282,7 +275,7 @@ class PipelineSearch:
     ) -> Iterator[_ScheduleCandidate]:
         """Yield the fastest and the leanest of these with ZeRO-style sharded states."""
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
-        for candidate in dict.fromkeys((candidates[0], leanest)) if self._layout.batch > 1 else ():
+        for candidate in dict.fromkeys((candidates[0], leanest)) if self._layout.data > 1 else ():
             offers, _ = self._trade(StateSharding).offers(
                 self._apply(candidate.rules), self._source
             )
@@ -315,7 +308,7 @@ class PipelineSearch:
         """Evaluate the fastest and the leanest of these with increasing recompute."""
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         parts, chosen = (
-            candidates[0].parts * self._layout.batch,
+            candidates[0].parts * self._layout.data,
             dict.fromkeys((candidates[0], leanest)),
         )
         for tensor_rules in dict.fromkeys(candidate.tensor_rules for candidate in chosen):
@@ -376,58 +369,40 @@ class PipelineSearch:
             predict(self._apply(rules), self._costs) for rules in ((), best.tensor_rules, applied)
         )
         if best.tensor_rules:
-            saved = _computation_seconds(alone) - _computation_seconds(before)
-            yield SelectedTrade(
-                trade=trade_name(TensorSharding),
-                label=f"{tensor_count(best.tensor_rules)} sharded over {self._layout.tensor} ranks",
-                rules=best.tensor_rules,
-                buys_bytes=alone.peak.nbytes - before.peak.nbytes,
-                buys_seconds=max(0.0, saved),
-                pays_seconds=_exposed_seconds(before) + max(0.0, -saved),
+            label = f"{tensor_count(best.tensor_rules)} sharded over {self._layout.tensor} ranks"
+            yield price_without(
+                TensorSharding, label, best.tensor_rules, without=alone, with_it=before
             )
         stages = len(of_kind(applied, PipelineStageEnd)) + 1
         batches = f", {best.parts} micro-batches" if best.parts > 1 else ""
-        yield SelectedTrade(
-            trade=trade_name(PipelineStageEnd),
-            label=f"{stages} stages {ranks_label(self._layout)}, {best.schedule}{batches}",
-            rules=tuple(rule for rule in applied if not isinstance(rule, TensorSharding)),
-            buys_bytes=before.peak.nbytes - after.peak.nbytes,
-            buys_seconds=max(0.0, _computation_seconds(before) - _computation_seconds(after)),
-            pays_seconds=max(0.0, _exposed_seconds(after) - _exposed_seconds(before)),
+        yield price_without(
+            PipelineStageEnd,
+            f"{stages} stages {ranks_label(self._layout)}, {best.schedule}{batches}",
+            tuple(rule for rule in applied if not isinstance(rule, TensorSharding)),
+            without=before,
+            with_it=after,
         )
-        if slot_rules:
-            applied = (*applied, *slot_rules)
-            previous, after = after, predict(self._apply(applied), self._costs)
-            faster = previous.metrics.step_seconds.value - after.metrics.step_seconds.value
-            yield SelectedTrade(
-                trade=trade_name(SharedMemoryMessages),
-                label="pipeline messages through shared memory",
-                rules=slot_rules,
-                buys_bytes=previous.peak.nbytes - after.peak.nbytes,
-                buys_seconds=max(0.0, faster),
-                pays_seconds=max(0.0, -faster),
-            )
-        if state_rules:
-            previous, after = after, predict(self._apply((*applied, *state_rules)), self._costs)
-            slowdown = after.metrics.step_seconds.value - previous.metrics.step_seconds.value
-            yield SelectedTrade(
-                trade=trade_name(StateSharding),
-                label=f"{tensor_count(state_rules)} sharded over {self._layout.batch} ranks",
-                rules=state_rules,
-                buys_bytes=previous.peak.nbytes - after.peak.nbytes,
-                buys_seconds=max(0.0, -slowdown),
-                pays_seconds=max(0.0, slowdown),
-            )
-        if recomputed:
-            complete = predict(self._apply(best.rules), self._costs)
-            count = sum(rule.count for rule in recomputed)
-            yield SelectedTrade(
-                trade=trade_name(Recomputation),
-                label=f"{count} operators of all stages",
-                rules=recomputed,
-                buys_bytes=after.peak.nbytes - complete.peak.nbytes,
-                pays_seconds=complete.metrics.step_seconds.value - after.metrics.step_seconds.value,
-            )
+        count = sum(rule.count for rule in recomputed)
+        for kind, label, rules in (
+            (SharedMemoryMessages, "pipeline messages through shared memory", slot_rules),
+            (
+                StateSharding,
+                f"{tensor_count(state_rules)} sharded over {self._layout.data} ranks",
+                state_rules,
+            ),
+            (Recomputation, f"{count} operators of all stages", recomputed),
+        ):
+            if rules:
+                applied = (*applied, *rules)
+                without, after = after, predict(self._apply(applied), self._costs)
+                yield step_price_without(
+                    kind,
+                    label,
+                    rules,
+                    saved_bytes=without.peak.nbytes - after.peak.nbytes,
+                    saved_seconds=without.metrics.step_seconds.value
+                    - after.metrics.step_seconds.value,
+                )
 
     def _why_not_others(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
         """Yield the rejections of slots and of each other schedule, by its fastest candidate."""
@@ -478,14 +453,6 @@ class PipelineSearch:
 
     def _apply(self, rules: Sequence[Rule]) -> Program:
         return apply_rules(self._program, rules, trades=self._trades, source=self._source)
-
-
-def _computation_seconds(prediction: Prediction) -> float:
-    return prediction.metrics.computation_seconds.value
-
-
-def _exposed_seconds(prediction: Prediction) -> float:
-    return prediction.metrics.exposed_communication_seconds.value
 
 
 def _no_handoff(nbytes: int) -> float:  # noqa: ARG001 - of what is handed on

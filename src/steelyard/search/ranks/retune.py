@@ -43,7 +43,7 @@ def why_no_alternative(rules: Sequence[Rule]) -> str:
     layout = ParallelLayout.of(rules)
     if layout == ALONE:
         return "a single rank sends no gradients"
-    is_shared = layout == ParallelLayout(batch=layout.batch, shares=layout.shares)
+    is_shared = layout == ParallelLayout(data=layout.data, shares=layout.shares)
     if not is_shared or of_kind(rules, StateSharding):
         return "ranks hold shards of the model"
     return ""
@@ -90,7 +90,7 @@ def at_once(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 def on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> Iterator[LayoutCandidate]:
     """Yield the candidates on ``ranks`` ranks, with equal shares and uncompressed gradients."""
     other_rules = _other_rules(rules)
-    for candidate in layouts.ways.of(ParallelLayout(batch=ranks)):
+    for candidate in layouts.ways.of(ParallelLayout(data=ranks)):
         if not of_kind(candidate.rules, StateSharding):
             yield layouts.ways.counted(tuple(sorted((*candidate.rules, *other_rules))))
 

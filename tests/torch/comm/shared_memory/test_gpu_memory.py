@@ -44,7 +44,7 @@ def test_a_group_that_cannot_carry_it_is_refused(known: str) -> None:
         groups.get_backend_config.return_value = known
         said = f"carries {known}, but the model is on cuda:1"
         with pytest.raises(BadInput, match=said) as refused:
-            RankContext.of(ParallelLayout(batch=2), GPU)
+            RankContext.of(ParallelLayout(data=2), GPU)
     assert 'init_process_group("cpu:gloo,cuda:nccl")' in str(refused.value)
     assert len(str(refused.value).splitlines()) == 3
 

@@ -124,7 +124,7 @@ def test_the_sums_are_those_of_one_device(
 
 def _why_not(model: nn.Module, ranks: int = 2) -> dict[str, str]:
     program = _applied(own := _source(model), _shared(ranks))
-    assert program.layout == ParallelLayout(batch=ranks)
+    assert program.layout == ParallelLayout(data=ranks)
     offers, refusals = SparseGradients().offers(program, own)
     found = {offer.rules[0].parameter: "" for offer in offers}
     return found | {r.label.removeprefix("rows of "): r.reason for r in refusals}

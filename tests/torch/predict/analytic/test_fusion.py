@@ -14,8 +14,9 @@ from benchmarks.published.gpt import Shape
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.software_stack import SoftwareStack
-from steelyard.ir.cluster_layout import MIXED, ClusterLayout
 from steelyard.ir.graph import Graph, Node, Output, OutputKind, Phase, Role, Storage, Tensor
+from steelyard.ir.model_blocks import MIXED, ActivationPolicy
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.predict.analytic.fusion import FusedKernel, fused, unfused
 from steelyard.predict.analytic.roofline import computed_flops, kernel_seconds
 from steelyard.predict.analytic.sections import sections
@@ -131,9 +132,10 @@ def _captured(tensor: int) -> Graph:
 
 
 def _seconds(stack: SoftwareStack | None, tensor: int = 1, *again: str) -> float:
-    layout = ClusterLayout(tensor=tensor, again=again, draws_parts=True)
+    layout = ParallelLayout(tensor=tensor, draws_parts=True)
+    policy = ActivationPolicy(recomputed_modules=again)
     costs = tensor_costs(_MACHINE, layout)
-    parts = sections(_captured(tensor), costs, layout, blocks=BLOCKS, stack=stack)
+    parts = sections(_captured(tensor), costs, layout, policy, blocks=BLOCKS, stack=stack)
     step = deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
     return step.step_seconds
 
@@ -169,7 +171,7 @@ def test_one_after_the_other_is_between_the_larger_and_twice_of_it() -> None:
 def test_a_call_is_hidden_by_what_runs_and_never_takes_less() -> None:
     """It is made while the one before it runs."""
     kernels = [k for k in unfused(_captured(1).nodes) if k.nodes[0].collective is None]
-    costs = tensor_costs(_MACHINE, ClusterLayout())
+    costs = tensor_costs(_MACHINE, ParallelLayout())
     for kernel in kernels:
         running, called = (
             kernel_seconds(kernel, costs, SoftwareStack(fuses=False, call_seconds=calling))
@@ -202,7 +204,7 @@ def test_no_more_than_the_device_has_is_reached(share: float) -> None:
 
 @pytest.mark.parametrize("along", [False, True])
 def test_exchanging_beside_products_never_takes_more_time(along: bool) -> None:
-    layout = ClusterLayout(tensor=4, draws_parts=True, gathers_again=along)
+    layout = ParallelLayout(tensor=4, draws_parts=True, regathers_activations=along)
     graph = captured(_SHAPE, micro_batch=2, tensor=4, sequence_parallel=along)
     costs = tensor_costs(_MACHINE, layout)
     plain, beside = (

@@ -14,8 +14,9 @@ from benchmarks.published.gpt import Shape
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
-from steelyard.ir.cluster_layout import MIXED, ClusterLayout, Formats
 from steelyard.ir.graph import Graph
+from steelyard.ir.model_blocks import MIXED, SAVE_ALL, ActivationPolicy, Formats
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.predict.analytic.sections import Sections, sections
 from steelyard.predict.analytic.step import AnalyticStep, LayoutCost, deep_step, tensor_costs
@@ -36,20 +37,31 @@ def _graph(tensor: int = 1, *, along: bool = False) -> Graph:
     return captured(_SHAPE, micro_batch=_MICRO_BATCH, tensor=tensor, sequence_parallel=along)
 
 
-def _parts(layout: ClusterLayout, cluster: Cluster = _MACHINE) -> Sections:
+def _parts(
+    layout: ParallelLayout, cluster: Cluster = _MACHINE, policy: ActivationPolicy = SAVE_ALL
+) -> Sections:
     costs = tensor_costs(cluster, layout)
-    return sections(_graph(layout.tensor), costs, layout, blocks=BLOCKS)
+    return sections(_graph(layout.tensor), costs, layout, policy, blocks=BLOCKS)
 
 
 def _step(
-    layout: ClusterLayout, cluster: Cluster = _MACHINE, *, num_blocks: int = 24
+    layout: ParallelLayout,
+    cluster: Cluster = _MACHINE,
+    *,
+    num_blocks: int = 24,
+    policy: ActivationPolicy = SAVE_ALL,
 ) -> AnalyticStep:
-    return deep_step(_parts(layout, cluster), cluster, layout, MIXED, num_blocks=num_blocks)
+    parts = _parts(layout, cluster, policy)
+    return deep_step(parts, cluster, layout, MIXED, num_blocks=num_blocks)
+
+
+def _recomputing(*again: str, spared: tuple[str, ...] = ()) -> ActivationPolicy:
+    return ActivationPolicy(recomputed_modules=again, spared=spared)
 
 
 def _per_sbh(tensor: int, *again: str) -> float:
-    layout = ClusterLayout(tensor=tensor, again=again, draws_parts=True)
-    return _parts(layout).block.kept_bytes / _SBH
+    layout = ParallelLayout(tensor=tensor, draws_parts=True)
+    return _parts(layout, policy=_recomputing(*again)).block.kept_bytes / _SBH
 
 
 @pytest.mark.parametrize("t", [1, 2, 4])
@@ -65,18 +77,19 @@ def test_a_block_keeps_what_korthikanti_counts(t: int) -> None:
 def test_a_block_along_the_sequence_keeps_what_korthikanti_counts(t: int) -> None:
     scores = 5 * _SHAPE.heads * _SHAPE.sequence / (_SHAPE.hidden * t)
     for again, kept in (((), 34 / t + scores), (("attention.core",), 34 / t)):
-        layout = ClusterLayout(tensor=t, again=again, draws_parts=True, gathers_again=True)
+        layout = ParallelLayout(tensor=t, draws_parts=True, regathers_activations=True)
+        graph, policy = _graph(t, along=True), _recomputing(*again)
         costs = tensor_costs(_MACHINE, layout)
-        block = sections(_graph(t, along=True), costs, layout, blocks=BLOCKS).block
+        block = sections(graph, costs, layout, policy, blocks=BLOCKS).block
         # Equation 4 and table 2, the last row but one.
         assert block.kept_bytes / _SBH == pytest.approx(kept + _NORMS / t, abs=1e-6)
-        kept_gathered = replace(layout, gathers_again=False)
-        whole = sections(_graph(t, along=True), costs, kept_gathered, blocks=BLOCKS).block
+        kept_gathered = replace(layout, regathers_activations=False)
+        whole = sections(graph, costs, kept_gathered, policy, blocks=BLOCKS).block
         assert whole.kept_bytes > block.kept_bytes
 
 
 def test_the_sections_of_three_blocks_are_the_whole_step() -> None:
-    parts, costs = _parts(ClusterLayout()), tensor_costs(_MACHINE, ClusterLayout())
+    parts, costs = _parts(ParallelLayout()), tensor_costs(_MACHINE, ParallelLayout())
     whole = predict(Program.plain(_graph()), costs).metrics.computation_seconds
     total = parts.before.seconds + 3 * parts.block.seconds + parts.after.seconds
     # Where gradients of neighbours meet, the ends of a run of blocks have an operator more or less.
@@ -86,7 +99,7 @@ def test_the_sections_of_three_blocks_are_the_whole_step() -> None:
 
 
 def test_exchanges_are_those_of_the_graph_in_parts() -> None:
-    parts = _parts(ClusterLayout(tensor=4))
+    parts = _parts(ParallelLayout(tensor=4))
     sent = sum(n.collective.sent_bytes for n in _graph(4).nodes if n.collective is not None)
     told = parts.before.exchanged_bytes + 3 * parts.block.exchanged_bytes
     assert told + parts.after.exchanged_bytes == sent
@@ -95,7 +108,8 @@ def test_exchanges_are_those_of_the_graph_in_parts() -> None:
 
 
 def test_what_is_computed_again_takes_time_and_saves_memory() -> None:
-    plain, core, whole = (_step(ClusterLayout(again=a)) for a in ((), ("attention.core",), ("",)))
+    policies = _recomputing(), _recomputing("attention.core"), _recomputing("")
+    plain, core, whole = (_step(ParallelLayout(), policy=policy) for policy in policies)
     assert plain.step_seconds < core.step_seconds < whole.step_seconds
     kept = [step.stages[0].activation_bytes for step in (plain, core, whole)]
     assert kept == sorted(kept, reverse=True)
@@ -113,21 +127,21 @@ def _with_links(factor: float) -> Cluster:
 
 @pytest.mark.parametrize("axis", ["tensor", "data", "pipeline"])
 def test_faster_links_never_make_a_step_slower(axis: str) -> None:
-    layout = replace(ClusterLayout(micro_batches=4), **{axis: 2})
+    layout = replace(ParallelLayout(micro_batches=4), **{axis: 2})
     took = [_step(layout, _with_links(f)).step_seconds for f in (0.01, 0.1, 1, 10)]
     assert took == sorted(took, reverse=True)
     assert took[0] > took[-1]
 
 
 def test_each_state_stage_holds_less() -> None:
-    held = [_step(ClusterLayout(data=4, state_stage=s)).stages[0] for s in range(4)]
+    held = [_step(ParallelLayout(data=4, state_stage=s)).stages[0] for s in range(4)]
     models = [h.weight_bytes + h.gradient_bytes + h.state_bytes for h in held]
     assert models == sorted(models, reverse=True)
     assert models[3] == pytest.approx(models[0] / 4, rel=1e-6)
 
 
 def test_virtual_stages_wait_less_and_hold_more() -> None:
-    layout = ClusterLayout(pipeline=4, micro_batches=8)
+    layout = ParallelLayout(pipeline=4, micro_batches=8)
     plain, virtual = _step(layout), _step(replace(layout, virtual=3))
     # Korthikanti et al., section 4.2.3: 1 + (p - 1) / (p v) times as much.
     more = virtual.stages[0].activation_bytes / plain.stages[0].activation_bytes
@@ -136,24 +150,24 @@ def test_virtual_stages_wait_less_and_hold_more() -> None:
 
 def test_a_layout_that_does_not_multiply_is_refused() -> None:
     with pytest.raises(BadInput, match="devices"):
-        _step(ClusterLayout(data=16))
+        _step(ParallelLayout(data=16))
     with pytest.raises(BadInput, match="blocks in 5"):
-        _step(ClusterLayout(pipeline=5))
+        _step(ParallelLayout(pipeline=5))
     with pytest.raises(BadInput, match="degrees"):
-        ClusterLayout(tensor=0)
+        ParallelLayout(tensor=0)
 
 
 def test_what_is_spared_of_what_runs_again_is_kept_and_not_run_again() -> None:
-    whole = _parts(ClusterLayout(again=("",))).block
-    spared = _parts(ClusterLayout(again=("",), spared=("up",))).block
-    plain = _parts(ClusterLayout()).block
+    whole = _parts(ParallelLayout(), policy=_recomputing("")).block
+    spared = _parts(ParallelLayout(), policy=_recomputing("", spared=("up",))).block
+    plain = _parts(ParallelLayout()).block
     assert whole.again_seconds > spared.again_seconds > plain.again_seconds
     # What the product gives, 4 s b h values of two bytes, stays as well.
     assert spared.kept_bytes == whole.kept_bytes + 8 * _SBH < plain.kept_bytes
 
 
 def test_stages_of_unequal_blocks_wait_for_the_longest() -> None:
-    layout = ClusterLayout(pipeline=2, micro_batches=8)
+    layout = ParallelLayout(pipeline=2, micro_batches=8)
     even, uneven = _step(layout), _step(replace(layout, stage_blocks=(15, 9)))
     assert uneven.pipeline_seconds > even.pipeline_seconds
     assert _step(replace(layout, stage_blocks=(12, 12))) == even
@@ -162,13 +176,13 @@ def test_stages_of_unequal_blocks_wait_for_the_longest() -> None:
 
 
 def test_the_end_of_the_model_holds_more_than_it_keeps() -> None:
-    after = _parts(ClusterLayout()).after
+    after = _parts(ParallelLayout()).after
     logits = 2 * _SHAPE.sequence * _MICRO_BATCH * _SHAPE.vocabulary
     assert after.peak_bytes >= after.kept_bytes + logits
 
 
 def test_rings_alone_are_never_quicker() -> None:
-    layout = ClusterLayout(data=8, state_stage=3)
+    layout = ParallelLayout(data=8, state_stage=3)
     parts = _parts(layout)
 
     def took(stack: SoftwareStack) -> float:
@@ -179,7 +193,7 @@ def test_rings_alone_are_never_quicker() -> None:
 
 def test_what_stages_hand_each_other_waits_as_the_stack_hands_it() -> None:
     def took(handing: StageSendMode, stages: int) -> float:
-        layout = ClusterLayout(pipeline=stages, micro_batches=8)
+        layout = ParallelLayout(pipeline=stages, micro_batches=8)
         stack = SoftwareStack(handing=handing)
         costs = tensor_costs(_MACHINE, layout)
         parts = sections(_graph(), costs, layout, blocks=BLOCKS, stack=stack)
@@ -187,7 +201,7 @@ def test_what_stages_hand_each_other_waits_as_the_stack_hands_it() -> None:
         return step.pipeline_seconds
 
     def handed(stages: int) -> float:
-        layout = ClusterLayout(pipeline=stages, micro_batches=8)
+        layout = ParallelLayout(pipeline=stages, micro_batches=8)
         once = LayoutCost(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
         # Of all stages for the first micro-batch, and of the slowest for each that follows.
         return (stages + 8 - 1) * once
@@ -199,17 +213,17 @@ def test_what_stages_hand_each_other_waits_as_the_stack_hands_it() -> None:
 
 
 def test_what_was_sent_in_parts_is_gathered_where_it_arrives() -> None:
-    def handed(layout: ClusterLayout) -> float:
+    def handed(layout: ParallelLayout) -> float:
         return LayoutCost(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
 
-    split = ClusterLayout(tensor=4, pipeline=2)
-    goes_on_split = replace(split, gathers_again=True)
+    split = ParallelLayout(tensor=4, pipeline=2)
+    goes_on_split = replace(split, regathers_activations=True)
     gathered = all_gather(route(_MACHINE.tree, range(4)), 2 * _SBH)[0].seconds
     assert handed(split) - handed(goes_on_split) == pytest.approx(gathered)
 
 
 def test_an_update_takes_what_its_optimizer_is_known_to_move() -> None:
-    layout = ClusterLayout()
+    layout = ParallelLayout()
 
     def took(formats: Formats) -> float:
         return deep_step(_parts(layout), _MACHINE, layout, formats, num_blocks=24).update_seconds

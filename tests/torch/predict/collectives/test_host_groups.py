@@ -70,7 +70,7 @@ def test_stages_hand_on_to_the_next_host(
 ) -> None:
     """Of three to a host and two to a stage: rank 1 to 3, and then 2 to 4. Where the plan lies on
     the ranks of one host nothing leaves it, however many others met."""
-    one = message_of(ParallelLayout(pipeline=stages, batch=stride), 1 << 20)
+    one = message_of(ParallelLayout(pipeline=stages, data=stride), 1 << 20)
     assert RanksPerHost(num_ranks=24, each=each, near=NEAR).leaving(one) == leaving
 
 
@@ -78,7 +78,7 @@ def test_stages_hand_on_to_the_next_host(
     ("layout", "ranks", "each", "leaving"),
     [
         (ParallelLayout(pipeline=4), {0, 3}, 2, 1),  # a tied embedding, on the first and the last
-        (ParallelLayout(pipeline=4, batch=2), {0, 3}, 4, 2),
+        (ParallelLayout(pipeline=4, data=2), {0, 3}, 4, 2),
         (ParallelLayout(pipeline=4), {1, 2}, 2, 1),
         (ParallelLayout(pipeline=4), {0, 1}, 2, 0),
         (ParallelLayout(pipeline=6), {0, 1, 5}, 2, 1),
@@ -102,7 +102,7 @@ def test_weights_of_stages_are_gathered_as_their_ranks_exchange(
     transport: Transport, leaving: float
 ) -> None:
     """Four that share a stage, on two hosts; the loss lies on the host, and gloo sums it up."""
-    layout = ParallelLayout(pipeline=2, batch=4)
+    layout = ParallelLayout(pipeline=2, data=4)
     trained = ((Trained(1 << 20, is_shared=True),), ())
     sums = GradientReductions(
         layout=layout, shared=(), trained=trained, loss_bytes=4, gathered=((1 << 20,), ()),

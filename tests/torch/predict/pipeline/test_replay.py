@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from steelyard.comm.pipeline_schedules import SCHEDULES, made_schedule, order_under
 from steelyard.errors import BadInput, PlanFileError
-from steelyard.ir.pipeline_schedule import ActionKind, Order, actions_of, source_of
+from steelyard.ir.pipeline_schedule import (
+    ActionKind,
+    Order,
+    actions_of,
+    schedule_order,
+    source_of,
+)
 from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
 
 _SIZES = [(2, 4), (2, 8), (4, 8), (4, 16)]
@@ -296,8 +302,20 @@ def test_what_torch_writes_is_read_back(schedule: str) -> None:
     assert order.num_micro_batches == 8
 
 
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), [(1, 3), (2, 2), (2, 6), (3, 3), (4, 16)])
+@pytest.mark.parametrize("virtual", [2, 3])
+def test_our_table_of_interleaved_stages_is_torchs(
+    num_ranks: int, micro_batches: int, virtual: int
+) -> None:
+    ours = schedule_order(num_ranks=num_ranks, micro_batches=micro_batches, virtual=virtual)
+    assert ours == order_under(
+        "Interleaved1F1B", num_ranks=num_ranks, num_stages=num_ranks * virtual,
+        micro_batches=micro_batches,
+    )  # fmt: skip
+
+
 def test_torch_still_says_that_1f1b_begins_with_micro_batch_1() -> None:
-    """When this fails, ``_one_forward_one_backward`` can go."""
+    """When this fails, ``schedule_order`` need not say what 1F1B runs."""
     alone = SimpleNamespace(
         stage_index=1, num_stages=2, group_size=2, group_rank=1, is_last=True, has_backward=True
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from steelyard.hardware.calibration import Calibration, Domain, Pairs
-from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.predict.analytic.step import AnalyticStep
 from steelyard.search.cluster.search import ClusterPlan
 from steelyard.search.cluster.uncertainty import describe_layout, rivals, rivals_said
@@ -19,10 +19,10 @@ _DOMAIN = Domain(
     parameters=(8, 8),
     devices=(8, 8),
 )
-_BEST = ClusterLayout(data=8)
+_BEST = ParallelLayout(data=8)
 
 
-def _laid(layout: ClusterLayout, seconds: float) -> ClusterPlan:
+def _laid(layout: ParallelLayout, seconds: float) -> ClusterPlan:
     step = AnalyticStep(pipeline_seconds=seconds, exposed_seconds=0, update_seconds=0, stages=())
     return ClusterPlan(layout=layout, micro_batch=1, stages=(), step=step, least_seconds=seconds)
 
@@ -53,35 +53,35 @@ def _said(*others: ClusterPlan, alike: float = 0.05, unlike: float = 0.2) -> str
 
 
 def test_a_layout_nearer_than_the_error_between_them_is_named() -> None:
-    said = _said(_laid(ClusterLayout(data=4, tensor=2), 1.15))
+    said = _said(_laid(ParallelLayout(data=4, tensor=2), 1.15))
     assert said.startswith("not distinguishable from data 4 x tensor 2 (~1.15 s): ")
     assert "accurate to within 20 %" in said
 
 
 def test_a_layout_farther_than_that_is_told_apart() -> None:
-    assert _said(_laid(ClusterLayout(data=4, tensor=2), 1.25)) == ""
+    assert _said(_laid(ParallelLayout(data=4, tensor=2), 1.25)) == ""
 
 
 def test_layouts_of_one_kind_are_held_to_the_error_of_that() -> None:
-    states = _laid(ClusterLayout(data=8, state_stage=3), 1.1)
+    states = _laid(ParallelLayout(data=8, state_stage=3), 1.1)
     assert _said(states) == ""
     assert "data 8, ZeRO-3" in _said(states, alike=0.15)
 
 
 def test_the_same_degrees_in_other_micro_batches_are_no_rival() -> None:
-    assert _said(_laid(ClusterLayout(data=8, micro_batches=4), 1.01)) == ""
+    assert _said(_laid(ParallelLayout(data=8, micro_batches=4), 1.01)) == ""
 
 
 def test_no_more_than_three_are_named_and_the_others_counted() -> None:
-    others = [_laid(ClusterLayout(data=8 // n, pipeline=n), 1.01) for n in (2, 4, 8)]
-    others += [_laid(ClusterLayout(data=8 // n, tensor=n), 1.02) for n in (2, 4)]
+    others = [_laid(ParallelLayout(data=8 // n, pipeline=n), 1.01) for n in (2, 4, 8)]
+    others += [_laid(ParallelLayout(data=8 // n, tensor=n), 1.02) for n in (2, 4)]
     said = _said(*others)
     assert said.count("pipeline") == 3
     assert "and up to 2 more" in said
 
 
 def test_layouts_are_said_by_their_degrees() -> None:
-    assert describe_layout(ClusterLayout()) == "one device"
-    assert describe_layout(ClusterLayout(data=2, tensor=4, pipeline=8, state_stage=1)) == (
+    assert describe_layout(ParallelLayout()) == "one device"
+    assert describe_layout(ParallelLayout(data=2, tensor=4, pipeline=8, state_stage=1)) == (
         "data 2 x tensor 4 x pipeline 8, ZeRO-1"
     )

@@ -33,7 +33,7 @@ def choice(
 ) -> Alternative:
     rules = (EXACT, CODED) if lossy else (EXACT,)
     way = LayoutCandidate(
-        rules=rules, layout=ParallelLayout(batch=ranks), seconds=seconds, nbytes=nbytes
+        rules=rules, layout=ParallelLayout(data=ranks), seconds=seconds, nbytes=nbytes
     )
     return Alternative(way=way, ranks=tuple(range(ranks)))
 

@@ -1,16 +1,31 @@
-"""The enumeration of the parallel layouts of a deep model on a number of ranks.
+"""The enumeration of parallel layouts: degrees on ranks, and the schedules of a deep model.
 
-Not for the cost of a layout: see search.py.
+Not for the cost of a layout: see ranks/layout_search.py and cluster/search.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from steelyard.hardware.topology import TopologyLevel
-from steelyard.ir.cluster_layout import ClusterLayout
+from steelyard.ir.parallel_layout import ParallelLayout
 
 # Largest number of virtual stages per rank, samples per micro-batch, and tensor parallel degree.
 _MAX_VIRTUAL, _MAX_SAMPLES, _MAX_TENSOR_DEGREE = 8, 64, 16
+
+
+def degrees_on(
+    num_ranks: Collection[int],
+    *,
+    tensor: Iterable[int] = (1,),
+    data: Sequence[int] = (1,),
+    pipeline: Sequence[int] = (1,),
+) -> Iterator[ParallelLayout]:
+    """Yield each layout of these degrees whose number of ranks is one of ``num_ranks``."""
+    for tensor_degree in tensor:
+        for data_degree in data:
+            for stages in pipeline:
+                if tensor_degree * data_degree * stages in num_ranks:
+                    yield ParallelLayout(data=data_degree, tensor=tensor_degree, pipeline=stages)
 
 
 def tensor_degrees(tree: TopologyLevel) -> list[int]:
@@ -24,31 +39,25 @@ def tensor_degrees(tree: TopologyLevel) -> list[int]:
 
 def layouts_of(
     num_ranks: int, *, tensor: Sequence[int], samples: int, blocks: int, is_indivisible: bool
-) -> Iterator[tuple[ClusterLayout, int]]:
+) -> Iterator[tuple[ParallelLayout, int]]:
     """Yield each layout with its samples per micro-batch.
 
     ``is_indivisible`` is true if the batch cannot be split.
     """
-    for degree in tensor:
-        for pipeline in _divisors(num_ranks // degree) if num_ranks % degree == 0 else ():
-            data = num_ranks // degree // pipeline
-            if pipeline > max(1, blocks) or samples % data or (is_indivisible and data > 1):
-                continue
-            samples_per_rank = samples // data
-            for micro_batch in (
-                [samples_per_rank] if is_indivisible else _micro_batches(samples_per_rank)
-            ):
-                base = ClusterLayout(
-                    tensor=degree,
-                    pipeline=pipeline,
-                    data=data,
-                    micro_batches=samples_per_rank // micro_batch,
-                )
-                for layout in _variants(base, blocks):
-                    yield layout, micro_batch
+    divisors = _divisors(num_ranks)
+    degrees = degrees_on((num_ranks,), tensor=tensor, data=divisors[::-1], pipeline=divisors)
+    for base in degrees:
+        if base.pipeline > max(1, blocks) or samples % base.data:
+            continue
+        if is_indivisible and base.data > 1:
+            continue
+        each = samples // base.data
+        for micro_batch in [each] if is_indivisible else _micro_batches(each):
+            for layout in _variants(replace(base, micro_batches=each // micro_batch), blocks):
+                yield layout, micro_batch
 
 
-def _variants(layout: ClusterLayout, blocks: int) -> Iterator[ClusterLayout]:
+def _variants(layout: ParallelLayout, blocks: int) -> Iterator[ParallelLayout]:
     """Yield the layout with each ZeRO stage and number of virtual stages."""
     # Sharded gradients are reduced in every micro-batch. With several micro-batches, this is priced
     # only together with sharded weights, so ZeRO stage 2 is left out.
@@ -65,7 +74,7 @@ def _variants(layout: ClusterLayout, blocks: int) -> Iterator[ClusterLayout]:
             )
 
 
-def _virtual(layout: ClusterLayout, blocks: int) -> Iterator[int]:
+def _virtual(layout: ParallelLayout, blocks: int) -> Iterator[int]:
     yield 1
     runs, rest = divmod(blocks, layout.pipeline)
     if layout.pipeline > 1 and not rest and layout.micro_batches % layout.pipeline == 0:
