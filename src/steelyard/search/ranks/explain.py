@@ -118,7 +118,7 @@ class LayoutExplanation:
             label = f"{tensor_count(state_rules)} sharded over {candidate.layout.data} ranks{note}"
             yield self._trade_between(StateSharding, label, before, (*before, *state_rules))
         if sparse_rules := of_kind(candidate.rules, SparseRows):
-            label = f"rows of {tensor_count(sparse_rules)}, {candidate.layout.data} ranks'"
+            label = f"rows of {tensor_count(sparse_rules)} from {candidate.layout.data} ranks"
             yield self.gradient_trade(label, before, sparse_rules)
         if slot_rules := of_kind(candidate.rules, SharedMemoryMessages):
             yield self._slots_taken(candidate, slot_rules)
