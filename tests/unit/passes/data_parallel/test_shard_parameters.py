@@ -84,7 +84,7 @@ def test_gathering_again_is_recomputing_the_gather() -> None:
     assert len(again.exchanges) == len(plain.exchanges) + 1
     assert again.sent_bytes == plain.sent_bytes + 512
     # No one computes it again unasked: every rank would have to.
-    assert not recomputable(plain.graph) & {i.node for i in again.again}
+    assert not recomputable(plain.graph) & {i.node for i in again.recomputed}
 
 
 def test_gathered_for_each_pass_it_is_not_held_in_between() -> None:
