@@ -123,7 +123,7 @@ def test_rules_of_other_trades_are_for_a_rank_as_for_the_whole() -> None:
     [
         (3, (), "shares the batch among 3 ranks"),
         (16, (), "one of 1, 2, 4, 8 equal shares"),
-        (4, (Rule(trade="accumulate", degree=4),), "runs the batch in 4 parts"),
+        (4, (Rule(trade="accumulate", degree=4),), "splits the batch into 4 parts"),
     ],
 )
 def test_a_batch_that_cannot_be_shared_so_is_refused(
@@ -174,7 +174,7 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
         (Rule(trade="shard_batch", degree=4, bucket_bytes=KIB), "one of 1, 2 equal shares"),
         (
             Rule(trade="shard_batch", degree=2, shares=(3, 1), bucket_bytes=KIB),
-            "statistics over shares of 3 : 1",
+            "statistics over unequal shares, 3 : 1",
         ),
     ],
 )
@@ -190,7 +190,7 @@ def test_batch_statistics_in_half_precision_are_not_split_in_silence() -> None:
     offers, (refusal,) = ShardBatch().offers(half.plain, half.source)
     assert not offers
     assert "BatchNorm in 1 computes statistics in half precision" in refusal.reason
-    with pytest.raises(Mismatch, match="which would change what is trained: BatchNorm"):
+    with pytest.raises(Mismatch, match="which would change the training result: BatchNorm"):
         half.apply_rules([Rule(trade="shard_batch", degree=2, bucket_bytes=KIB)])
 
 
