@@ -110,7 +110,7 @@ def _sent(count: int, way: str) -> tuple[float, float]:
 
 
 def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
-    from steelyard.comm.gloo.direct_collectives import all_to_all_into, put_together
+    from steelyard.comm.gloo.direct_collectives import all_gather_into, all_to_all_into
     from steelyard.ir.collective import GLOO, Exchange
     from steelyard.ir.gradient_codec import CODECS, blocks_of
     from steelyard.operators import gradient_codecs as codes
@@ -140,7 +140,7 @@ def work(folder: str, way: str, count: int, times: int, rank: int) -> None:
             sent.append((Exchange.ALL_TO_ALL, coded.nbytes))
             coded = codes.encode_sum(received, None, way)
         whole = coded.new_empty((count, coded.shape[1]))
-        put_together(whole, coded, group)
+        all_gather_into(whole, coded, group)
         sent.append((Exchange.ALL_GATHER, whole.nbytes))
 
     for _ in range(times):

@@ -55,7 +55,7 @@ def test_ranks_that_share_no_memory_are_all_told_which_one_does_not() -> None:
         assert "[[shared_memory_transfer]]" in said
         assert "/memfd" not in said, "what was made stays open"
         assert "pipe:" not in said, "a pipe stays open"
-    assert "on rank 0 another rank is on another host, or kept apart" in one["another host"]
+    assert "on rank 0, another rank is on another host or in another" in one["another host"]
     assert "on rank 1, 8.00 KiB of shared memory cannot be allocated: Cannot allocate memory" in one["no memory"]
     assert "on rank 0 memory of another rank cannot be opened: No such file" in one["not seen"]
 

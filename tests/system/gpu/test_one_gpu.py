@@ -95,7 +95,7 @@ def test_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
     offload_memory = OffloadMemory(tmp_path, "1GB/s", "1MiB")
     with pytest.raises(BadInput, match="is on cuda:0, but offload memory was given"):
         local_cluster(there, Cluster.here(offload_memory=offload_memory), cache=cache)
-    with pytest.raises(BadInput, match="its step is to be compiled by inductor"):
+    with pytest.raises(BadInput, match="but the runner is inductor"):
         local_cluster(there, Cluster.here(), runner="inductor", cache=cache)
     declared = Cluster.named("dgx-h100")
     assert local_cluster(there, declared, cache=cache) is declared

@@ -305,7 +305,7 @@ def test_its_file_is_checked_drawn_and_held_to_its_cluster(
     assert found.simulated() == planned.simulated()
     ends = max(span.end_seconds for span in found.simulated())
     assert ends <= planned.predicted.step_seconds.value * (1 + 1e-9)
-    with pytest.raises(Mismatch, match="was made for another cluster than cluster"):
+    with pytest.raises(Mismatch, match="was made for a different cluster than cluster"):
         loaded(cluster=_cluster(memory="2 MiB"))
     with pytest.raises(BadInput, match="cluster is 'dgx-h100'"):
         loaded(cluster="dgx-h100")
@@ -354,7 +354,7 @@ def test_another_budget_is_another_plan(planned: PlannedForCluster) -> None:
     ("budget", "said"),
     [
         (sy.Budget(memory="20 KiB"), "no plan fits 20.0 KiB on each of 8 devices"),
-        (sy.Budget(step_time="1 ns"), "keeps step time <= 1.00 ns: the fastest takes"),
+        (sy.Budget(step_time="1 ns"), "has a step time <= 1.00 ns: the fastest takes"),
     ],
 )
 def test_what_cannot_be_is_said_with_what_could(

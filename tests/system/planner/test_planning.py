@@ -230,7 +230,9 @@ def test_a_plan_file_gives_the_same_step_again(tight: sy.Planned, tmp_path: Path
     assert again.plan.decisions == tight.plan.decisions
     assert again.plan.predicted.peak.nbytes == tight.plan.predicted.peak.nbytes
     # Predicting anew weighs no offers, which does not mean that there were none.
-    assert again.why_not("recompute").startswith("no offer of recompute was weighed for this plan")
+    assert again.why_not("recompute").startswith(
+        "no offer of recompute was considered for this plan"
+    )
 
 
 def test_a_plan_file_of_another_model_is_refused(tight: sy.Planned, tmp_path: Path) -> None:
@@ -282,7 +284,7 @@ def test_a_plan_file_is_loaded_under_the_operators_that_it_names(
     again = sy.load(path, model, loss, ids, optimizer=ADAM)
     assert again.plan.decisions.target.decomposition == "python-1"
     path.write_text(path.read_text().replace('"python-1"', '"inductor-1"'))
-    with pytest.raises(BadInput, match="unknown table of operators, 'inductor-1'"):
+    with pytest.raises(BadInput, match="unknown decomposition, 'inductor-1'"):
         sy.load(path, model, loss, ids, optimizer=ADAM)
 
 

@@ -169,5 +169,5 @@ def test_a_parameter_that_is_replaced_for_good_is_refused() -> None:
             return self.inner(x)
 
     source = source_of((Replacing(), lambda m, b: m(b).sum(), torch.randn(2, 4)))
-    with pytest.raises(CaptureRefused, match="leaves other parameters in inner"):
+    with pytest.raises(CaptureRefused, match="replaces parameters of inner"):
         source.captured()

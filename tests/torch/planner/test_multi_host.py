@@ -63,7 +63,7 @@ _SECONDS = 60.0
 
 def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
-    with pytest.raises(BadInput, match="has not measured what joins it to 2 more"):
+    with pytest.raises(BadInput, match="has not measured its links to 2 other"):
         measured_ranks(3, hosts=3, cache=cache)
     said = [{**said_of(LINK, 3), "product": product} for product in (1e-3, 2e-3, 1e-3)]
     remember_hosts(said, ["a", "b", "c"], hosts=3, session=LOOK, cache=cache)
@@ -227,7 +227,7 @@ def test_what_ranks_of_one_host_exchange_is_known_apart(tmp_path: Path) -> None:
     assert measured.near.latency_seconds == pytest.approx(1e-5)
     assert measured.near.disturbs == 0.25
     assert measured.speeds == (1.0,) * 3 + (0.5,) * 3
-    with pytest.raises(BadInput, match="has not measured what joins it to 5 more"):
+    with pytest.raises(BadInput, match="has not measured its links to 5 other"):
         measured_ranks(6, hosts=6, cache=cache)
 
 

@@ -124,7 +124,7 @@ def test_rules_of_other_trades_are_for_a_rank_as_for_the_whole() -> None:
     [
         (3, (), "shares the batch among 3 ranks"),
         (16, (), "one of 1, 2, 4, 8 equal shares"),
-        (4, (AccumulateRule(micro_batches=4),), "runs the batch in 4 parts"),
+        (4, (AccumulateRule(micro_batches=4),), "splits the batch into 4 parts"),
     ],
 )
 def test_a_batch_that_cannot_be_shared_so_is_refused(
@@ -175,7 +175,7 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
         (ShardBatchRule(ranks=4, bucket=KIB), "one of 1, 2 equal shares"),
         (
             ShardBatchRule(ranks=2, shares=(3, 1), bucket=KIB),
-            "statistics over shares of 3 : 1",
+            "statistics over unequal shares, 3 : 1",
         ),
     ],
 )
@@ -191,7 +191,7 @@ def test_batch_statistics_in_half_precision_are_not_split_in_silence() -> None:
     offers, (refusal,) = ShardBatch().offers(half.plain, half.source)
     assert not offers
     assert "BatchNorm in 1 computes statistics in half precision" in refusal.reason
-    with pytest.raises(Mismatch, match="which would change what is trained: BatchNorm"):
+    with pytest.raises(Mismatch, match="which would change the training result: BatchNorm"):
         half.apply_rules([ShardBatchRule(ranks=2, bucket=KIB)])
 
 

@@ -32,7 +32,7 @@ def test_a_generator_of_its_own_is_named(is_made_inside: bool) -> None:
 
     with pytest.raises(CaptureRefused, match="drawn from a separate generator") as refused:
         source_of((nn.Linear(2, 2), loss, torch.randn(3, 2))).graph(micro_batches=1)
-    assert "next: leave generator= out, or draw before the step" in str(refused.value)
+    assert "next: remove generator=, or draw before the step" in str(refused.value)
 
 
 @dataclass

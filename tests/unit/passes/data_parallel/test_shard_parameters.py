@@ -84,15 +84,15 @@ def test_gathering_again_is_recomputing_the_gather() -> None:
     assert len(again.exchanges) == len(plain.exchanges) + 1
     assert again.sent_bytes == plain.sent_bytes + 512
     # No one computes it again unasked: every rank would have to.
-    assert not recomputable(plain.graph) & {i.node for i in again.again}
+    assert not recomputable(plain.graph) & {i.node for i in again.recomputed}
 
 
 def test_gathered_for_each_pass_it_is_not_held_in_between() -> None:
     graph = gathered(chain(), [NAME], num_ranks=2, transport=GLOO, regathered=[NAME])
-    first, second = f"{NAME}_gathered_waited", f"{NAME}_again_waited"
+    first, second = f"{NAME}_gathered_waited", f"{NAME}_regathered_waited"
     assert (graph.users[first], graph.users[second]) == (("loss",), ("work0",))
     names = [node.name for node in graph.nodes]
-    assert names.index("loss") < names.index(f"{NAME}_again") < names.index("work0")
+    assert names.index("loss") < names.index(f"{NAME}_regathered") < names.index("work0")
     once = gathered(chain(), [NAME], num_ranks=2, transport=GLOO)
     assert Program.plain(graph).sent_bytes == Program.plain(once).sent_bytes + 512
 
@@ -109,9 +109,9 @@ def test_views_of_what_is_gathered_again_are_looked_at_again() -> None:
     place = next(i for i, n in enumerate(nodes) if n.name == "loss")
     graph = replace(graph, nodes=(*nodes[:place], looks, *nodes[place:]))
     graph = gathered(graph, [NAME], num_ranks=2, transport=GLOO, regathered=[NAME])
-    assert "look_again" in graph.by_name["work1"].inputs
-    assert graph.by_name["look_again"].inputs == (f"{NAME}_again_waited",)
-    assert graph.storages_of("look_again") == graph.storages_of(f"{NAME}_again")
+    assert "look_regathered" in graph.by_name["work1"].inputs
+    assert graph.by_name["look_regathered"].inputs == (f"{NAME}_regathered_waited",)
+    assert graph.storages_of("look_regathered") == graph.storages_of(f"{NAME}_regathered")
     assert graph.storages_of("look") == graph.storages_of(f"{NAME}_gathered")
     assert Program.plain(graph).problems() == []
 
@@ -122,7 +122,7 @@ def test_what_only_the_backward_pass_reads_is_gathered_once() -> None:
     unread = replace(loss, inputs=tuple(i for i in loss.inputs if i != NAME))
     graph = replace(graph, nodes=tuple(unread if n is loss else n for n in graph.nodes))
     graph = gathered(graph, [NAME], num_ranks=2, transport=GLOO, regathered=[NAME])
-    assert f"{NAME}_again" not in graph.by_name
+    assert f"{NAME}_regathered" not in graph.by_name
 
 
 def test_what_reads_a_gathered_parameter_can_still_be_recomputed() -> None:
