@@ -37,7 +37,7 @@ class ClusterExplanation:
     num_offers: int
 
 
-def told(
+def explain_plan(
     search: ClusterSearch, best: ClusterPlan, limit_bytes: int, rules: Sequence[Rule]
 ) -> ClusterExplanation:
     taken = tuple(_taken(search, best, rules))
@@ -151,7 +151,7 @@ def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iter
 
 
 def _not_offloaded(search: ClusterSearch, best: ClusterPlan, label: str, reason: str) -> Rejection:
-    if not search.has_host_memory(best.layout):
+    if not search.pricing.has_host_memory(best.layout):
         reason = "the cluster says of no memory of hosts, or of no link there"
         return Rejection(trade=_OFFLOAD, label=label, reason=reason, left=Remaining.NEVER)
     default_reason = "computing again is faster than moving, or the hosts have no room"
@@ -162,7 +162,7 @@ def _states_not_offloaded(
     search: ClusterSearch, best: ClusterPlan, limit_bytes: int, *, is_needed: bool
 ) -> Rejection:
     label = "what the optimizer keeps"
-    if not search.has_host_memory(best.layout):
+    if not search.pricing.has_host_memory(best.layout):
         return replace(_not_offloaded(search, best, label, ""), trade=_OFFLOAD_STATE)
     reason = "it fits, and everything that the backward pass reads beside it"
     if is_needed:

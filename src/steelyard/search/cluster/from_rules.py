@@ -92,7 +92,7 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
             remedy="lower a degree, or declare a larger cluster",
         )
     offload_rules = by_trade["offload_state"] or by_trade["offload"]
-    if offload_rules and not search.has_host_memory(layout):
+    if offload_rules and not search.pricing.has_host_memory(layout):
         _refuse(offload_rules[0], "and the cluster says of no memory of hosts, or of no link there")
     return layout
 

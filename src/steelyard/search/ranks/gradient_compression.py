@@ -66,11 +66,11 @@ class Weighing:
         """
         found: dict[Codec, CompressedCandidate] = {}
         refused: dict[str, Rejection] = {}
-        trades = [trade for trade in self.layouts.ways.trades if trade.name in CODE_TRADES]
+        trades = [trade for trade in self.layouts.candidates.trades if trade.name in CODE_TRADES]
         for without in self._data_parallel_rules(thoroughly=thoroughly):
-            program = self.layouts.ways.apply_rules(without)
+            program = self.layouts.candidates.apply_rules(without)
             for trade in trades:
-                offers, refusals = trade.offers(program, self.layouts.ways.source)
+                offers, refusals = trade.offers(program, self.layouts.candidates.source)
                 refused |= {refusal.label: refusal for refusal in refusals}
                 for offer in offers:
                     if (codec := codec_of(offer.rules[0])) in self.codecs:
@@ -94,7 +94,7 @@ class Weighing:
         found = layouts.search_by(candidate.rules).find(budget)
         assert found is not None, "what shares the batch alone is searched"
         layout_trades = (
-            *layouts.explanation.selected_trades(layouts.ways.counted(candidate.without)),
+            *layouts.explanation.selected_trades(layouts.candidates.counted(candidate.without)),
             *self._codec_trades(candidate),
         )
         return replace(
@@ -126,7 +126,7 @@ class Weighing:
                     # A less lossy codec sends more bytes. Low-rank factors need two exchanges, so a
                     # codec with more bytes may still be faster.
                     break
-        return replace(candidate, seconds=self.layouts.ways.counted(candidate.rules).seconds)
+        return replace(candidate, seconds=self.layouts.candidates.counted(candidate.rules).seconds)
 
     def _with_codecs(
         self, candidate: CompressedCandidate, compression_rules: tuple[Rule, ...]
@@ -157,7 +157,7 @@ class Weighing:
         """Yield the rules of pure data parallel candidates: all, or the fastest of each layout."""
         for layout in self.layouts.layouts:
             if layout == ParallelLayout(data=layout.data, shares=layout.shares) != ALONE:
-                candidates = self.layouts.ways.of(layout)
+                candidates = self.layouts.candidates.of(layout)
                 unsharded = [
                     candidate
                     for candidate in candidates
@@ -176,7 +176,7 @@ class Weighing:
         compression_rules: tuple[Rule, ...],
     ) -> CompressedCandidate:
         rules = tuple(sorted((*without, *compression_rules)))
-        counted = self.layouts.ways.counted(rules)
+        counted = self.layouts.candidates.counted(rules)
         return CompressedCandidate(
             codec=codec, trade=trade, rules=rules, without=without, seconds=counted.seconds,
             nbytes=counted.nbytes,
