@@ -205,7 +205,7 @@ class ClusterSearch:
                 for base, samples in layouts_of(
                     num_ranks,
                     tensor=self.tensor_degrees(),
-                    samples=self.pricing.source.num_samples,
+                    samples=self.pricing.num_samples,
                     blocks=self.num_blocks,
                     is_indivisible=bool(self.why_indivisible),
                 )
@@ -312,7 +312,7 @@ class ClusterSearch:
 
     @property
     def num_samples(self) -> int:
-        return self.pricing.source.num_samples
+        return self.pricing.num_samples
 
     @property
     def num_devices(self) -> int:

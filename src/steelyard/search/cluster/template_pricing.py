@@ -6,7 +6,7 @@ Not for choosing a layout: see search.py. Not for the cost of a stage: see predi
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from steelyard.hardware.cluster import Cluster
@@ -40,32 +40,6 @@ class TemplateSource(Protocol):
     def is_sequence_parallel(self, tensor: int) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ResizedSource:
-    """A source with another global batch size."""
-
-    source: TemplateSource
-    num_samples: int
-
-    @property
-    def why_indivisible(self) -> str:
-        return self.source.why_indivisible
-
-    @property
-    def blocks(self) -> Blocks:
-        return self.source.blocks
-
-    @property
-    def formats(self) -> Formats:
-        return self.source.formats
-
-    def in_parts(self, tensor: int) -> BatchTemplate:
-        return self.source.in_parts(tensor)
-
-    def is_sequence_parallel(self, tensor: int) -> bool:
-        return self.source.is_sequence_parallel(tensor)
-
-
 class TemplatePricing:
     """The cost models of any layout of one step on one cluster, each made once.
 
@@ -80,6 +54,7 @@ class TemplatePricing:
         find_recompute_sets: Callable[[BatchTemplate, CostTable], Sequence[RecomputeSet]],
     ) -> None:
         self.source, self.cluster, self._again_of = source, cluster, find_recompute_sets
+        self.num_samples = source.num_samples
         self.stage_devices = StageDevices(cluster)
         self._stacks = {device: stack_on(device) for device in self.stage_devices.classes}
         self._sections: dict[tuple[int, int, RecomputeSet, Device], Sections] = {}
@@ -92,7 +67,7 @@ class TemplatePricing:
     def with_samples(self, samples: int) -> "TemplatePricing":
         """Return the pricing for another global batch, with the caches of this one."""
         other = copy.copy(self)
-        other.source = _ResizedSource(source=self.source, num_samples=samples)
+        other.num_samples = samples
         return other
 
     @property
@@ -147,7 +122,7 @@ class TemplatePricing:
         """Return the cost model of the whole step on the fastest device."""
         alone = StageDevice(device=self.cluster.fastest, memory_bytes=0, stage=0)
         return self._stage_cost(
-            alone, ParallelLayout(offloads_state=offloads_state), self.source.num_samples
+            alone, ParallelLayout(offloads_state=offloads_state), self.num_samples
         )
 
     def has_host_memory(self, layout: ParallelLayout) -> bool:
