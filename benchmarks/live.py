@@ -119,7 +119,7 @@ def _prepared(name: str, folder: Path) -> Contest:
 
     session = _look(name)
     layouts = session.layouts
-    fastest = [min(layouts.ways.of(x), key=lambda way: way.seconds) for x in layouts.layouts]
+    fastest = [min(layouts.candidates.of(x), key=lambda way: way.seconds) for x in layouts.layouts]
     tight = round(TIGHT_SHARE * min(way.nbytes for way in fastest))
     limits = {"any memory": None, f"{tight / 2**20:.1f} MiB": tight}
     chosen = {
@@ -157,7 +157,7 @@ def _space(session: Any) -> Iterator[list[tuple[Any, ...]]]:
     from steelyard.trades.accumulate import AccumulateRule
 
     layouts = session.layouts
-    by_layout = [layouts.ways.of(layout) for layout in layouts.layouts]
+    by_layout = [layouts.candidates.of(layout) for layout in layouts.layouts]
     fastest = [min(ways, key=lambda way: (way.seconds, way.nbytes)) for ways in by_layout]
 
     def leaner(shares: Sequence[float]) -> Iterator[tuple[Any, ...]]:

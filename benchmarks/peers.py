@@ -161,7 +161,7 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
     layouts = session.layouts
     rules = [plan.decisions.rules]
     for layout in layouts.layouts:
-        rules += [way.rules for way in layouts.ways.of(layout)]
+        rules += [way.rules for way in layouts.candidates.of(layout)]
     for codec in codecs_of(TRADES):
         coded, _ = Weighing(layouts=layouts, codecs=[codec]).fastest(thoroughly=True)
         rules += [way.rules for way in coded if _is_allowed(session, way.rules)]

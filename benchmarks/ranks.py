@@ -201,7 +201,7 @@ def _ours(
         ).capture_and_price()  # fmt: skip
         ways = [
             way
-            for way in session.layouts.ways.of(ParallelLayout(data=RANKS))
+            for way in session.layouts.candidates.of(ParallelLayout(data=RANKS))
             if any(rule.trade == "shard_states" for rule in way.rules) == states
         ]
         leanest = min(way.nbytes for way in ways)

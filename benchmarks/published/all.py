@@ -63,7 +63,7 @@ def _layers_from(source: str, found: tuple[float, float]) -> Iterator[dict[str, 
     errors = []
     for row, forward, backward in layer_rows():
         block = block_of(row, reaching(row, *found))
-        back = block.again_seconds + block.backward_seconds
+        back = block.recompute_seconds + block.backward_seconds
         for name, seconds, measured in (
             ("forward", block.forward_seconds, forward),
             ("backward", back, backward),

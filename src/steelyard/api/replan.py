@@ -278,13 +278,13 @@ class Replanner:
             unmeasured = session.without_measuring()
             rules, most = self._step.plan.decisions.rules, self._decisions.budget.memory_bytes
             choices = [
-                Alternative(way=same_on_fewer(subset.layouts, rules, len(ranks)), ranks=ranks)
+                Alternative(candidate=same_on_fewer(subset.layouts, rules, len(ranks)), ranks=ranks)
                 for ranks, subset in self._on_fewer_hosts(unmeasured, links)
                 if len(ranks) < len(self._members)
             ]
             if len(self._members) < self._num_ranks and not self._has_fallen_back:
-                first = unmeasured.layouts.ways.counted(at_once(self._decisions.rules))
-                choices.append(Alternative(way=first, ranks=tuple(range(self._num_ranks))))
+                first = unmeasured.layouts.candidates.counted(at_once(self._decisions.rules))
+                choices.append(Alternative(candidate=first, ranks=tuple(range(self._num_ranks))))
             better = self._worth_trying(unmeasured, links, rules, choices, most or math.inf)
             if better:
                 drift = self._first_drift if better[0].is_lossy else ""
@@ -297,7 +297,7 @@ class Replanner:
     def _encode(self, choice: Alternative, *, drift: str) -> str:
         """Encode a plan for all ranks: the probed drift, the ranks that take part, the rules."""
         decisions = encode_decisions(
-            replace(self._decisions, rules=choice.way.rules, used_ranks=())
+            replace(self._decisions, rules=choice.candidate.rules, used_ranks=())
         )
         return _SEPARATOR.join((drift, json.dumps(choice.ranks), decisions))
 
@@ -368,7 +368,7 @@ class Replanner:
             if self._is_compiled:
                 max_bytes = compiled_limit(session, budget.memory_bytes)
         for choice in self._improvements(session, links, rules, max_bytes):
-            drift = self._drift(session, choice.way.rules, budget.accuracy_loss, max_bytes)
+            drift = self._drift(session, choice.candidate.rules, budget.accuracy_loss, max_bytes)
             if drift is not None:
                 return self._encode(choice, drift=drift)
         return ""
@@ -385,10 +385,12 @@ class Replanner:
         if not self._is_compiled:
             yield from self._worth_trying(session, links, rules, choices, max_bytes)
             return
-        fastest = sorted(choices, key=lambda c: (c.way.seconds, c.way.nbytes))[:_MAX_LOWERINGS]
+        fastest = sorted(choices, key=lambda c: (c.candidate.seconds, c.candidate.nbytes))[
+            :_MAX_LOWERINGS
+        ]
         seconds = self._predict(session, rules).metrics.step_seconds.value
         for choice in fastest:
-            predicted = self._predict(session, choice.way.rules)
+            predicted = self._predict(session, choice.candidate.rules)
             is_enough = seconds >= (1 + LEAST_GAIN) * predicted.metrics.step_seconds.value
             if is_enough and predicted.peak.nbytes <= max_bytes:
                 yield choice
@@ -412,13 +414,15 @@ class Replanner:
 
     def _alternatives(self, session: PlanningSession, links: _LinkState) -> Iterator[Alternative]:
         all_ranks = tuple(range(self._num_ranks))
-        for way in alternatives(session.layouts, self._decisions.rules, self._compressed_rules):
-            yield Alternative(way=way, ranks=all_ranks)
+        for candidate in alternatives(
+            session.layouts, self._decisions.rules, self._compressed_rules
+        ):
+            yield Alternative(candidate=candidate, ranks=all_ranks)
         if self._is_compiled or not self._step.supports_standby:
             return
         for ranks, subset in self._on_fewer_hosts(session, links):
-            for way in on_fewer(subset.layouts, self._decisions.rules, len(ranks)):
-                yield Alternative(way=way, ranks=ranks)
+            for candidate in on_fewer(subset.layouts, self._decisions.rules, len(ranks)):
+                yield Alternative(candidate=candidate, ranks=ranks)
 
     def _on_fewer_hosts(
         self, session: PlanningSession, links: _LinkState
@@ -450,11 +454,13 @@ class Replanner:
         self, session: PlanningSession, choice: Alternative, current: Prediction
     ) -> bool:
         """True if all operators of the alternative were measured, and its memory is available."""
-        if not session.prices.has_costs(session.layouts.ways.apply_rules(choice.way.rules).graph):
+        if not session.prices.has_costs(
+            session.layouts.candidates.apply_rules(choice.candidate.rules).graph
+        ):
             return False
         if len(choice.ranks) >= len(self._members):
             return True
-        extra_bytes = choice.way.nbytes - current.peak.nbytes
+        extra_bytes = choice.candidate.nbytes - current.peak.nbytes
         return extra_bytes <= _SHARE_OF_FREE_MEMORY * self._free_bytes
 
     def _codecs(self, session: PlanningSession) -> Sequence[Codec]:

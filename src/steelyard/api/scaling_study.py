@@ -16,7 +16,7 @@ from steelyard.plans.budget import Budget
 from steelyard.plans.plan import BatchEntry
 from steelyard.plans.scaling_laws import Run, ScalePoint, Scaling, check_devices
 from steelyard.search import ClusterPlan, ClusterSearch
-from steelyard.search.cluster.uncertainty import all_doubts_said
+from steelyard.search.cluster.uncertainty import widest_error_note
 from steelyard.units import format_bytes
 
 
@@ -85,7 +85,7 @@ def scaling_study(
         points=tuple(points),
         notes=(
             f"nothing was measured: links at their declared rates, {cluster.rates_said}",
-            all_doubts_said(planner.search, layouts),
+            widest_error_note(planner.search, layouts),
             f"each row is the fastest layout with at most {format_bytes(limit)} a rank",
             GROWN,
         ),

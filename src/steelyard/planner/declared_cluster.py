@@ -30,12 +30,12 @@ from steelyard.search import (
     ClusterPlan,
     ClusterSearch,
     RecomputeSet,
+    explain_plan,
     recompute_sets,
     to_rules,
-    told,
 )
 from steelyard.search.cluster.from_rules import RuleContext, from_rules
-from steelyard.search.cluster.uncertainty import doubt_said, rivals, rivals_said
+from steelyard.search.cluster.uncertainty import error_sentences, rivals, rivals_note
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable
 from steelyard.units import format_bytes, format_seconds, format_share
@@ -65,7 +65,9 @@ class DeclaredClusterPlanner:
     @cached_property
     def search(self) -> ClusterSearch:
         refuse_uncounted([self.step.whole.graph])
-        return ClusterSearch(self.step, self.request.cluster, again_of=self._recompute_sets)
+        return ClusterSearch(
+            self.step, self.request.cluster, find_recompute_sets=self._recompute_sets
+        )
 
     def _recompute_sets(self, template: BatchTemplate, costs: CostTable) -> Sequence[RecomputeSet]:
         graph = template.graph
@@ -92,7 +94,7 @@ class DeclaredClusterPlanner:
         search, most = self.search, self.request.cluster.num_devices
         limit, bound = search.limit_bytes(budget), budget.step_seconds
         for num_ranks in range(search.fewest_ranks(limit), most + 1):
-            candidates = search.ways(num_ranks)
+            candidates = search.candidates(num_ranks)
             if candidates and (bound is None or candidates[0].least_seconds <= bound):
                 found = search.fastest(num_ranks, limit, most_seconds=bound or inf)
                 if found is not None and (bound is None or found.step.step_seconds <= bound):
@@ -177,7 +179,7 @@ class DeclaredClusterPlanner:
         limit = search.limit_bytes(budget)
         regions = step.regions(chosen.layout.tensor) if chosen.layout.tensor > 1 else ()
         rules = to_rules(chosen, step.whole.graph, regions, step.blocks, TRADES)
-        reasons = told(search, chosen, limit, rules)
+        reasons = explain_plan(search, chosen, limit, rules)
         return Plan(
             title=self._title(chosen),
             decisions=Decisions(
@@ -231,7 +233,7 @@ class DeclaredClusterPlanner:
         stack."""
         rates = self.request.cluster.rates_said
         yield f"nothing was measured: links at their declared rates, {rates}"
-        yield from doubt_said(self.search, chosen.layout)
+        yield from error_sentences(self.search, chosen.layout)
         if self.step.is_sequence_parallel(chosen.layout.tensor):
             yield _SEQUENCE_PARALLEL
 
@@ -248,9 +250,9 @@ class DeclaredClusterPlanner:
         if gap.startswith("0.0 "):
             gap = "0.1 %"
         faster = f"more than {gap} faster" if least < chosen.step.step_seconds else "faster"
-        count = len(self.search.ways(ranks))
+        count = len(self.search.candidates(ranks))
         devices = f"{ranks} devices" if ranks > 1 else "one device"
-        equal_layouts = rivals_said(rivals(self.search, chosen, limit))
+        equal_layouts = rivals_note(rivals(self.search, chosen, limit))
         headline = f"none of {count} layouts on {devices} is predicted to be {faster}"
         notes = [
             f"{headline}, each with any subset of its blocks recomputed",

@@ -259,7 +259,7 @@ def _try_candidate(
     if limit is None:
         # Without a memory bound no other trade is added, and a probe takes less time than a search.
         drift = _drift_within(
-            lossy, budget, candidate.rules, session.layouts.ways.apply_rules(candidate.rules)
+            lossy, budget, candidate.rules, session.layouts.candidates.apply_rules(candidate.rules)
         )
         if isinstance(drift, str):
             return drift

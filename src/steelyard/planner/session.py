@@ -307,7 +307,7 @@ class PlanningSession:
         def least(is_allowed: Callable[[Collection[int]], bool]) -> float | None:
             allowed = [x for x in self.layouts.layouts if is_allowed(hosts_of(x))]
             candidates = (
-                candidate for layout in allowed for candidate in self.layouts.ways.of(layout)
+                candidate for layout in allowed for candidate in self.layouts.candidates.of(layout)
             )
             return min((candidate.seconds for candidate in candidates), default=None)
 

@@ -5,7 +5,8 @@ it.
 """
 
 from steelyard.predict.collectives.curves import collective_curves
-from steelyard.predict.pipeline.step import message_of, pipelined
+from steelyard.predict.pipeline.messages import message_of
+from steelyard.predict.pipeline.step import pipelined
 from steelyard.predict.slowdown import slowdown
 from steelyard.predict.step import (
     kept_gradients_bytes,

@@ -4,7 +4,7 @@ It returns the plan, the Pareto front it is on, and a reason for each rejection.
 caller supplies the trades. Not for capturing, measuring or running.
 """
 
-from steelyard.search.cluster.explain import told
+from steelyard.search.cluster.explain import explain_plan
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.recompute_sets import recompute_sets
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
@@ -28,7 +28,7 @@ __all__ = [
     "RecomputeSet",
     "SearchResult",
     "StepSearch",
+    "explain_plan",
     "recompute_sets",
     "to_rules",
-    "told",
 ]

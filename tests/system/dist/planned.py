@@ -435,7 +435,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         return Decisions(target=session.target(), budget=Budget(), rules=_staged(case, session))
     ways = [
         way
-        for way in session.layouts.ways.of(case.layout)
+        for way in session.layouts.candidates.of(case.layout)
         if _gathers(way.rules) == (case.gathers if case.with_states else 0)
         and any(r.trade == "shard_states" and r.bucket for r in way.rules) == case.coordinator
     ]

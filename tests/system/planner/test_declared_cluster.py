@@ -204,7 +204,7 @@ link = "l"
     )
     laid = mixed.best(sy.Budget(), 4)
     said = str(plan_for_cluster(mixed, sy.Budget()))
-    places = mixed.search._stage_devices.of(laid.layout)
+    places = mixed.search.pricing.stage_devices.of(laid.layout)
     assert {place.memory_bytes for place in places} <= {1100 * 1024, 700 * 1024}
     for place, memory in zip(places, laid.step.stages, strict=True):
         assert memory.nbytes <= place.memory_bytes

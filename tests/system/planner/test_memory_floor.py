@@ -73,7 +73,7 @@ def test_no_plan_on_ranks_is_below_it(ranks: int) -> None:
     layouts = LayoutSearch(
         program, trades=TRADES, source=source, costs=costs, num_ranks=ranks, searching=searching
     )
-    held = [way.nbytes for layout in layouts.layouts for way in layouts.ways.of(layout)]
+    held = [way.nbytes for layout in layouts.layouts for way in layouts.candidates.of(layout)]
     held += [way.nbytes for staged in layouts.pipelines.values() for way in staged.candidates]
     floor = Floor.of(program).least_bytes(ranks=ranks)
     assert len(held) > len(layouts.layouts)

@@ -131,7 +131,7 @@ def test_in_the_memory_of_gathering_one_by_one_a_faster_way_is_found() -> None:
     )
     ways = [
         way
-        for way in layouts.ways.of(ParallelLayout(data=2))
+        for way in layouts.candidates.of(ParallelLayout(data=2))
         if any(rule.trade == "shard_states" and rule.gathers == 2 for rule in way.rules)
     ]
     one_by_one = min((w for w in ways if not _at_once(w.rules)), key=lambda w: w.nbytes)

@@ -189,7 +189,7 @@ def test_memory_that_sharing_the_batch_does_not_save_is_saved_by_parts() -> None
     assert "takes ~" in reasons["sharded over 2 ranks"]
     shared_out = [
         among_two.search_by(way.rules)
-        for way in among_two.ways.of(ParallelLayout(data=2))
+        for way in among_two.candidates.of(ParallelLayout(data=2))
         if not any(rule.trade == "shard_states" for rule in way.rules)
     ]
     with pytest.raises(Infeasible) as least:
@@ -205,7 +205,7 @@ def test_memory_that_sharing_the_batch_does_not_save_is_saved_by_parts() -> None
 
 def test_weights_are_gathered_for_each_pass_where_memory_is_short() -> None:
     among_two = layouts(costs(1e12), trial(), num_ranks=2)
-    shared = [way for way in among_two.ways.of(ParallelLayout(data=2)) if _gathers(way.rules)]
+    shared = [way for way in among_two.candidates.of(ParallelLayout(data=2)) if _gathers(way.rules)]
     once, twice = ([w for w in shared if _gathers(w.rules) == count] for count in (1, 2))
     assert min(w.nbytes for w in twice) < min(w.nbytes for w in once)
     assert min(w.seconds for w in twice) > min(w.seconds for w in once)
@@ -225,9 +225,9 @@ def test_rows_that_shares_of_the_whole_have_need_not_divide_once_they_are_cut() 
     model.source.optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
     # Where updates take longer than what is sent.
     among_four = layouts(costs(1e12), model, num_ranks=4, update=model.source.update())
-    fastest = min(among_four.ways.of(ParallelLayout(data=2)), key=lambda way: way.seconds)
+    fastest = min(among_four.candidates.of(ParallelLayout(data=2)), key=lambda way: way.seconds)
     assert "4.weight" in _named(fastest.rules, "shard_states")
-    ways = among_four.ways.of(ParallelLayout(data=2, tensor=2))
+    ways = among_four.candidates.of(ParallelLayout(data=2, tensor=2))
     cut = [way.rules for way in ways if "4.weight" in _named(way.rules, "shard_tensor")]
     in_both = [rules for rules in cut if _named(rules, "shard_states")]
     assert in_both
@@ -248,14 +248,16 @@ def test_groups_on_hosts_of_their_own_sum_up_over_what_joins_the_hosts() -> None
         n.outputs[0].nbytes for n in trial().plain.graph.inputs() if n.name.startswith(WEIGHT)
     )
     among_four = layouts(price, trial(), num_ranks=4)
-    way = min(among_four.ways.of(ParallelLayout(data=2, tensor=2)), key=lambda way: way.seconds)
+    way = min(
+        among_four.candidates.of(ParallelLayout(data=2, tensor=2)), key=lambda way: way.seconds
+    )
     told = [
         taken
         for taken in among_four.explanation.selected_trades(way)
         if taken.trade == "shard_batch"
     ]
     assert told[0].pays_seconds > gradients / 1e7
-    of_one_host = min(among_four.ways.of(ParallelLayout(data=2)), key=lambda way: way.seconds)
+    of_one_host = min(among_four.candidates.of(ParallelLayout(data=2)), key=lambda way: way.seconds)
     told = [
         taken
         for taken in among_four.explanation.selected_trades(of_one_host)

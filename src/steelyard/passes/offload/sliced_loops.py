@@ -23,7 +23,8 @@ from steelyard.ir.graph import (
 )
 from steelyard.ir.program import Instruction
 from steelyard.passes.offload.transfer_nodes import OffloadedViews, rows_in_slice
-from steelyard.passes.slicing.column_rules import IsPointwise, in_columns, on_columns
+from steelyard.passes.slicing.column_rules import in_columns, on_columns
+from steelyard.passes.slicing.row_rules import IsPointwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from steelyard.ir.optimizer_update import WEIGHT
 from steelyard.ir.program import Instruction, Program
 from steelyard.passes.offload.sliced_loops import LoopCall, Loops, Product
 from steelyard.passes.offload.transfer_nodes import Calls, OffloadedViews, Running, interleave
-from steelyard.passes.slicing.column_rules import IsPointwise
+from steelyard.passes.slicing.row_rules import IsPointwise
 
 
 def sliceable(program: Program, parameters: Iterable[str]) -> frozenset[str]:

@@ -15,7 +15,7 @@ from steelyard.passes.offload.sliced_gradients import with_gradients_in_slices
 from steelyard.passes.offload.sliced_optimizer import update_in_slices
 from steelyard.passes.offload.sliced_weight_matmuls import with_sliced_weight_products
 from steelyard.passes.offload.transfer_nodes import Calls, OffloadedViews, Running, interleave
-from steelyard.passes.slicing.column_rules import IsPointwise
+from steelyard.passes.slicing.row_rules import IsPointwise
 
 
 def with_offloaded_states(

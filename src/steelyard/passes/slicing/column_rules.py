@@ -3,15 +3,12 @@
 Not for rows: see row_rules.py.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from steelyard.ir.graph import Graph, Node, Symbol
+from steelyard.ir.graph import Graph, Node
+from steelyard.passes.slicing.row_rules import RESHAPES, IsPointwise, unusual_layout
 
-IsPointwise = Callable[[str], bool]
-_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _COPIES = ("aten.clone.default", "aten._to_copy.default")
-_PLAIN_LAYOUTS = ("torch.preserve_format", "torch.contiguous_format")
 
 
 def in_columns(
@@ -21,14 +18,13 @@ def in_columns(
 
     None if the result cannot be computed column by column.
     """
-    is_reshaped = node.op in _RESHAPES
-    layout = dict(node.kwargs).get("memory_format")
+    is_reshaped = node.op in RESHAPES
     if (
         not (is_reshaped or node.op in _COPIES or is_pointwise(node.op))
         or node.is_random
         or node.mutates
         or len(node.outputs) != 1
-        or (isinstance(layout, Symbol) and layout.text not in _PLAIN_LAYOUTS)
+        or unusual_layout(node)
     ):
         return None
     (result,) = node.outputs
@@ -48,6 +44,6 @@ def in_columns(
 
 def on_columns(node: Node, count: int) -> Node:
     """Return the call on ``count`` columns; a reshape gets its size argument adjusted."""
-    if node.op not in _RESHAPES:
+    if node.op not in RESHAPES:
         return node
     return replace(node, args=(node.args[0], (*node.outputs[0].shape[:-1], count)))

@@ -12,7 +12,7 @@ from math import prod
 from steelyard.ir.graph import Argument, Graph, Node, Ref, Symbol
 
 IsPointwise = Callable[[str], bool]
-_PLAIN_LAYOUTS = ("torch.preserve_format", "torch.contiguous_format")
+RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 
 
 class SliceKind(StrEnum):
@@ -34,6 +34,13 @@ class Acts:
 
     inputs: Mapping[str, SliceKind]
     output: SliceKind
+
+
+def unusual_layout(node: Node) -> str:
+    """Return the memory format that a call asks for, or '' if it keeps rows in order."""
+    layout = dict(node.kwargs).get("memory_format")
+    plain = ("torch.preserve_format", "torch.contiguous_format")
+    return layout.text if isinstance(layout, Symbol) and layout.text not in plain else ""
 
 
 def leading(shape: tuple[int, ...], rows: int) -> int:
@@ -69,9 +76,8 @@ def acts(
         raise Unsliceable(f"{node.op} draws random numbers")
     if rule is None or node.mutates or len(node.outputs) != 1:
         raise Unsliceable(f"{node.op} is not known to work row by row")
-    layout = dict(node.kwargs).get("memory_format")
-    if isinstance(layout, Symbol) and layout.text not in _PLAIN_LAYOUTS:
-        raise Unsliceable(f"{node.op} lays out its result by {layout.text}")
+    if layout := unusual_layout(node):
+        raise Unsliceable(f"{node.op} lays out its result by {layout}")
     found = rule(_Call(graph=graph, node=node, known=known, rows=rows))
     for name, kind in known.items():
         if found.inputs[name] is not kind:
@@ -339,7 +345,6 @@ _ROW_OPS = (
     "aten.scatter.value", "aten.scatter_add.default", "aten.select.int", "aten.slice.Tensor",
     "aten.squeeze.dim",
 )  # fmt: skip
-_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _LIKE = (
     "aten.clone.default", "aten._to_copy.default", "aten.zeros_like.default",
     "aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default",
@@ -360,7 +365,7 @@ def _within_only(call: _Call) -> Acts:
 
 _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(_ROW_OPS, _row_by_row),
-    **dict.fromkeys(_RESHAPES, _reshaped),
+    **dict.fromkeys(RESHAPES, _reshaped),
     **dict.fromkeys(_TRANSPOSES, _transposed),
     **dict.fromkeys(_WITHIN, _within_only),
     **dict.fromkeys(_SUMS, _summed),
@@ -379,7 +384,7 @@ _RULES: Mapping[str, _Rule] = {
 }
 _RESIZED: Mapping[str, _Resized] = {
     **dict.fromkeys(_ROW_OPS, _row_by_row_resized),
-    **dict.fromkeys(_RESHAPES, _reshaped_resized),
+    **dict.fromkeys(RESHAPES, _reshaped_resized),
     **dict.fromkeys(_WITHIN, _summed_resized),
     **dict.fromkeys(_PUT_WITHIN, _put_within_resized),
     "aten.expand.default": _reshaped_resized,

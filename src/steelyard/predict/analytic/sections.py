@@ -24,27 +24,27 @@ from steelyard.predict.cost_table import CostTable
 class Section:
     """The seconds of one micro-batch in a section, including all exchanges, and its bytes.
 
-    ``kept_bytes`` are the saved activations. ``again_bytes`` are the activations that
+    ``saved_bytes`` are the saved activations. ``recompute_bytes`` are the activations that
     recomputation restores. ``peak_bytes`` is the peak if the backward pass directly follows the
-    forward pass. ``far_bytes`` are the saved activations in host memory. ``parameters`` are names
-    and numbers of elements.
+    forward pass. ``offloaded_bytes`` are the saved activations in host memory. ``parameters`` are
+    names and numbers of elements.
     """
 
     forward_seconds: float
     backward_seconds: float
-    again_seconds: float
+    recompute_seconds: float
     exchange_seconds: float
     exchanged_bytes: int
     flops: int
-    kept_bytes: int
-    again_bytes: int
+    saved_bytes: int
+    recompute_bytes: int
     peak_bytes: int
     parameters: tuple[tuple[str, int], ...]
-    far_bytes: int = 0
+    offloaded_bytes: int = 0
 
     @property
     def seconds(self) -> float:
-        return self.forward_seconds + self.again_seconds + self.backward_seconds
+        return self.forward_seconds + self.recompute_seconds + self.backward_seconds
 
     @property
     def num_parameters(self) -> int:
@@ -121,12 +121,12 @@ class _SplitSections:
         return Section(
             forward_seconds=self._seconds(forward),
             backward_seconds=self._seconds(backward) - self._hidden_seconds(backward, recomputed),
-            again_seconds=self._seconds(recomputed),
+            recompute_seconds=self._seconds(recomputed),
             exchange_seconds=sum(self._costs.exchange_seconds(c).value for c in exchanged),
             exchanged_bytes=sum(c.sent_bytes for c in exchanged),
             flops=sum(n.flops for n in (*mine, *recomputed)),
-            kept_bytes=kept,
-            again_bytes=max(0, plain - kept),
+            saved_bytes=kept,
+            recompute_bytes=max(0, plain - kept),
             peak_bytes=self._peak_bytes(mine),
             parameters=self._parameters(mine),
         )

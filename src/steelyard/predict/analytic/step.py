@@ -225,7 +225,7 @@ class LayoutCost:
         if self._stack.handing is StageSendMode.BESIDE:
             return 0.0
         in_turn = self._stack.handing is StageSendMode.IN_TURN and self._layout.pipeline > 2
-        return (2 if in_turn else 1) * self.hand_on_seconds
+        return (2 if in_turn else 1) * self.message_seconds
 
     def exposed_seconds(self, number: int, stage: StageBlocks) -> float:
         """Return the seconds of gradient exchange that nothing hides.
@@ -250,7 +250,7 @@ class LayoutCost:
         parts = [*stage.blocks, *((part, 1) for part in self._around(number))]
         inside = sum(count * part.exchange_seconds for part, count in parts)
         sent = sum(count * part.exchanged_bytes for part, count in parts)
-        inside += 2 * layout.virtual * self.hand_on_seconds
+        inside += 2 * layout.virtual * self.message_seconds
         if layout.pipeline > 1:
             sent += 2 * layout.virtual * -(-self._parts.stream_bytes // layout.tensor)
         if layout.data > 1 and layout.state_stage == 3:
@@ -300,9 +300,9 @@ class LayoutCost:
         updating = self._updating_seconds(number, num_blocks)
         return max(updating, self._fetching_seconds(number, num_blocks))
 
-    def far_bytes(self, number: int, stage: StageBlocks) -> int:
+    def offloaded_bytes(self, number: int, stage: StageBlocks) -> int:
         """Return the bytes in host memory for each device."""
-        kept = sum(count * block.far_bytes for block, count in stage.blocks)
+        kept = sum(count * block.offloaded_bytes for block, count in stage.blocks)
         return int(self.alive(number) * kept) + self._offloaded_state_bytes(
             number, stage.num_blocks
         )
@@ -325,10 +325,10 @@ class LayoutCost:
         return count * self._formats.moved_by_update / self._bandwidth
 
     def memory(self, number: int, stage: StageBlocks) -> StageMemory:
-        kept = sum(count * block.kept_bytes for block, count in stage.blocks)
+        kept = sum(count * block.saved_bytes for block, count in stage.blocks)
         # Before its backward pass, a recomputed block has all its activations in memory. Earlier,
         # at the end of the model, the inputs of the loss are alive instead.
-        recomputed = max((block.again_bytes for block, _ in stage.blocks), default=0)
+        recomputed = max((block.recompute_bytes for block, _ in stage.blocks), default=0)
         model = self.model_memory(number, stage.num_blocks)
         return replace(
             model,
@@ -355,11 +355,11 @@ class LayoutCost:
         return min(whole, _PIECES * OFFLOAD_PIECE_BYTES) if self._layout.offloads_state else whole
 
     def around_bytes(self, number: int) -> int:
-        return sum(part.kept_bytes for part in self._around(number))
+        return sum(part.saved_bytes for part in self._around(number))
 
     def ending_bytes(self, number: int) -> int:
         """Return the extra bytes at the end of a stage's forward pass, freed right after it."""
-        return sum(part.peak_bytes - part.kept_bytes for part in self._around(number)[-1:])
+        return sum(part.peak_bytes - part.saved_bytes for part in self._around(number)[-1:])
 
     def in_turn(self, part: Section) -> float:
         forward, backward = self.passes(part)
@@ -372,11 +372,11 @@ class LayoutCost:
         passes.
         """
         if self._layout.state_stage < 3 or self._layout.data == 1:
-            return part.forward_seconds, part.again_seconds + part.backward_seconds
+            return part.forward_seconds, part.recompute_seconds + part.backward_seconds
         gather = sum(cost.seconds for cost in self._gathers(part))
         scatter = sum(cost.seconds for cost in self._scatters(part))
         forward = max(part.forward_seconds, gather)
-        backward = part.again_seconds + part.backward_seconds + self._copying_seconds(part)
+        backward = part.recompute_seconds + part.backward_seconds + self._copying_seconds(part)
         return forward, max(backward, gather + scatter)
 
     def _gathers(self, part: Section) -> list[CollectiveCost]:
@@ -451,7 +451,7 @@ class LayoutCost:
         return self._route(range(first, first + layout.data * layout.tensor, layout.tensor))
 
     @cached_property
-    def hand_on_seconds(self) -> float:
+    def message_seconds(self) -> float:
         """The seconds to send a micro-batch to the next stage.
 
         Each tensor rank sends its part, and the parts are gathered there, unless the next stage

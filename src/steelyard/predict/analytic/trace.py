@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from steelyard.ir.pipeline_schedule import ActionKind, schedule_order
 from steelyard.plans.trace_span import DEVICE, WAITING, Span
 from steelyard.predict.analytic.step import LayoutCost, StageBlocks, deep_step_of, passes_by_stage
-from steelyard.predict.pipeline.replay import Replayed, StageCost, replay
+from steelyard.predict.pipeline.replay import StageCost, replay
+from steelyard.predict.pipeline.spans import action_spans
 
 # At most this many stages are drawn.
 _MOST_RANKS = 64
-_WORDS = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward"}
 
 
 def deep_spans(costs: Sequence[LayoutCost], stages: Sequence[StageBlocks]) -> tuple[Span, ...]:
@@ -34,28 +34,15 @@ def deep_spans(costs: Sequence[LayoutCost], stages: Sequence[StageBlocks]) -> tu
     for number, actions in enumerate(played.ranks[:_MOST_RANKS]):
         rank, cost, stage = number * width, costs[number], stages[number]
         exchanging = cost.exposed_seconds(number, stage)
-        found += _passes(rank, actions)
+        found += action_spans(rank, actions, waiting_for="waiting for another stage")
         after = [
-            (WAITING, "waiting for other stages", "", done - actions[-1].end_seconds),
-            (WAITING, "waiting for gradients of other ranks", "gradients", exchanging),
-            (WAITING, "waiting for other stages", "", step.exposed_seconds - exchanging),
+            (WAITING, "for other stages", "", done - actions[-1].end_seconds),
+            (WAITING, "for gradients of other ranks", "gradients", exchanging),
+            (WAITING, "for other stages", "", step.exposed_seconds - exchanging),
             (DEVICE, "update", "optimizer", cost.update_seconds(number, stage.num_blocks)),
         ]
         found += _sequential(rank, actions[-1].end_seconds, after)
     return tuple(found)
-
-
-def _passes(rank: int, actions: Sequence[Replayed]) -> Iterator[Span]:
-    free = 0.0
-    for action in actions:
-        if action.begin_seconds > free:
-            yield _span(
-                rank, WAITING, "waiting for another stage", "", free, action.begin_seconds - free
-            )
-        free = action.end_seconds
-        name = f"{_WORDS[action.action.work]}, micro-batch {action.action.micro_batch}"
-        where = f"stage {action.action.stage}"
-        yield _span(rank, DEVICE, name, where, action.begin_seconds, free - action.begin_seconds)
 
 
 def _sequential(
@@ -63,11 +50,8 @@ def _sequential(
 ) -> Iterator[Span]:
     for stream, name, where, seconds in pieces:
         if seconds > 0:
-            yield _span(rank, stream, name, where, begin, seconds)
+            yield Span(
+                rank=rank, stream=stream, name=name, where=where, begin_seconds=begin,
+                seconds=seconds,
+            )  # fmt: skip
             begin += seconds
-
-
-def _span(rank: int, stream: str, name: str, where: str, begin: float, seconds: float) -> Span:
-    return Span(
-        rank=rank, stream=stream, name=name, where=where, begin_seconds=begin, seconds=seconds
-    )

@@ -8,52 +8,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from steelyard.errors import BadInput
-from steelyard.hardware.link import Link
-from steelyard.ir.collective import GLOO, GLOO_GETS, GLOO_SENDS, NCCL, Collective, Exchange
+from steelyard.ir.collective import GLOO, GLOO_GETS, GLOO_SENDS, NCCL, Collective
 from steelyard.ir.graph import Graph, Phase, Role
-from steelyard.ir.message_slots import PINNED, edges_of, evenly_held_bytes
 from steelyard.ir.metrics import Estimate, Metrics
-from steelyard.ir.parallel_layout import PIPELINE, ParallelLayout
 from steelyard.ir.pipeline_schedule import Action, ActionKind
-from steelyard.ir.pipeline_stages import PipelineStage
 from steelyard.ir.program import Pipeline, Program
-from steelyard.ir.rule import trade_name
-from steelyard.ir.rule_kinds import SharedMemoryMessages
-from steelyard.passes.pipeline.in_place_sends import written_in_place
 from steelyard.plans.peak_memory import LiveTensor, PeakMemory, Timeline
 from steelyard.plans.plan import Prediction
-from steelyard.plans.trace_span import DEVICE, WAITING, Span
+from steelyard.plans.trace_span import DEVICE, Span
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import liveness
 from steelyard.predict.pipeline.gradient_reduction import GradientReductions, Trained
+from steelyard.predict.pipeline.messages import StageMessages
 from steelyard.predict.pipeline.rank_memory import RankBytes, peak_memory_of
-from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
+from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, Replay, StageCost, replay
 from steelyard.predict.pipeline.rng_cost import STATE_BYTES, skipping_seconds, states_bytes
+from steelyard.predict.pipeline.spans import action_spans
 from steelyard.predict.pipeline.stage_cost import graphs_by_action, stage_cost, with_seconds
 from steelyard.predict.timeline import Pick, Playing, durations, high, low, play, value
 
 # Relative error of a predicted peak of a pipeline: benchmarks/live.py found up to 4 %.
 _PEAK_SHARE = 0.05
-# Overhead of torch's and our schedule for an action, as a multiple of the measured time of a call
-# that sends a message: 0.13 to 0.16 ms where such a call takes 0.028 (docs/log.md, 2026-11-25).
-_CALLS_OF_ACTION = 5
 
 
 def pipelined(program: Program, pipeline: Pipeline, costs: CostTable) -> "PipelinePrediction":
     return PipelinePrediction(program, pipeline, costs)
-
-
-def message_of(layout: ParallelLayout, nbytes: int) -> Collective:
-    """Return a message of ``nbytes`` between stages, over the slowest of the links among them.
-
-    It is priced as an all-gather of two ranks, which takes as long.
-    """
-    return Collective(
-        kind=Exchange.ALL_GATHER, axis=PIPELINE, num_ranks=2, sent_bytes=nbytes, hops=1,
-        # Ranks of one pipeline have the largest stride of the layout.
-        stride=layout.num_ranks // layout.pipeline, places=tuple(range(layout.pipeline)),
-    )  # fmt: skip
 
 
 class PipelinePrediction:
@@ -63,18 +42,11 @@ class PipelinePrediction:
         self._program, self._pipeline, self._costs = program, pipeline, costs
         self._graph, self._stages = pipeline.stages.graph, pipeline.stages.stages
         self._order, self._rank_of = pipeline.order, pipeline.order.rank_of
-        order, stages, graph = self._order, self._stages, self._graph
-        self._copies: dict[tuple[int, ActionKind], Sequence[str]] = {}
-        self._edges = edges_of(order, stages, graph) if pipeline.is_pinned else ()
-        if self._edges and PINNED not in costs.links:
-            raise BadInput(
-                "the plan sends pipeline messages through shared memory, but these ranks have "
-                "none in common",
-                expected="ranks of this machine, of one user, that see each other's processes",
-                remedy=f"remove [[{trade_name(SharedMemoryMessages)}]] from the plan, or plan "
-                "again for these ranks",
-            )
-        self._stage_costs = [self._stage_cost(stage) for stage in stages]
+        self._messages = StageMessages(program.layout, pipeline, costs)
+        self._stage_costs = [
+            self._messages.without_slots(stage, stage_cost(stage, pipeline.stages.graph, costs))
+            for stage in self._stages
+        ]
         self._programs: dict[Graph, Program] = {}
         self._reductions = self._gradient_reductions()
         self._replay, self._ends = self._replayed(value, value)
@@ -170,7 +142,7 @@ class PipelinePrediction:
             # The global batch stays allocated while its micro-batches are processed.
             batch=self._program.batch_bytes,
             others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
-            + self._slots_bytes(number)
+            + self._messages.slots_bytes(number)
             + states_bytes(self._stages, self._order, number)
             # Replicas draw different numbers, and the outer generator's state is saved meanwhile.
             + (STATE_BYTES if draws and self._program.layout.data > 1 else 0),
@@ -224,10 +196,10 @@ class PipelinePrediction:
         """
         whole = device(self._costs.whole_step_in(self._program.parts))
         stages: list[StageCost] = [
-            self._with_message_overhead(stage, link, with_seconds(
+            self._messages.with_overhead(stage, link, with_seconds(
                 cost, stage, self._graph,
                 seconds=lambda part: self._work_seconds(part, whole, device, link),
-                send_seconds_of=lambda sizes: self._transfer_seconds(sizes, link),
+                send_seconds_of=lambda sizes: self._messages.transfer_seconds(sizes, link),
             ))
             for cost, stage in zip(self._stage_costs, self._stages, strict=True)
         ]  # fmt: skip
@@ -238,7 +210,7 @@ class PipelinePrediction:
         played = replay(
             self._order,
             delayed,
-            disturbs=0.0 if link is None else self._disturbs(),
+            disturbs=0.0 if link is None else self._messages.disturbs,
             is_by_host=self._pipeline.is_by_host and not self._pipeline.is_pinned,
         )
         ends = [ranked[-1].end_seconds for ranked in played.ranks]
@@ -246,7 +218,7 @@ class PipelinePrediction:
         begin = self._reductions.begin(taken)
         ends = self._reductions.ends([begin + end for end in ends], taken)
         loss_known = ends[self._rank_of_loss] + self._reductions.loss_seconds(taken)
-        loss_known += self._send_seconds([8], link)
+        loss_known += self._messages.send_seconds([8], link)
         ends = [max(end, loss_known) for end in ends]
         updates = [device(durations(u, self._costs).step) for u in self._pipeline.updates]
         return played, [end + u for end, u in zip(ends, updates)] if updates else ends
@@ -263,146 +235,6 @@ class PipelinePrediction:
             self._programs[part] = Program.plain(part)
         playing = Playing(self._costs, whole, device, link or _free)
         return play(self._programs[part], self._costs, playing=playing).seconds
-
-    def _with_message_overhead(
-        self, stage: PipelineStage, link: Pick | None, cost: StageCost
-    ) -> StageCost:
-        """Add the device time of schedule calls and of messages to and from other ranks."""
-        link_class = self._costs.link_of(self._message(0))
-        if link is None or link_class is None:
-            return cost
-        before, after = self._is_on_other_rank(stage, -1), self._is_on_other_rank(stage, +1)
-        forward = stage.receives if before else (), stage.sends if after else ()
-        backward = stage.receives_back if after else (), stage.sends_back if before else ()
-        crossing = {
-            ActionKind.FORWARD: forward,
-            ActionKind.BACKWARD: backward,
-            ActionKind.BACK_TO_INPUTS: backward,
-            ActionKind.BACK_TO_WEIGHTS: ((), ()),
-        }
-        own = {
-            work: self._message_overhead(
-                reads, sends, link_class, copied=self._copied(stage, work, sends)
-            )
-            for work, (reads, sends) in crossing.items()
-        }
-        return replace(cost, seconds={w: s + own[w] for w, s in cost.seconds.items()})
-
-    def _disturbs(self) -> float:
-        """Return by what share a message in flight slows the work of both ranks.
-
-        Messages through slots do not: each rank copies into them itself.
-        """
-        link_class = self._costs.link_of(self._message(0))
-        return 0.0 if link_class is None or self._edges else link_class.disturbs
-
-    def _copied(self, stage: PipelineStage, work: ActionKind, sent: Sequence[str]) -> Sequence[str]:
-        """Return the sent values that are not computed in their slot, and so are copied there."""
-        if not sent or not self._edges:
-            return sent
-        key = stage.index, work
-        if key in self._copies:
-            return self._copies[key]
-        part, saved = {
-            ActionKind.FORWARD: (stage.forward, stage.kept),
-            ActionKind.BACKWARD: (stage.backward, ()),
-            ActionKind.BACK_TO_INPUTS: (stage.back_to_inputs, stage.kept_between),
-        }[work]
-        in_place = written_in_place(part, sent, kept=saved)
-        copied = self._copies[key] = [name for name in sent if name not in in_place]
-        return copied
-
-    def _message_overhead(
-        self, reads: Sequence[str], sends: Sequence[str], link_class: Link, *, copied: Sequence[str]
-    ) -> float:
-        """Return the device time of an action apart from its own work.
-
-        Through slots, all values are one message, and the sender copies those not computed in
-        place.
-        """
-        received, sent = self._sizes(reads), self._sizes(sends)
-        if not self._edges:
-            return link_class.device_seconds(
-                0, messages=len(received) + len(sent) + _CALLS_OF_ACTION
-            )
-        slots = self._costs.links[PINNED]
-        own = link_class.device_seconds(0, messages=_CALLS_OF_ACTION)
-        messages = bool(received) + bool(sent)
-        return own + slots.device_seconds(sum(self._sizes(copied)), messages=messages)
-
-    def _slots_bytes(self, rank: int) -> int:
-        """Return the bytes of a rank's message slots.
-
-        Slots are in the memory of the receiver; if it is on another host, the sender has them too.
-        """
-        if not self._edges:
-            return 0
-        slots = self._costs.links[PINNED]
-        if slots.is_even:
-            return evenly_held_bytes(self._edges)
-        return sum(
-            edge.nbytes
-            for edge in self._edges
-            if edge.target == rank or (slots.is_remote and edge.source == rank)
-        )
-
-    def _sizes(self, names: Sequence[str]) -> list[int]:
-        return [sum(t.nbytes for t in self._graph.by_name[n].outputs) for n in names]
-
-    def _is_on_other_rank(self, stage: PipelineStage, step: int) -> bool:
-        """True if the stage before or after this one is on another rank."""
-        other = min(max(stage.index + step, 0), len(self._stages) - 1)
-        return self._rank_of[other] != self._rank_of[stage.index]
-
-    def _stage_cost(self, stage: PipelineStage) -> StageCost:
-        """Return the cost of a stage, without values in slots, which count as resident."""
-        cost = stage_cost(stage, self._graph, self._costs)
-        if not self._edges:
-            return cost
-        before, after = self._is_on_other_rank(stage, -1), self._is_on_other_rank(stage, +1)
-        slots = {**(cost.receives if before else {}), **(cost.receives_back if after else {})}
-        return replace(
-            cost,
-            receives={} if before else cost.receives,
-            receives_back={} if after else cost.receives_back,
-            sends={} if after else cost.sends,
-            sends_back={} if before else cost.sends_back,
-            kept={key: n for key, n in cost.kept.items() if key not in slots},
-            kept_between={key: n for key, n in cost.kept_between.items() if key not in slots},
-        )
-
-    def _transfer_seconds(self, sizes: Sequence[int], link: Pick | None) -> float:
-        """Return the seconds to send values to another stage, without the device time."""
-        if not self._edges or link is None:
-            return self._send_seconds(sizes, link)
-        slots = self._costs.links[PINNED]
-        seconds = slots.latency_seconds
-        if slots.is_remote:
-            seconds = slots.seconds(sum(sizes), messages=1)
-        within = Estimate.within(seconds, share=slots.doubt)
-        return link(within) if sizes else 0.0
-
-    def _send_seconds(self, sizes: Sequence[int], link: Pick | None) -> float:
-        """Return the seconds to send one message for each value.
-
-        A message is priced as an all-gather of two ranks.
-        """
-        if link is None:
-            return 0.0
-        return sum(link(self._costs.exchange_seconds(self._message(nbytes))) for nbytes in sizes)
-
-    def _message(self, nbytes: int) -> Collective:
-        return message_of(self._program.layout, nbytes)
-
-    def _communication_seconds(self, sizes: Sequence[int], copied: Sequence[int]) -> float:
-        """Return the seconds in which messages are sent.
-
-        Through slots on one host, only the sender's copies take time.
-        """
-        if not self._edges:
-            return self._send_seconds(sizes, value)
-        slots = self._costs.links[PINNED]
-        return slots.seconds(sum(sizes if slots.is_remote else copied), messages=1)
 
     def _gradient_reductions(self) -> GradientReductions:
         shared = []
@@ -429,9 +261,9 @@ class PipelinePrediction:
     @cached_property
     def _sent_bytes(self) -> list[int]:
         sent, repeats = [0] * len(self._order.ranks), self._program.repeats
-        for rank, other, sizes, _ in self._cross_rank_edges():
+        for rank, other, sizes, _ in self._messages.edges():
             sent[rank] += repeats * sum(sizes)
-            if not self._edges:  # slots need no messages of gloo's protocol
+            if not self._messages.slots:  # slots need no messages of gloo's protocol
                 sent[rank] += repeats * GLOO_SENDS * len(sizes)
                 sent[other] += repeats * GLOO_GETS * len(sizes)
         for rank, exchanged in enumerate(self._exchanged):
@@ -442,34 +274,14 @@ class PipelinePrediction:
         sent[self._rank_of_loss] += sum(c.wire_bytes for c in self._reductions.loss_collectives())
         return sent
 
-    def _cross_rank_edges(self) -> list[tuple[int, int, list[int], list[int]]]:
-        """Return the edges from one rank to another.
-
-        An edge is both ranks, the bytes of each value, and the bytes of each value that is copied.
-        """
-        found = []
-        last = len(self._stages) - 1
-        works = {action.work for actions in self._order.ranks for action in actions}
-        back = (
-            ActionKind.BACK_TO_INPUTS if ActionKind.BACK_TO_INPUTS in works else ActionKind.BACKWARD
-        )
-        for stage in self._stages:
-            index, rank = stage.index, self._rank_of[stage.index]
-            for names, work, other in (
-                (stage.sends, ActionKind.FORWARD, min(index + 1, last)),
-                (stage.sends_back, back, max(index - 1, 0)),
-            ):
-                if names and self._rank_of[other] != rank:
-                    copied = self._sizes(self._copied(stage, work, names))
-                    found.append((rank, self._rank_of[other], self._sizes(names), copied))
-        return found
-
     @cached_property
     def _sending(self) -> list[float]:
         """The seconds in which each rank's messages are in flight."""
         seconds = [0.0] * len(self._order.ranks)
-        for rank, _, sizes, copied in self._cross_rank_edges():
-            seconds[rank] += self._program.repeats * self._communication_seconds(sizes, copied)
+        for rank, _, sizes, copied in self._messages.edges():
+            seconds[rank] += self._program.repeats * self._messages.communication_seconds(
+                sizes, copied
+            )
         for rank, exchanged in enumerate(self._exchanged):
             for collective, times in exchanged.items():
                 seconds[rank] += times * self._costs.exchange_seconds(collective).value
@@ -530,17 +342,7 @@ class PipelinePrediction:
         """Return the spans of each rank's actions, the waits in between, and its update."""
         found: list[Span] = []
         for rank, done in enumerate(self._replay.ranks):
-            free = 0.0
-            for action in done:
-                if action.begin_seconds > free:
-                    found.append(_span(rank, WAITING, "waiting for another rank", free, action))
-                name = f"{_WORDS[action.action.work]}, micro-batch {action.action.micro_batch}"
-                begin, free = action.begin_seconds, action.end_seconds
-                where = f"stage {action.action.stage}"
-                found.append(
-                    Span(rank=rank, stream=DEVICE, name=name, where=where, begin_seconds=begin,
-                         seconds=free - begin)
-                )  # fmt: skip
+            found += action_spans(rank, done, waiting_for="waiting for another rank")
             if self._pipeline.updates:
                 seconds = durations(self._pipeline.updates[rank], self._costs).step.value
                 begin = self._ends[rank] - seconds
@@ -570,21 +372,6 @@ def _delayed(cost: StageCost, seconds: float) -> StageCost:
         cost,
         seconds={**cost.seconds, ActionKind.FORWARD: cost.seconds[ActionKind.FORWARD] + seconds},
     )
-
-
-_WORDS = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.BACK_TO_INPUTS: "backward to inputs",
-    ActionKind.BACK_TO_WEIGHTS: "backward to weights",
-}
-
-
-def _span(rank: int, stream: str, name: str, begin: float, until: Replayed) -> Span:
-    return Span(
-        rank=rank, stream=stream, name=name, where=f"stage {until.action.stage}",
-        begin_seconds=begin, seconds=until.begin_seconds - begin,
-    )  # fmt: skip
 
 
 def _micro_batches_in_flight(done: Sequence[Action]) -> int:

@@ -45,7 +45,7 @@ class ClusterExplanation:
     num_offers: int
 
 
-def told(
+def explain_plan(
     search: ClusterSearch, best: ClusterPlan, limit_bytes: int, rules: Sequence[Rule]
 ) -> ClusterExplanation:
     taken = tuple(_taken(search, best, rules))
@@ -166,7 +166,7 @@ def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iter
 
 
 def _not_offloaded(search: ClusterSearch, best: ClusterPlan, label: str, reason: str) -> Rejection:
-    if not search.has_host_memory(best.layout):
+    if not search.pricing.has_host_memory(best.layout):
         reason = "the cluster declares no host memory, or no link to it"
         return Rejection(
             trade=trade_name(ValueOffload), label=label, reason=reason, left=Remaining.NEVER
@@ -179,7 +179,7 @@ def _states_not_offloaded(
     search: ClusterSearch, best: ClusterPlan, limit_bytes: int, *, is_needed: bool
 ) -> Rejection:
     label = "optimizer state"
-    if not search.has_host_memory(best.layout):
+    if not search.pricing.has_host_memory(best.layout):
         return replace(_not_offloaded(search, best, label, ""), trade=trade_name(StateOffload))
     reason = "it fits, together with all saved activations"
     if is_needed:

@@ -99,7 +99,7 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
             remedy="reduce a degree, or declare a larger cluster",
         )
     offload_rules: Sequence[Rule] = state_rules or of_kind(rules, ValueOffload)
-    if offload_rules and not search.has_host_memory(layout):
+    if offload_rules and not search.pricing.has_host_memory(layout):
         _refuse(offload_rules[0], "the cluster declares no host memory, or no link to it")
     return layout
 

@@ -189,7 +189,7 @@ class StageAssignment:
     def _offload_room_bytes(self, stage: int, count: int) -> float:
         """Return the host memory that the optimizer state of the stage leaves free."""
         cost = self._stage_costs[stage]
-        return self._hosts_bytes[stage] - cost.far_bytes(
+        return self._hosts_bytes[stage] - cost.offloaded_bytes(
             stage, StageBlocks(blocks=((cost.block, count),))
         )
 
@@ -204,9 +204,9 @@ class StageAssignment:
         return [
             BlockKind(
                 seconds=seconds,
-                saved_bytes=alive * section.kept_bytes,
-                recompute_bytes=max(section.again_bytes, ending),
-                offloaded_bytes=alive * section.far_bytes,
+                saved_bytes=alive * section.saved_bytes,
+                recompute_bytes=max(section.recompute_bytes, ending),
+                offloaded_bytes=alive * section.offloaded_bytes,
                 num_recomputed_calls=len(policy.recomputed),
             )
             for (policy, section), seconds in known
@@ -219,7 +219,7 @@ def _undominated(
     """Return the policies that are not dominated in time and memory by an earlier one."""
     found: list[tuple[tuple[float, int, int], tuple[ActivationPolicy, Section]]] = []
     for policy, section in kinds:
-        costs = cost.in_turn(section), section.kept_bytes, section.again_bytes
+        costs = cost.in_turn(section), section.saved_bytes, section.recompute_bytes
         if not any(
             all(a <= b for a, b in zip(earlier, costs, strict=True)) for earlier, _ in found
         ):

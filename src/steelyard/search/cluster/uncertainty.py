@@ -37,7 +37,7 @@ class Rivals:
     is_measured: bool
 
 
-def doubt_said(search: ClusterSearch, layout: ParallelLayout) -> list[str]:
+def error_sentences(search: ClusterSearch, layout: ParallelLayout) -> list[str]:
     """Return a sentence on the prediction error for each class of device."""
     case = search.case_of(layout)
     sentences = []
@@ -70,7 +70,7 @@ def rivals(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Rivals
 
     candidates = [
         candidate
-        for candidate in search.ways(best.layout.num_ranks)
+        for candidate in search.candidates(best.layout.num_ranks)
         if degrees(candidate.layout) != degrees(best.layout)
         and is_within_error(candidate.layout, candidate.least_seconds)
     ]
@@ -92,7 +92,7 @@ def rivals(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Rivals
     )
 
 
-def rivals_said(found: Rivals) -> str:
+def rivals_note(found: Rivals) -> str:
     """Return the note on rivals, or '' if the plan's layout is distinguishable from all others."""
     if not found.named:
         return ""
@@ -156,7 +156,7 @@ def _num_steps(score: Score) -> str:
     return f"{score.domain.rows} step{'s' if score.domain.rows > 1 else ''}"
 
 
-def all_doubts_said(search: ClusterSearch, layouts: Sequence[ParallelLayout]) -> str:
+def widest_error_note(search: ClusterSearch, layouts: Sequence[ParallelLayout]) -> str:
     """Return a sentence with the widest interval of several layouts."""
     error = max(search.doubt_of(layout) for layout in layouts)
     return (

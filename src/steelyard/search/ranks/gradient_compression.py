@@ -66,11 +66,11 @@ class Weighing:
         """
         found: dict[Codec, CompressedCandidate] = {}
         refused: dict[str, Rejection] = {}
-        trades = dict.fromkeys(codecs_of(self.layouts.ways.trades).values())
+        trades = dict.fromkeys(codecs_of(self.layouts.candidates.trades).values())
         for without in self._data_parallel_rules(thoroughly=thoroughly):
-            program = self.layouts.ways.apply_rules(without)
+            program = self.layouts.candidates.apply_rules(without)
             for trade in trades:
-                offers, refusals = trade.offers(program, self.layouts.ways.source)
+                offers, refusals = trade.offers(program, self.layouts.candidates.source)
                 refused |= {refusal.label: refusal for refusal in refusals}
                 for offer in offers:
                     rules = of_kind(offer.rules, GradientCompression)
@@ -95,7 +95,7 @@ class Weighing:
         found = layouts.search_by(candidate.rules).find(budget)
         assert found is not None, "every data parallel layout has been searched"
         layout_trades = (
-            *layouts.explanation.selected_trades(layouts.ways.counted(candidate.without)),
+            *layouts.explanation.selected_trades(layouts.candidates.counted(candidate.without)),
             *self._codec_trades(candidate),
         )
         return replace(
@@ -127,7 +127,7 @@ class Weighing:
                     # A less lossy codec sends more bytes. Low-rank factors need two exchanges, so a
                     # codec with more bytes may still be faster.
                     break
-        return replace(candidate, seconds=self.layouts.ways.counted(candidate.rules).seconds)
+        return replace(candidate, seconds=self.layouts.candidates.counted(candidate.rules).seconds)
 
     def _with_codecs(
         self, candidate: CompressedCandidate, compression_rules: tuple[GradientCompression, ...]
@@ -147,7 +147,7 @@ class Weighing:
 
     def _less_lossy(self, rule: GradientCompression) -> list[GradientCompression]:
         """Return the rule with each less lossy codec, the lossiest of these first."""
-        trades = codecs_of(self.layouts.ways.trades)
+        trades = codecs_of(self.layouts.candidates.trades)
         less_lossy = itertools.takewhile(lambda codec: codec != rule.codec, trades)
         return [
             replace(
@@ -164,7 +164,7 @@ class Weighing:
         """Yield the rules of pure data parallel candidates: all, or the fastest of each layout."""
         for layout in self.layouts.layouts:
             if layout == ParallelLayout(data=layout.data, shares=layout.shares) != ALONE:
-                candidates = self.layouts.ways.of(layout)
+                candidates = self.layouts.candidates.of(layout)
                 unsharded = [
                     candidate
                     for candidate in candidates
@@ -183,7 +183,7 @@ class Weighing:
         compression_rules: tuple[GradientCompression, ...],
     ) -> CompressedCandidate:
         rules = tuple(sorted((*without, *compression_rules)))
-        counted = self.layouts.ways.counted(rules)
+        counted = self.layouts.candidates.counted(rules)
         return CompressedCandidate(
             codec=codec, trade=trade, rules=rules, without=without, seconds=counted.seconds,
             nbytes=counted.nbytes,
@@ -192,7 +192,7 @@ class Weighing:
     def _codec_trades(self, candidate: CompressedCandidate) -> Iterator[SelectedTrade]:
         """Yield the trade of each codec, applied one after the other."""
         before = candidate.without
-        for codec in codecs_of(self.layouts.ways.trades):
+        for codec in codecs_of(self.layouts.candidates.trades):
             compression_rules = tuple(
                 rule for rule in candidate.compression_rules if rule.codec == codec
             )

@@ -91,10 +91,10 @@ class LayoutSearch:
         self._searches: dict[tuple[Rule, ...], StepSearch] = {}
         self._rank_speeds = RankSpeeds(program, costs)
         self._regions: dict[int, tuple[Offer, ...]] = {1: ()}
-        self.ways = LayoutCandidates(
+        self.candidates = LayoutCandidates(
             program, trades=trades, source=source, costs=costs, regions=self._regions
         )
-        self.explanation = LayoutExplanation(self.ways, self._rank_speeds)
+        self.explanation = LayoutExplanation(self.candidates, self._rank_speeds)
         self._num_ranks = num_ranks
         base_counts = {
             num_ranks,
@@ -107,7 +107,7 @@ class LayoutSearch:
         self._rank_counts = [1, *(n for n in divisors if n % of_a_host == 0)]
         other_counts = numbers_of_ranks(num_ranks, of_a_host=of_a_host)
         self._other_rank_counts = [n for n in reversed(other_counts) if n not in self._rank_counts]
-        batches, refusals = self.ways.trade(BatchSharding).offers(program, source)
+        batches, refusals = self.candidates.trade(BatchSharding).offers(program, source)
         self._batch_degrees = [
             1,
             *(r.ranks for o in batches for r in of_kind(o.rules, BatchSharding)),
@@ -131,8 +131,8 @@ class LayoutSearch:
     def over(self, costs: CostTable, source: StepSource) -> "LayoutSearch":
         """Return the same search with candidates at the prices of other links."""
         other = copy.copy(self)
-        other.ways = self.ways.over(costs, source)
-        other.explanation = LayoutExplanation(other.ways, self._rank_speeds)
+        other.candidates = self.candidates.over(costs, source)
+        other.explanation = LayoutExplanation(other.candidates, self._rank_speeds)
         return other
 
     def _check_homogeneous(self, ranks: int, kind: type[Rule], label: str) -> bool:
@@ -157,9 +157,9 @@ class LayoutSearch:
         other_counts, self._other_rank_counts = self._other_rank_counts, []
         if not other_counts:
             return
-        one_rank_seconds = step_seconds(self._program, self.ways.costs).value
+        one_rank_seconds = step_seconds(self._program, self.candidates.costs).value
         best = min(
-            candidate.seconds for layout in self.layouts for candidate in self.ways.of(layout)
+            candidate.seconds for layout in self.layouts for candidate in self.candidates.of(layout)
         )
         for ranks in other_counts:
             least = _CACHE_SPEEDUP * one_rank_seconds / self._rank_speeds.speed(ranks)
@@ -174,7 +174,9 @@ class LayoutSearch:
                 [ParallelLayout(data=ranks)] if ranks in self._batch_degrees else unequal
             )
             seconds = [
-                candidate.seconds for layout in tried_layouts for candidate in self.ways.of(layout)
+                candidate.seconds
+                for layout in tried_layouts
+                for candidate in self.candidates.of(layout)
             ]
             best = min([best, *seconds])
 
@@ -184,18 +186,18 @@ class LayoutSearch:
         Ranks of unequal speed get shares that take equally long. Equal ranks whose number does not
         divide the batch get nearly equal shares.
         """
-        possible = self.ways.source.divisors()
+        possible = self.candidates.source.divisors()
 
         def shared(shares: Shares) -> Program:
             layout = ParallelLayout(data=len(shares), shares=shares)
-            return self.ways.apply_rules(
-                batch_rules(layout, self.ways.trades, bucket_bytes=BUCKETS[-1])
+            return self.candidates.apply_rules(
+                batch_rules(layout, self.candidates.trades, bucket_bytes=BUCKETS[-1])
             )
 
         def timed(shares: Shares) -> tuple[float, Sequence[float]]:
             program = shared(shares)
-            seconds = step_seconds(program, self.ways.costs).value
-            return seconds, rank_seconds(program, self.ways.costs)
+            seconds = step_seconds(program, self.candidates.costs).value
+            return seconds, rank_seconds(program, self.candidates.costs)
 
         for ranks in counts:
             if ranks > possible[-1]:
@@ -227,7 +229,9 @@ class LayoutSearch:
 
     def _find_regions(self, ranks: int) -> None:
         sharded = replace(self._program, layout=ParallelLayout(tensor=ranks))
-        offers, refusals = self.ways.trade(TensorSharding).offers(sharded, self.ways.source)
+        offers, refusals = self.candidates.trade(TensorSharding).offers(
+            sharded, self.candidates.source
+        )
         self.refusals = (*self.refusals, *_as_impossible(refusals))
         if offers:
             self._regions[ranks] = offers
@@ -236,7 +240,7 @@ class LayoutSearch:
         self, num_ranks: int, degrees: Sequence[int]
     ) -> Iterator[tuple[ParallelLayout, PipelineSearch]]:
         """Yield each feasible pipeline layout on up to ``num_ranks`` ranks with its search."""
-        if trade_of(self.ways.trades, PipelineStageEnd) is None:
+        if trade_of(self.candidates.trades, PipelineStageEnd) is None:
             return
         stages = range(2, num_ranks + 1)
         for layout in degrees_on(
@@ -248,9 +252,9 @@ class LayoutSearch:
             found = PipelineSearch(
                 self._program,
                 layout=layout,
-                trades=self.ways.trades,
-                source=self.ways.source,
-                costs=self.ways.costs.on(ranks),
+                trades=self.candidates.trades,
+                source=self.candidates.source,
+                costs=self.candidates.costs.on(ranks),
                 searching=self._search_by,
                 cuts=partial(self._sharding_variants, layout.tensor),
             )
@@ -262,7 +266,7 @@ class LayoutSearch:
         """Return the sharding rules of the fastest and of the leanest tensor parallel candidate."""
         if ranks == 1:
             return ((),)
-        candidates = self.ways.of(ParallelLayout(tensor=ranks))
+        candidates = self.candidates.of(ParallelLayout(tensor=ranks))
         fastest = min(candidates, key=lambda c: (c.seconds, c.nbytes))
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         chosen = fastest.rules, leanest.rules
@@ -311,7 +315,9 @@ class LayoutSearch:
         known for single plans only.
         """
         layout_rules = {rule for rule in found.rules if rule.stage in BETWEEN_RANKS}
-        candidates = [candidate for layout in self.layouts for candidate in self.ways.of(layout)]
+        candidates = [
+            candidate for layout in self.layouts for candidate in self.candidates.of(layout)
+        ]
         known = {_similarity_key(layout_rules)}
         for candidate in sorted(candidates, key=lambda c: (c.seconds, c.nbytes)):
             if (
@@ -388,7 +394,7 @@ class LayoutSearch:
         This is the fastest one, or the fastest without sharded states if these gain too little. If
         it exceeds the memory budget, the fastest that fits and the leanest are added.
         """
-        candidates = sorted(self.ways.of(layout), key=lambda c: (c.seconds, c.nbytes))
+        candidates = sorted(self.candidates.of(layout), key=lambda c: (c.seconds, c.nbytes))
         fastest, limit = candidates[0], budget.memory_bytes or math.inf
         without_states = next(
             candidate for candidate in candidates if not of_kind(candidate.rules, StateSharding)

@@ -30,12 +30,12 @@ _FEW_HOSTS = 4
 class Alternative:
     """A layout to continue with, on the ranks that take part."""
 
-    way: LayoutCandidate
+    candidate: LayoutCandidate
     ranks: tuple[int, ...]
 
     @property
     def is_lossy(self) -> bool:
-        return bool(of_kind(self.way.rules, GradientCompression))
+        return bool(of_kind(self.candidate.rules, GradientCompression))
 
 
 def why_no_alternative(rules: Sequence[Rule]) -> str:
@@ -68,11 +68,11 @@ def alternatives(
     other_rules = _other_rules(rules)
     plain = (
         candidate.rules
-        for candidate in layouts.ways.of(ParallelLayout.of(rules))
+        for candidate in layouts.candidates.of(ParallelLayout.of(rules))
         if not of_kind(candidate.rules, StateSharding)
     )
     for own_rules in (*plain, *compressed):
-        yield layouts.ways.counted(at_once((*own_rules, *other_rules)))
+        yield layouts.candidates.counted(at_once((*own_rules, *other_rules)))
 
 
 def at_once(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -90,9 +90,9 @@ def at_once(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 def on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> Iterator[LayoutCandidate]:
     """Yield the candidates on ``ranks`` ranks, with equal shares and uncompressed gradients."""
     other_rules = _other_rules(rules)
-    for candidate in layouts.ways.of(ParallelLayout(data=ranks)):
+    for candidate in layouts.candidates.of(ParallelLayout(data=ranks)):
         if not of_kind(candidate.rules, StateSharding):
-            yield layouts.ways.counted(tuple(sorted((*candidate.rules, *other_rules))))
+            yield layouts.candidates.counted(tuple(sorted((*candidate.rules, *other_rules))))
 
 
 def same_on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> LayoutCandidate:
@@ -104,7 +104,7 @@ def same_on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> L
             replace(rule, ranks=ranks, shares=()) if isinstance(rule, BatchSharding) else rule
             for rule in exact
         )
-    return layouts.ways.counted(tuple(sorted(own_rules)))
+    return layouts.candidates.counted(tuple(sorted(own_rules)))
 
 
 def numbers_of_hosts(hosts: int) -> tuple[int, ...]:
@@ -155,17 +155,19 @@ def worth_trying(
     rejoin.
     """
     found = []
-    for choice in sorted(choices, key=lambda c: (c.way.seconds, c.way.nbytes)):
-        min_now_seconds = (1 + LEAST_GAIN) * choice.way.seconds
+    for choice in sorted(choices, key=lambda c: (c.candidate.seconds, c.candidate.nbytes)):
+        min_now_seconds = (1 + LEAST_GAIN) * choice.candidate.seconds
         if len(choice.ranks) > num_ranks:
             min_now_seconds += coming_back_seconds / _MAX_REPAY_STEPS
-        if now_seconds >= min_now_seconds and choice.way.nbytes <= most_bytes:
+        if now_seconds >= min_now_seconds and choice.candidate.nbytes <= most_bytes:
             found.append(choice)
             if not choice.is_lossy:
                 break
     if found and not found[-1].is_lossy:
-        exact = found[-1].way.seconds
-        found = [c for c in found if not c.is_lossy or exact >= (1 + LEAST_GAIN) * c.way.seconds]
+        exact = found[-1].candidate.seconds
+        found = [
+            c for c in found if not c.is_lossy or exact >= (1 + LEAST_GAIN) * c.candidate.seconds
+        ]
     return found
 
 

@@ -61,7 +61,7 @@ def _recomputing(*again: str, spared: tuple[str, ...] = ()) -> ActivationPolicy:
 
 def _per_sbh(tensor: int, *again: str) -> float:
     layout = ParallelLayout(tensor=tensor, draws_parts=True)
-    return _parts(layout, policy=_recomputing(*again)).block.kept_bytes / _SBH
+    return _parts(layout, policy=_recomputing(*again)).block.saved_bytes / _SBH
 
 
 @pytest.mark.parametrize("t", [1, 2, 4])
@@ -82,10 +82,10 @@ def test_a_block_along_the_sequence_keeps_what_korthikanti_counts(t: int) -> Non
         costs = tensor_costs(_MACHINE, layout)
         block = sections(graph, costs, layout, policy, blocks=BLOCKS).block
         # Equation 4 and table 2, the last row but one.
-        assert block.kept_bytes / _SBH == pytest.approx(kept + _NORMS / t, abs=1e-6)
+        assert block.saved_bytes / _SBH == pytest.approx(kept + _NORMS / t, abs=1e-6)
         kept_gathered = replace(layout, regathers_activations=False)
         whole = sections(graph, costs, kept_gathered, policy, blocks=BLOCKS).block
-        assert whole.kept_bytes > block.kept_bytes
+        assert whole.saved_bytes > block.saved_bytes
 
 
 def test_the_sections_of_three_blocks_are_the_whole_step() -> None:
@@ -161,9 +161,9 @@ def test_what_is_spared_of_what_runs_again_is_kept_and_not_run_again() -> None:
     whole = _parts(ParallelLayout(), policy=_recomputing("")).block
     spared = _parts(ParallelLayout(), policy=_recomputing("", spared=("up",))).block
     plain = _parts(ParallelLayout()).block
-    assert whole.again_seconds > spared.again_seconds > plain.again_seconds
+    assert whole.recompute_seconds > spared.recompute_seconds > plain.recompute_seconds
     # What the product gives, 4 s b h values of two bytes, stays as well.
-    assert spared.kept_bytes == whole.kept_bytes + 8 * _SBH < plain.kept_bytes
+    assert spared.saved_bytes == whole.saved_bytes + 8 * _SBH < plain.saved_bytes
 
 
 def test_stages_of_unequal_blocks_wait_for_the_longest() -> None:
@@ -178,7 +178,7 @@ def test_stages_of_unequal_blocks_wait_for_the_longest() -> None:
 def test_the_end_of_the_model_holds_more_than_it_keeps() -> None:
     after = _parts(ParallelLayout()).after
     logits = 2 * _SHAPE.sequence * _MICRO_BATCH * _SHAPE.vocabulary
-    assert after.peak_bytes >= after.kept_bytes + logits
+    assert after.peak_bytes >= after.saved_bytes + logits
 
 
 def test_rings_alone_are_never_quicker() -> None:
@@ -202,7 +202,7 @@ def test_what_stages_hand_each_other_waits_as_the_stack_hands_it() -> None:
 
     def handed(stages: int) -> float:
         layout = ParallelLayout(pipeline=stages, micro_batches=8)
-        once = LayoutCost(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
+        once = LayoutCost(_parts(layout), _MACHINE, layout, MIXED).message_seconds
         # Of all stages for the first micro-batch, and of the slowest for each that follows.
         return (stages + 8 - 1) * once
 
@@ -214,7 +214,7 @@ def test_what_stages_hand_each_other_waits_as_the_stack_hands_it() -> None:
 
 def test_what_was_sent_in_parts_is_gathered_where_it_arrives() -> None:
     def handed(layout: ParallelLayout) -> float:
-        return LayoutCost(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
+        return LayoutCost(_parts(layout), _MACHINE, layout, MIXED).message_seconds
 
     split = ParallelLayout(tensor=4, pipeline=2)
     goes_on_split = replace(split, regathers_activations=True)

@@ -128,19 +128,21 @@ def _search(
 ) -> ClusterSearch:
     step = _step(shape)
 
-    def again_of(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
+    def find_recompute_sets(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
         graph = sampled.graph
         found = recompute_sets(graph, costs, step.blocks, values=recomputable(graph))
         # Few, so that every mix can be looked at.
         return (found[0], *found[1:][:: max(1, len(found) // (_MOST_KINDS - 1))])[:_MOST_KINDS]
 
-    return ClusterSearch(step, _cluster(8, rate, share, slow, host, call), again_of=again_of)
+    return ClusterSearch(
+        step, _cluster(8, rate, share, slow, host, call), find_recompute_sets=find_recompute_sets
+    )
 
 
 def _every_layout(search: ClusterSearch, ranks: int) -> Iterator[tuple[ParallelLayout, int]]:
-    for way in search.ways(ranks):
+    for way in search.candidates(ranks):
         yield way.layout, way.micro_batch
-        if search.has_host_memory(way.layout):
+        if search.pricing.has_host_memory(way.layout):
             yield replace(way.layout, offloads_state=True), way.micro_batch
 
 
@@ -149,14 +151,17 @@ def _every_step(search: ClusterSearch, ranks: int) -> Iterator[tuple[float, int]
     hold more than its device has, or its host."""
     for layout, micro_batch in _every_layout(search, ranks):
         stages = layout.pipeline
-        laid, places = search._stage_costs(layout, micro_batch), search._stage_devices.of(layout)
+        laid, places = (
+            search.pricing.stage_costs(layout, micro_batch),
+            search.pricing.stage_devices.of(layout),
+        )
         fates = [
             ActivationPolicy(recomputed=again, is_offloaded=moved)
-            for again in search._recompute_sets_of(layout.tensor)
-            for moved in ((False, True) if search.has_host_memory(layout) else (False,))
+            for again in search.pricing.recompute_sets_of(layout.tensor)
+            for moved in ((False, True) if search.pricing.has_host_memory(layout) else (False,))
         ]
         kinds = [
-            [search._block(layout.tensor, micro_batch, fate, place.device) for fate in fates]
+            [search.pricing.block(layout.tensor, micro_batch, fate, place.device) for fate in fates]
             for place in places
         ]
         for counts in divisions(_BLOCKS, stages):
@@ -169,7 +174,10 @@ def _every_step(search: ClusterSearch, ranks: int) -> Iterator[tuple[float, int]
             for held in product(*mixes):
                 step = deep_step_of(laid, held)
                 fits = zip(step.stages, places, strict=True)
-                far = (on.far_bytes(n, s) for n, (on, s) in enumerate(zip(laid, held, strict=True)))
+                far = (
+                    on.offloaded_bytes(n, s)
+                    for n, (on, s) in enumerate(zip(laid, held, strict=True))
+                )
                 rooms = (place.device.host_memory_bytes or 0 for place in places)
                 if all(stage.nbytes <= place.memory_bytes for stage, place in fits) and all(
                     nbytes <= room for nbytes, room in zip(far, rooms, strict=True)
@@ -266,7 +274,7 @@ def test_without_any_of_its_trades_a_plan_does_not_fit_or_is_slower(
         found = search.fastest(ranks, limit)
         if found is None:
             continue
-        every = [search.plan_layout(way, limit) for way in search.ways(ranks)]
+        every = [search.plan_layout(way, limit) for way in search.candidates(ranks)]
         least = min(laid.step.step_seconds for laid in every if laid is not None)
         assert found.step.step_seconds <= least * (1 + ALIKE)
         assert search.fits_memory(found, limit)
@@ -311,7 +319,7 @@ def test_the_same_step_on_more_samples_is_looked_into_anew() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_rules_say_all_of_a_layout(ranks: int) -> None:
     search, step = _search(_SHAPES[0]), _step(_SHAPES[0])
-    for way in search.ways(ranks)[:40]:
+    for way in search.candidates(ranks)[:40]:
         laid = search.plan_layout(way, 1 << 40)
         assert laid is not None
         layout = laid.layout
@@ -345,18 +353,18 @@ def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> Non
     width, heads, length, samples = shape
     step = _step(shape)
 
-    def again_of(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
+    def find_recompute_sets(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
         graph = sampled.graph
         return recompute_sets(graph, costs, step.blocks, values=recomputable(graph))
 
-    search = ClusterSearch(step, _cluster(1), again_of=again_of)
+    search = ClusterSearch(step, _cluster(1), find_recompute_sets=find_recompute_sets)
     whole = CapturedStep(
         model=GPT(layers=_BLOCKS, width=width, heads=heads, vocabulary=64, length=length),
         loss=next_token_loss, batch=tokens(samples, length, 64), optimizer=step.optimizer,
     )  # fmt: skip
     plain = Program.plain(whole.captured().graph)
-    costs = search.costs_of(1, search._stage_devices.classes[0])
-    sets, held = search._recompute_sets_of(1), []
+    costs = search.pricing.costs_of(1, search.pricing.stage_devices.classes[0])
+    sets, held = search.pricing.recompute_sets_of(1), []
     for again in sets:
         laid = search.price_layout(
             ParallelLayout(), (((ActivationPolicy(recomputed=again), _BLOCKS),),)
@@ -398,10 +406,10 @@ def test_rules_read_back_are_the_layout(ranks: int, host: str) -> None:
     """With room for everything, and with little: then blocks differ in what becomes of them."""
     search, step = _search(_SHAPES[0], host=host), _step(_SHAPES[0])
     kinds = set()
-    for way in search.ways(ranks):
+    for way in search.candidates(ranks):
         roomy = search.plan_layout(way, 1 << 40)
         assert roomy is not None
-        least, most = search._least_bytes(way), roomy.step.peak_bytes
+        least, most = search.least_bytes(way), roomy.step.peak_bytes
         for room in (1.0, 0.5, 0.3, 0.2):
             laid = search.plan_layout(way, int(least + room * (most - least)))
             if laid is None:
@@ -450,11 +458,11 @@ def test_rules_that_mean_nothing_here_are_refused(
     edit: Callable[[tuple[Rule, ...]], tuple[Rule, ...]], said: str
 ) -> None:
     search, step = _search(_SHAPES[0]), _step(_SHAPES[0])
-    ways = search.ways(2)
+    ways = search.candidates(2)
     way = next(w for w in ways if w.layout.pipeline == 2 and w.layout.micro_batches == 4)
     roomy = search.plan_layout(way, 1 << 40)
     assert roomy is not None
-    laid = search.plan_layout(way, (search._least_bytes(way) + roomy.step.peak_bytes) // 2)
+    laid = search.plan_layout(way, (search.least_bytes(way) + roomy.step.peak_bytes) // 2)
     assert laid is not None
     with pytest.raises(Mismatch, match=said):
         from_rules(edit(_rules(step, laid)), search, _told(step))
@@ -462,7 +470,7 @@ def test_rules_that_mean_nothing_here_are_refused(
 
 def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
     search, step = _search(_SHAPES[0], host="12 GB/s and 1 GiB"), _step(_SHAPES[0])
-    (way,) = (w for w in search.ways(1) if w.layout.micro_batches == 1)
+    (way,) = (w for w in search.candidates(1) if w.layout.micro_batches == 1)
     roomy = search.plan_layout(way, 1 << 40)
     assert roomy is not None
     stages = ((*((ActivationPolicy(is_offloaded=True), 6),),),)
@@ -476,7 +484,7 @@ def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_step_drawn_out_ends_when_it_is_predicted_to(ranks: int) -> None:
     search = _search(_SHAPES[0])
-    for way in search.ways(ranks):
+    for way in search.candidates(ranks):
         laid = search.plan_layout(way, 1 << 40)
         assert laid is not None
         layout = laid.layout
@@ -493,7 +501,7 @@ def test_a_step_drawn_out_ends_when_it_is_predicted_to(ranks: int) -> None:
 
 def test_the_ends_of_stages_are_where_their_blocks_end() -> None:
     search, step = _search(_SHAPES[1]), _step(_SHAPES[1])
-    for way in search.ways(3):
+    for way in search.candidates(3):
         if way.layout.pipeline == 3:
             laid = search.plan_layout(way, 1 << 40)
             assert laid is not None

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from steelyard.hardware.link import Link
-from steelyard.predict.analytic.offload import moved
+from steelyard.predict.analytic.offload import with_offload
 from steelyard.predict.analytic.sections import Section
 
 _BLOCK = Section(
     forward_seconds=1.0,
     backward_seconds=2.0,
-    again_seconds=0.0,
+    recompute_seconds=0.0,
     exchange_seconds=0.25,
     exchanged_bytes=10,
     flops=7,
-    kept_bytes=1000,
-    again_bytes=0,
+    saved_bytes=1000,
+    recompute_bytes=0,
     peak_bytes=1500,
     parameters=(("w", 3),),
 )
@@ -35,21 +35,21 @@ def _link(rate: float) -> Link:
 def test_only_what_outlasts_a_pass_is_waited_for(
     rate: float, forward: float, backward: float
 ) -> None:
-    found = moved(_BLOCK, _link(rate))
+    found = with_offload(_BLOCK, _link(rate))
     assert (found.forward_seconds, found.backward_seconds) == (forward, backward)
     waited = found.seconds - _BLOCK.seconds
     assert found.exchange_seconds == pytest.approx(_BLOCK.exchange_seconds + waited)
 
 
 def test_it_is_held_there_and_two_blocks_of_it_are_here() -> None:
-    found = moved(replace(_BLOCK, again_bytes=100), _link(1000.0))
-    assert found.kept_bytes == 0
-    assert found.far_bytes == 1000
-    assert found.again_bytes == 100 + 2 * 1000
+    found = with_offload(replace(_BLOCK, recompute_bytes=100), _link(1000.0))
+    assert found.saved_bytes == 0
+    assert found.offloaded_bytes == 1000
+    assert found.recompute_bytes == 100 + 2 * 1000
     assert found.exchanged_bytes == 10 + 2 * 1000
     assert (found.flops, found.parameters) == (_BLOCK.flops, _BLOCK.parameters)
 
 
 def test_the_longer_way_back_hides_behind_what_is_computed_again() -> None:
-    again = replace(_BLOCK, again_seconds=1.0)
-    assert moved(again, _link(1000 / 3)).backward_seconds == pytest.approx(2.0)
+    again = replace(_BLOCK, recompute_seconds=1.0)
+    assert with_offload(again, _link(1000 / 3)).backward_seconds == pytest.approx(2.0)

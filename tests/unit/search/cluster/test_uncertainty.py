@@ -8,7 +8,7 @@ from steelyard.hardware.calibration import Calibration, Domain, Pairs
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.predict.analytic.step import AnalyticStep
 from steelyard.search.cluster.search import ClusterPlan
-from steelyard.search.cluster.uncertainty import describe_layout, rivals, rivals_said
+from steelyard.search.cluster.uncertainty import describe_layout, rivals, rivals_note
 
 _DOMAIN = Domain(
     rows=2,
@@ -38,7 +38,7 @@ class _Search:
         )
         self.calibrations = {"H100": known}
 
-    def ways(self, ranks: int) -> list[ClusterPlan]:
+    def candidates(self, ranks: int) -> list[ClusterPlan]:
         assert ranks == 8
         return self._ways
 
@@ -49,7 +49,7 @@ class _Search:
 
 def _said(*others: ClusterPlan, alike: float = 0.05, unlike: float = 0.2) -> str:
     search: Any = _Search(*others, alike=alike, unlike=unlike)
-    return rivals_said(rivals(search, _laid(_BEST, 1.0), 1))
+    return rivals_note(rivals(search, _laid(_BEST, 1.0), 1))
 
 
 def test_a_layout_nearer_than_the_error_between_them_is_named() -> None:

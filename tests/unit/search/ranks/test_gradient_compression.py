@@ -33,7 +33,7 @@ def _counted(rules: tuple[Rule, ...]) -> Any:
 
 
 def _layouts(counted: Callable[[tuple[Rule, ...]], Any]) -> Any:
-    return SimpleNamespace(ways=SimpleNamespace(counted=counted, trades=TRADES))
+    return SimpleNamespace(candidates=SimpleNamespace(counted=counted, trades=TRADES))
 
 
 def _gentler(names: list[str], *codecs: Codec) -> dict[str, int]:

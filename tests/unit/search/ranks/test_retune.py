@@ -32,16 +32,16 @@ def choice(
     seconds: float, *, lossy: bool = False, ranks: int = 2, nbytes: int = 100
 ) -> Alternative:
     rules = (EXACT, CODED) if lossy else (EXACT,)
-    way = LayoutCandidate(
+    candidate = LayoutCandidate(
         rules=rules, layout=ParallelLayout(data=ranks), seconds=seconds, nbytes=nbytes
     )
-    return Alternative(way=way, ranks=tuple(range(ranks)))
+    return Alternative(candidate=candidate, ranks=tuple(range(ranks)))
 
 
 def tried(now: float, *choices: Alternative, **how: float) -> list[float]:
     settings = {"most_bytes": 1000.0, "num_ranks": 2, **how}
     found = worth_trying(now, choices, **settings)  # type: ignore[arg-type]
-    return [c.way.seconds for c in found]
+    return [c.candidate.seconds for c in found]
 
 
 def test_what_gains_less_than_a_tenth_is_left_alone() -> None:
@@ -72,7 +72,7 @@ def test_on_fewer_hosts_gradients_go_as_they_did_but_in_no_code() -> None:
                 rules=rules, layout=ParallelLayout.of(rules), seconds=1.0, nbytes=100
             )
 
-    layouts = SimpleNamespace(ways=Counting())
+    layouts = SimpleNamespace(candidates=Counting())
     again, late = RecomputeRule(module="a", op="aten.mm"), OverlapRule(window=1, ahead=2)
     unequal = replace(EXACT, ranks=3, shares=(2, 1, 1))
     rules = (late, again, unequal, CODED)
