@@ -19,8 +19,8 @@ from steelyard.errors import BadInput, RunFailed
 from steelyard.planner import cost_provider as pricing
 from steelyard.plans.plan import Plan
 from steelyard.predict.step import PEAK_SHARE
-from tests.harness import looking_less_far
 from tests.support.sample import MEASURED, PLAN
+from tests.support.short_search import looking_less_far
 
 ROOT = Path(__file__).resolve().parents[3]
 _MIB = 1 << 20

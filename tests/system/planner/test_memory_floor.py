@@ -18,8 +18,8 @@ from steelyard.plans.budget import Budget
 from steelyard.predict.cost_table import CostTable
 from steelyard.search import Floor, LayoutSearch, StepSearch
 from steelyard.trades import TRADES
-from tests.harness import looking_less_far
 from tests.support.graphs import Whole, random_step
+from tests.support.short_search import looking_less_far
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

@@ -32,8 +32,10 @@ from steelyard.predict.timeline import play
 from steelyard.predict.unequal_ranks import RankClass, play_synchronized, rank_classes
 from steelyard.search import LayoutSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
-from tests.harness import Trial, looking_less_far
-from tests.torch.trades.test_shard_batch import DEVICE, batch_rows
+from tests.harness import Trial
+from tests.support.declared import DEVICE
+from tests.support.short_search import looking_less_far
+from tests.unit.trades.test_shard_batch import batch_rows
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 

@@ -28,8 +28,10 @@ from steelyard.search import LayoutSearch, StepSearch
 from steelyard.trades import TRADES
 from steelyard.trades.shard_states import ShardStates
 from steelyard.trades.shard_tensor import ShardTensor
-from tests.harness import Trial, looking_less_far
-from tests.torch.trades.test_shard_batch import costs, ranks_of, shared, trial
+from tests.harness import Trial
+from tests.support.declared import costs
+from tests.support.short_search import looking_less_far
+from tests.torch.trades.test_shard_batch import ranks_of, shared, trial
 
 pytestmark = pytest.mark.slow
 

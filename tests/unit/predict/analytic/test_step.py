@@ -5,12 +5,9 @@ counts.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
-from benchmarks.published.captured import BLOCKS, captured
-from benchmarks.published.gpt import Shape
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
@@ -22,23 +19,25 @@ from steelyard.predict.analytic.step import AnalyticStep, LayoutCost, deep_step,
 from steelyard.predict.collectives.algorithms import all_gather
 from steelyard.predict.collectives.routes import route
 from steelyard.predict.step import predict
+from tests.unit.graphs.stored import stored_graph
 
-_SHAPE = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
+_BLOCKS = "blocks"
+_HIDDEN, _HEADS, _LENGTH, _VOCABULARY = 256, 8, 128, 512
 _MICRO_BATCH = 2
-_SBH = _SHAPE.sequence * _MICRO_BATCH * _SHAPE.hidden
+_SBH = _LENGTH * _MICRO_BATCH * _HIDDEN
 # Means and deviations of the norms, which the paper leaves out: 2 norms x 2 x 2 bytes a row.
-_NORMS = 8 / _SHAPE.hidden
+_NORMS = 8 / _HIDDEN
 _MACHINE = Cluster.named("dgx-a100-80gb")
 
 
-@cache
 def _graph(tensor: int = 1, *, along: bool = False) -> Graph:
-    return captured(_SHAPE, micro_batch=_MICRO_BATCH, tensor=tensor, sequence_parallel=along)
+    ranks = "" if tensor == 1 else f"-on-{tensor}"
+    return stored_graph(f"published-gpt{ranks}{'-along' if along else ''}")
 
 
 def _parts(layout: ClusterLayout, cluster: Cluster = _MACHINE) -> Sections:
     costs = tensor_costs(cluster, layout)
-    return sections(_graph(layout.tensor), costs, layout, blocks=BLOCKS)
+    return sections(_graph(layout.tensor), costs, layout, blocks=_BLOCKS)
 
 
 def _step(
@@ -55,7 +54,7 @@ def _per_sbh(tensor: int, *again: str) -> float:
 @pytest.mark.parametrize("t", [1, 2, 4])
 def test_a_block_keeps_what_korthikanti_counts(t: int) -> None:
     # Korthikanti et al., 2022 (arXiv 2205.05198), table 2.
-    scores = 5 * _SHAPE.heads * _SHAPE.sequence / (_SHAPE.hidden * t)
+    scores = 5 * _HEADS * _LENGTH / (_HIDDEN * t)
     assert _per_sbh(t) == pytest.approx(10 + 24 / t + scores + _NORMS, abs=1e-6)
     assert _per_sbh(t, "attention.core") == pytest.approx(10 + 24 / t + _NORMS, abs=1e-6)
     assert _per_sbh(t, "") == pytest.approx(2, abs=1e-6)
@@ -63,15 +62,15 @@ def test_a_block_keeps_what_korthikanti_counts(t: int) -> None:
 
 @pytest.mark.parametrize("t", [2, 4])
 def test_a_block_along_the_sequence_keeps_what_korthikanti_counts(t: int) -> None:
-    scores = 5 * _SHAPE.heads * _SHAPE.sequence / (_SHAPE.hidden * t)
+    scores = 5 * _HEADS * _LENGTH / (_HIDDEN * t)
     for again, kept in (((), 34 / t + scores), (("attention.core",), 34 / t)):
         layout = ClusterLayout(tensor=t, again=again, draws_parts=True, gathers_again=True)
         costs = tensor_costs(_MACHINE, layout)
-        block = sections(_graph(t, along=True), costs, layout, blocks=BLOCKS).block
+        block = sections(_graph(t, along=True), costs, layout, blocks=_BLOCKS).block
         # Equation 4 and table 2, the last row but one.
         assert block.kept_bytes / _SBH == pytest.approx(kept + _NORMS / t, abs=1e-6)
         kept_gathered = replace(layout, gathers_again=False)
-        whole = sections(_graph(t, along=True), costs, kept_gathered, blocks=BLOCKS).block
+        whole = sections(_graph(t, along=True), costs, kept_gathered, blocks=_BLOCKS).block
         assert whole.kept_bytes > block.kept_bytes
 
 
@@ -163,7 +162,7 @@ def test_stages_of_unequal_blocks_wait_for_the_longest() -> None:
 
 def test_the_end_of_the_model_holds_more_than_it_keeps() -> None:
     after = _parts(ClusterLayout()).after
-    logits = 2 * _SHAPE.sequence * _MICRO_BATCH * _SHAPE.vocabulary
+    logits = 2 * _LENGTH * _MICRO_BATCH * _VOCABULARY
     assert after.peak_bytes >= after.kept_bytes + logits
 
 
@@ -182,7 +181,7 @@ def test_what_stages_hand_each_other_waits_as_the_stack_hands_it() -> None:
         layout = ClusterLayout(pipeline=stages, micro_batches=8)
         stack = SoftwareStack(handing=handing)
         costs = tensor_costs(_MACHINE, layout)
-        parts = sections(_graph(), costs, layout, blocks=BLOCKS, stack=stack)
+        parts = sections(_graph(), costs, layout, blocks=_BLOCKS, stack=stack)
         step = deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
         return step.pipeline_seconds
 

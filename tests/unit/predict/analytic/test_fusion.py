@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.published.captured import BLOCKS, captured
-from benchmarks.published.gpt import Shape
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.software_stack import SoftwareStack
@@ -21,8 +18,9 @@ from steelyard.predict.analytic.roofline import computed_flops, kernel_seconds
 from steelyard.predict.analytic.sections import sections
 from steelyard.predict.analytic.step import deep_step, tensor_costs
 from steelyard.predict.cost_table import CostTable
+from tests.unit.graphs.stored import stored_graph
 
-_SHAPE = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
+_BLOCKS = "blocks"
 _MACHINE = Cluster.named("dgx-a100-80gb")
 _NUMEL, _BYTES = 64, 256
 
@@ -125,15 +123,14 @@ def test_kernels_can_be_run_one_after_another(graph: Graph) -> None:
             del waits[kernel]
 
 
-@cache
 def _captured(tensor: int) -> Graph:
-    return captured(_SHAPE, micro_batch=2, tensor=tensor)
+    return stored_graph("published-gpt" if tensor == 1 else f"published-gpt-on-{tensor}")
 
 
 def _seconds(stack: SoftwareStack | None, tensor: int = 1, *again: str) -> float:
     layout = ClusterLayout(tensor=tensor, again=again, draws_parts=True)
     costs = tensor_costs(_MACHINE, layout)
-    parts = sections(_captured(tensor), costs, layout, blocks=BLOCKS, stack=stack)
+    parts = sections(_captured(tensor), costs, layout, blocks=_BLOCKS, stack=stack)
     step = deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
     return step.step_seconds
 
@@ -182,10 +179,7 @@ def test_a_call_is_hidden_by_what_runs_and_never_takes_less() -> None:
 
 
 def test_attention_computes_whole_blocks_along_its_diagonal() -> None:
-    long, short = (
-        captured(replace(_SHAPE, flash=True, sequence=sequence), micro_batch=1, tensor=1)
-        for sequence in (1024, 64)
-    )
+    long, short = (stored_graph(f"published-gpt-flash-{sequence}") for sequence in (1024, 64))
     # Of 8 by 8 blocks of 128 queries 36 are there; fewer than 128 queries are one block.
     for graph, share in ((long, 36 / 64), (short, 1.0)):
         kernels = [n for n in graph.nodes if n.op.startswith("aten._scaled_dot_product")]
@@ -203,11 +197,11 @@ def test_no_more_than_the_device_has_is_reached(share: float) -> None:
 @pytest.mark.parametrize("along", [False, True])
 def test_exchanging_beside_products_never_takes_more_time(along: bool) -> None:
     layout = ClusterLayout(tensor=4, draws_parts=True, gathers_again=along)
-    graph = captured(_SHAPE, micro_batch=2, tensor=4, sequence_parallel=along)
+    graph = stored_graph("published-gpt-on-4-along" if along else "published-gpt-on-4")
     costs = tensor_costs(_MACHINE, layout)
     plain, beside = (
         sections(
-            graph, costs, layout, blocks=BLOCKS, stack=SoftwareStack(overlaps_tensor=overlaps)
+            graph, costs, layout, blocks=_BLOCKS, stack=SoftwareStack(overlaps_tensor=overlaps)
         ).block
         for overlaps in (False, True)
     )

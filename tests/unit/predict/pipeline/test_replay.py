@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.comm.pipeline_schedules import SCHEDULES, made_schedule, order_under
-from steelyard.errors import BadInput, PlanFileError
+from steelyard.errors import PlanFileError
 from steelyard.ir.pipeline_schedule import ActionKind, Order, actions_of, source_of
 from steelyard.predict.pipeline.replay import GIVE_GRADIENTS, Replay, Replayed, StageCost, replay
+from tests.unit.graphs.stored import stored_order
 
+SCHEDULES = (
+    "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
+    "DualPipeV",
+)  # fmt: skip
 _SIZES = [(2, 4), (2, 8), (4, 8), (4, 16)]
 _PER_RANK = {"GPipe": 1, "1F1B": 1}
 
 
 def _order(schedule: str, num_ranks: int, micro_batches: int) -> Order:
     num_stages = num_ranks * _PER_RANK.get(schedule, 2)
-    return order_under(
+    return stored_order(
         schedule, num_ranks=num_ranks, num_stages=num_stages, micro_batches=micro_batches
     )
 
@@ -283,34 +286,12 @@ def test_messages_by_way_of_hosts_take_room_while_they_are_read(schedule: str) -
     assert any(a.held_bytes > b.held_bytes for a, b in zip(waiting, by_host, strict=True))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_torch_writes_is_read_back(schedule: str) -> None:
-    order = _order(schedule, 2, 8)
-    kinds = {a.work for actions in order.ranks for a in actions}
-    is_split = schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-    assert (ActionKind.BACK_TO_WEIGHTS in kinds) == is_split
-    for actions in order.ranks:
-        assert actions_of(map(str, actions)) == actions
-    each = [sum(a.work is ActionKind.FORWARD for a in actions) for actions in order.ranks]
-    assert each == [8 * _PER_RANK.get(schedule, 2)] * 2
-    assert order.num_micro_batches == 8
-
-
-def test_torch_still_says_that_1f1b_begins_with_micro_batch_1() -> None:
-    """When this fails, ``_one_forward_one_backward`` can go."""
-    alone = SimpleNamespace(
-        stage_index=1, num_stages=2, group_size=2, group_rank=1, is_last=True, has_backward=True
-    )
-    table = made_schedule("1F1B", [alone], micro_batches=4).pipeline_order
-    assert [str(a) for a in table[1] if a and a.is_compute_op][:2] == ["1F1", "1B0"]
-
-
 def test_two_that_overlap_are_taken_one_after_the_other() -> None:
     assert list(map(str, actions_of(["(0F2;1B1)OVERLAP_F_B", "", "1W3"]))) == ["0F2", "1B1", "1W3"]
 
 
 def test_what_an_action_is_sent_comes_from_the_stage_beside_it_on_another_rank() -> None:
-    order = order_under("ZBVZeroBubble", num_ranks=2, num_stages=4, micro_batches=8)
+    order = stored_order("ZBVZeroBubble", num_ranks=2, num_stages=4, micro_batches=8)
     sources = {str(a): source_of(a, order.rank_of) for a in order.ranks[1]}
     read = {sources[f"1{work}0"] for work in "FI"} | {sources[f"2{work}0"] for work in "FI"}
     assert read == {0, None, 3}  # stages 1 and 2 lie on this rank
@@ -321,15 +302,3 @@ def test_what_an_action_is_sent_comes_from_the_stage_beside_it_on_another_rank()
 def test_a_cell_that_is_no_action_is_refused() -> None:
     with pytest.raises(PlanFileError, match="0X1"):
         actions_of(["0F0", "0X1"])
-
-
-@pytest.mark.parametrize(
-    ("schedule", "num_stages", "micro_batches"),
-    [("1F1B", 4, 8), ("ZBVZeroBubble", 2, 8), ("GPipe", 3, 8), ("Interleaved1F1B", 4, 5)],
-)
-def test_stages_that_do_not_suit_a_schedule_are_refused(
-    schedule: str, num_stages: int, micro_batches: int
-) -> None:
-    with pytest.raises(BadInput) as caught:
-        order_under(schedule, num_ranks=2, num_stages=num_stages, micro_batches=micro_batches)
-    assert len(str(caught.value).splitlines()) == 3

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import combinations_with_replacement, pairwise, product
 
 import pytest
-import torch
 
-from steelyard.capture.deep.batch_template import TruncatedStep
-from steelyard.capture.step import CapturedStep
-from steelyard.comm.pipeline_schedules import order_of
 from steelyard.errors import Mismatch
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.cluster_file import decode_tree
@@ -35,12 +31,12 @@ from steelyard.search.cluster.stage_assignment import ActivationPolicy, Recomput
 from steelyard.search.cluster.to_rules import to_rules
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable
+from tests.unit.graphs.stored import StoredTemplates, order_of, stored_step, stored_templates
 from tests.unit.search.cluster.test_policy_mixture import _divisions as divisions
-from tests.zoo.case import next_token_loss, tokens
-from tests.zoo.own import GPT
 
 _BLOCKS, _MOST_KINDS = 6, 3
-_SHAPES = ((32, 2, 16, 8), (64, 4, 8, 4), (32, 4, 64, 4))  # width, heads, length, samples
+# Of width, heads, length and samples 32, 2, 16 and 8; 64, 4, 8 and 4; 32, 4, 64 and 4.
+_SHAPES = ("deep-gpt", "deep-gpt-wide", "deep-gpt-long")
 _RANKS = (1, 2, 3, 4)
 _LITTLE = "400 KiB"
 # Of what lies between the least that any layout holds and what all kept would.
@@ -106,25 +102,15 @@ link = "l"
 
 
 @cache
-def _step(shape: tuple[int, int, int, int]) -> TruncatedStep:
-    width, heads, length, samples = shape
-    model = GPT(layers=_BLOCKS, width=width, heads=heads, vocabulary=64, length=length)
-    return TruncatedStep(
-        model=model, loss=next_token_loss, batch=tokens(samples, length, 64),
-        optimizer=partial(torch.optim.AdamW, lr=1e-3),
-    )  # fmt: skip
-
-
-@cache
 def _search(
-    shape: tuple[int, int, int, int],
+    shape: str,
     rate: str = "25 GB/s",
     share: str = "100 %",
     slow: str = "",
     host: str = "",
     call: str = "5 us",
 ) -> ClusterSearch:
-    step = _step(shape)
+    step = stored_templates(shape)
 
     def again_of(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
         graph = sampled.graph
@@ -200,7 +186,7 @@ def _stage(chosen: tuple[object, ...]) -> StageBlocks:
     ],
 )
 def test_the_plan_is_within_its_gap_of_the_best_there_is(
-    shape: tuple[int, int, int, int], ranks: int, share: str, slow: str, host: str
+    shape: str, ranks: int, share: str, slow: str, host: str
 ) -> None:
     search = _search(shape, share=share, slow=slow, host=host)
     every = list(_every_step(search, ranks))
@@ -254,7 +240,7 @@ def _without_one(laid: ClusterPlan, samples: int) -> Iterator[tuple[str, Cluster
     ],
 )
 def test_without_any_of_its_trades_a_plan_does_not_fit_or_is_slower(
-    shape: tuple[int, int, int, int], ranks: int, host: str, rate: str, call: str
+    shape: str, ranks: int, host: str, rate: str, call: str
 ) -> None:
     search = _search(shape, rate, host=host, call=call)
     roomy = search.fastest(ranks, 1 << 40)
@@ -308,7 +294,8 @@ def test_the_same_step_on_more_samples_is_looked_into_anew() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_rules_say_all_of_a_layout(ranks: int) -> None:
-    search, step = _search(_SHAPES[0]), _step(_SHAPES[0])
+    search, step = _search(_SHAPES[0]), stored_templates(_SHAPES[0])
+    whole = stored_step("gpt-6-blocks").plain
     for way in search.ways(ranks)[:40]:
         laid = search.plan_layout(way, 1 << 40)
         assert laid is not None
@@ -326,9 +313,7 @@ def test_rules_say_all_of_a_layout(ranks: int) -> None:
         assert [r.degree for r in of("accumulate")] == [layout.micro_batches] * (  # type: ignore[attr-defined]
             layout.micro_batches > 1
         )
-        trained = sum(
-            1 for _ in GPT(layers=6, width=32, heads=2, vocabulary=64, length=16).parameters()
-        )
+        trained = sum(n.name.startswith("parameter:") for n in whole.graph.inputs())
         shared = sum(r.count for r in of("shard_states"))  # type: ignore[attr-defined]
         assert shared == (trained if layout.state_stage else 0)
         cut = sum(r.count for r in of("shard_tensor"))  # type: ignore[attr-defined]
@@ -339,20 +324,14 @@ def test_rules_say_all_of_a_layout(ranks: int) -> None:
 def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> None:
     """Beside the program of all blocks, applied by the same rules and predicted call by call: that
     one makes each value when it is wanted, where a deep model's block is made again at once."""
-    shape = _SHAPES[2]
-    width, heads, length, samples = shape
-    step = _step(shape)
+    step, whole = stored_templates(_SHAPES[2]), stored_step("gpt-6-blocks")
 
     def again_of(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
         graph = sampled.graph
         return recompute_sets(graph, costs, step.blocks, values=recomputable(graph))
 
     search = ClusterSearch(step, _cluster(1), again_of=again_of)
-    whole = CapturedStep(
-        model=GPT(layers=_BLOCKS, width=width, heads=heads, vocabulary=64, length=length),
-        loss=next_token_loss, batch=tokens(samples, length, 64), optimizer=step.optimizer,
-    )  # fmt: skip
-    plain = Program.plain(whole.captured().graph)
+    plain = Program.plain(whole.graph(micro_batches=1))
     costs = search.costs_of(1, search._stage_devices.classes[0])
     sets, held = search._recompute_sets_of(1), []
     for again in sets:
@@ -372,7 +351,7 @@ def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> Non
     assert least_exact < most_exact / 2
 
 
-def _told(step: TruncatedStep) -> Told:
+def _told(step: StoredTemplates) -> Told:
     return Told(
         graph=step.whole.graph,
         blocks=step.blocks,
@@ -381,7 +360,7 @@ def _told(step: TruncatedStep) -> Told:
     )
 
 
-def _rules(step: TruncatedStep, laid: ClusterPlan) -> tuple[Rule, ...]:
+def _rules(step: StoredTemplates, laid: ClusterPlan) -> tuple[Rule, ...]:
     tensor = laid.layout.tensor
     regions = step.regions(tensor) if tensor > 1 else ()
     return to_rules(laid, step.whole.graph, regions, step.blocks)
@@ -391,7 +370,7 @@ def _rules(step: TruncatedStep, laid: ClusterPlan) -> tuple[Rule, ...]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_rules_read_back_are_the_layout(ranks: int, host: str) -> None:
     """With room for everything, and with little: then blocks differ in what becomes of them."""
-    search, step = _search(_SHAPES[0], host=host), _step(_SHAPES[0])
+    search, step = _search(_SHAPES[0], host=host), stored_templates(_SHAPES[0])
     kinds = set()
     for way in search.ways(ranks):
         roomy = search.plan_layout(way, 1 << 40)
@@ -439,7 +418,7 @@ def _other(rules: tuple[Rule, ...], trade: str, **changed: object) -> tuple[Rule
 def test_rules_that_mean_nothing_here_are_refused(
     edit: Callable[[tuple[Rule, ...]], tuple[Rule, ...]], said: str
 ) -> None:
-    search, step = _search(_SHAPES[0]), _step(_SHAPES[0])
+    search, step = _search(_SHAPES[0]), stored_templates(_SHAPES[0])
     ways = search.ways(2)
     way = next(w for w in ways if w.layout.pipeline == 2 and w.layout.micro_batches == 4)
     roomy = search.plan_layout(way, 1 << 40)
@@ -451,7 +430,7 @@ def test_rules_that_mean_nothing_here_are_refused(
 
 
 def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
-    search, step = _search(_SHAPES[0], host="12 GB/s and 1 GiB"), _step(_SHAPES[0])
+    search, step = _search(_SHAPES[0], host="12 GB/s and 1 GiB"), stored_templates(_SHAPES[0])
     (way,) = (w for w in search.ways(1) if w.layout.micro_batches == 1)
     roomy = search.plan_layout(way, 1 << 40)
     assert roomy is not None
@@ -488,7 +467,7 @@ def test_a_step_drawn_out_ends_when_it_is_predicted_to(ranks: int) -> None:
 
 
 def test_the_ends_of_stages_are_where_their_blocks_end() -> None:
-    search, step = _search(_SHAPES[1]), _step(_SHAPES[1])
+    search, step = _search(_SHAPES[1]), stored_templates(_SHAPES[1])
     for way in search.ways(3):
         if way.layout.pipeline == 3:
             laid = search.plan_layout(way, 1 << 40)

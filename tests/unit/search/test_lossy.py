@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from steelyard.hardware.cluster import FAR_IN, FAR_OUT, Device, Link
 from steelyard.ir.graph import Graph
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
 from steelyard.ir.rule import CallSite, spots
-from steelyard.planner.lossy import LossyPlanner
 from steelyard.plans.budget import Budget
 from steelyard.plans.trade import apply_rules
 from steelyard.predict import predict
@@ -28,9 +24,6 @@ from steelyard.trades import TRADES
 from steelyard.trades.quantize_activations import QuantizeActivations, quantizable, with_codes
 from steelyard.trades.recompute import recomputable
 from tests.support.graphs import Whole, in_floats, random_step, tower
-
-if TYPE_CHECKING:
-    from steelyard.planner.session import PlanningSession
 
 DEVICE = Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 LINK = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e6)
@@ -84,23 +77,6 @@ def test_the_reason_is_the_one_that_was_given() -> None:
     found = searching(in_floats(tower(5)), lossy=False).find(Budget(), barred="rains too much")
     (refusal,) = found.why_not("quantize_activations")
     assert refusal.reason.endswith(" KiB of memory, but rains too much")
-
-
-@settings(deadline=None, max_examples=6)
-@given(st.integers(0, 10**6))
-def test_a_loss_that_is_allowed_makes_no_plan_slower(seed: int) -> None:
-    """Alone the search of what may be lost can be behind: beside 8 bits, what is compared or sorted
-    is not computed again. So both are asked."""
-    graph = in_floats(random_step(seed, num_values=10))
-    search, exact = searching(graph), searching(graph, lossy=False)
-    session = SimpleNamespace(search=exact)
-    for budget in budgets(exact, 3):
-        ours = LossyPlanner(session=cast("PlanningSession", session))._find_best(search, budget)
-        seconds = ours.prediction.metrics.step_seconds.value
-        assert seconds <= exact.find(budget).prediction.metrics.step_seconds.value
-        assert ours.prediction.peak.nbytes <= budget.memory_bytes
-        if ours.gap is not None:
-            assert ours.gap.least_seconds <= seconds * (1 + 1e-9)
 
 
 def dear(graph: Graph) -> CostTable:

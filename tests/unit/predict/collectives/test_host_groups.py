@@ -13,7 +13,7 @@ from steelyard.predict import message_of
 from steelyard.predict.collectives.host_groups import RanksPerHost
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.pipeline.gradient_reduction import GradientReductions, Trained
-from tests.torch.trades.test_shard_batch import DEVICE
+from tests.support.declared import DEVICE
 
 NEAR = Link(kind="near", latency_seconds=1e-5, bytes_per_second=1e9)
 BETWEEN = Link(kind="between", latency_seconds=1e-3, bytes_per_second=1e7, disturbs=0.5)

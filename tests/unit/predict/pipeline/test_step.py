@@ -1,6 +1,6 @@
 """What a step in stages is predicted to take: beside one rank, over slower links, by schedule.
 
-Not for what is offered and refused: see tests/torch/trades/test_shard_pipeline.py.
+Not for what is offered and refused: see tests/unit/trades/test_shard_pipeline.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from steelyard.ir.collective import GLOO, Exchange
 from steelyard.ir.parallel_layout import DATA, PIPELINE
 from steelyard.predict import peak_bytes, predict, step_seconds
 from steelyard.trades.shard_pipeline import SCHEDULES
-from tests.torch.trades.test_shard_pipeline import applied, costs, offered, plain, stages
-
-pytestmark = pytest.mark.slow
+from tests.support.declared import costs
+from tests.unit.trades.test_shard_pipeline import SOURCE, applied, offered, stages
 
 
 def test_sums_among_stages_go_at_the_rate_of_sums_and_messages_at_theirs() -> None:
@@ -29,7 +28,7 @@ def test_sums_among_stages_go_at_the_rate_of_sums_and_messages_at_theirs() -> No
 
 
 def test_layers_in_two_halves_take_about_half_each() -> None:
-    whole, halves = predict(plain(), costs()), predict(stages("blocks.1"), costs())
+    whole, halves = predict(SOURCE.plain, costs()), predict(stages("blocks.1"), costs())
     assert halves.metrics.step_seconds.value < 0.75 * whole.metrics.step_seconds.value
     assert halves.peak.resident_bytes < 0.62 * whole.peak.resident_bytes
     assert halves.metrics.step_seconds.low <= halves.metrics.step_seconds.value

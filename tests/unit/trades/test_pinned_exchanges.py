@@ -17,14 +17,14 @@ from steelyard.ir.rule import Rule
 from steelyard.passes.data_parallel.overlap import issued_ahead, waits_within
 from steelyard.predict import predict
 from steelyard.trades.shared_memory_transfer import SharedMemoryTransfer
-from tests.torch.trades.test_shard_pipeline import plain, stages, trial
 from tests.unit.passes.data_parallel.test_overlap import _COSTS, exchanging
+from tests.unit.trades.test_shard_pipeline import SOURCE, stages
 
 _RULE = Rule(trade="shared_memory_transfer", op="exchanges")
 
 
 def _pinned(program: Program) -> Program:
-    return SharedMemoryTransfer().rewrite(program, [_RULE], trial().source)
+    return SharedMemoryTransfer().rewrite(program, [_RULE], SOURCE)
 
 
 def _in_turn(graph: Graph) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def test_a_cluster_whose_ranks_share_no_memory_cannot_carry_it_out() -> None:
 
 
 def test_where_nothing_is_exchanged_or_layers_lie_apart_the_rule_is_refused() -> None:
-    for program in (plain(), stages("blocks.1")):
+    for program in (SOURCE.plain, stages("blocks.1")):
         with pytest.raises(
             Mismatch, match="the plan has shared_memory_transfer for exchanges"
         ) as error:

@@ -11,9 +11,8 @@ from steelyard.ir.rule import Rule
 from steelyard.ir.trace_span import DEVICE, Span
 from steelyard.predict import predict, spans
 from steelyard.trades.shard_pipeline import SCHEDULES
-from tests.torch.trades.test_shard_pipeline import applied, costs, offered, plain
-
-pytestmark = pytest.mark.slow
+from tests.support.declared import costs
+from tests.unit.trades.test_shard_pipeline import SOURCE, applied, offered
 
 _BATCH = (
     Rule(trade="shard_batch", degree=2, bucket_bytes=16 << 10), Rule(trade="overlap", lag=2),
@@ -60,4 +59,4 @@ def _check(program: Program) -> None:
     for own in streams(found).values():
         for before, after in pairwise(sorted(own, key=lambda s: s.begin_seconds)):
             assert after.begin_seconds >= before.end_seconds - 1e-12
-    assert plain().update is not None
+    assert SOURCE.plain.update is not None

@@ -24,10 +24,11 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.search import PipelineSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
 from steelyard.trades.shared_memory_transfer import SharedMemoryTransfer
-from tests.torch.trades.test_shard_pipeline import costs, little, plain, stages, trial
+from tests.support.declared import costs
+from tests.unit.graphs.stored import stored_step
+from tests.unit.trades.test_shard_pipeline import SOURCE, stages
 
-pytestmark = pytest.mark.slow
-
+LITTLE = stored_step("gpt-2-blocks")
 SLOTS = Rule(trade="shared_memory_transfer", op="stages")
 
 
@@ -37,11 +38,11 @@ def with_slots(costs: CostTable, *, rate: float = 1e12, latency: float = 1e-7) -
 
 
 def pinned(program: Program) -> Program:
-    return SharedMemoryTransfer().rewrite(program, [SLOTS], trial().source)
+    return SharedMemoryTransfer().rewrite(program, [SLOTS], SOURCE)
 
 
 def found(costs: CostTable) -> SearchResult:
-    source, program = little().source, little().plain
+    source, program = LITTLE, LITTLE.plain
 
     def searching(layout: tuple[Rule, ...]) -> StepSearch:
         return StepSearch(program, trades=TRADES, source=source, costs=costs, layout=layout)
@@ -56,12 +57,12 @@ def found(costs: CostTable) -> SearchResult:
 
 
 def test_it_is_offered_to_stages_alone() -> None:
-    (offer,), refused = SharedMemoryTransfer().offers(stages("blocks.1"), trial().source)
+    (offer,), refused = SharedMemoryTransfer().offers(stages("blocks.1"), SOURCE)
     assert offer.rules == (SLOTS,)
-    assert SharedMemoryTransfer().offers(plain(), trial().source) == ((), ())
+    assert SharedMemoryTransfer().offers(SOURCE.plain, SOURCE) == ((), ())
     assert refused == ()
     with pytest.raises(Mismatch, match="lays no stages") as error:
-        apply_rules(plain(), [SLOTS], trades=TRADES, source=trial().source)
+        apply_rules(SOURCE.plain, [SLOTS], trades=TRADES, source=SOURCE)
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -79,7 +80,7 @@ def test_it_is_taken_where_a_step_is_faster_by_it() -> None:
     (taken,) = (taken for taken in best.taken if taken.trade == "shared_memory_transfer")
     assert taken.buys_seconds > 0
     others = [rule for rule in best.rules if rule != SLOTS]
-    alone = apply_rules(little().plain, others, trades=TRADES, source=little().source)
+    alone = apply_rules(LITTLE.plain, others, trades=TRADES, source=LITTLE)
     without = predict(alone, slow)
     gained = without.metrics.step_seconds.value - best.prediction.metrics.step_seconds.value
     assert gained == pytest.approx(taken.buys_seconds)
