@@ -121,7 +121,7 @@ def outcome(stage: Stage) -> tuple[bool, str]:
     return ok, "\n".join(lines)
 
 
-def test_it_held() -> None:
+def test_outcome_is_a_success_if_plain_pytorch_dies_and_the_plan_gives_its_losses() -> None:
     ok, said = outcome(told(plain=DIED, ours=[3.0, 2.0], memory_bytes=100 * _MIB))
     assert ok
     assert "died in step 2 of 2" in said

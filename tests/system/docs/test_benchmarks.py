@@ -14,7 +14,7 @@ def test_the_page_shows_every_recorded_figure() -> None:
     assert now == fresh, "write it anew: python -m tests.system.docs.benchmarks"
 
 
-def test_a_miss_is_shown_as_one(tmp_path: Path) -> None:
+def test_a_missed_target_is_marked_on_the_page(tmp_path: Path) -> None:
     good = {"name": "a", "value": 0.5, "interval": [0.4, 0.61], "target": 1.0, "ok": True}
     bad = {"name": "b", "value": 3, "interval": None, "target": 0, "ok": False}
     lines = [ABOUT, {**good, "ok": False, "figures": [good, bad]}]
@@ -25,7 +25,7 @@ def test_a_miss_is_shown_as_one(tmp_path: Path) -> None:
     assert "| b | 3 |  | 0 | **missed** |" in shown
 
 
-def test_every_benchmark_says_what_it_is_for() -> None:
+def test_every_benchmark_documents_its_purpose() -> None:
     named = benchmarks.PAGE.read_text(encoding="utf-8")
     for name, said in benchmarks.first_lines().items():
         assert said, f"benchmarks/{name}.py has no docstring"

@@ -30,7 +30,7 @@ def planned() -> tuple[Planned, Workload]:
     return plan_workload(workload, budget=Budget()), workload
 
 
-def test_a_resumed_run_tells_of_its_own_steps_only(tmp_path: Path) -> None:
+def test_a_resumed_run_reports_its_own_steps_only(tmp_path: Path) -> None:
     losses: dict[int, float] = {}
     said = []
     for steps in (3, 5, 5):

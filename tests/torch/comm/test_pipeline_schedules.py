@@ -13,7 +13,7 @@ from tests.unit.predict.pipeline.test_replay import SCHEDULES as REPLAYED
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_torch_writes_is_read_back(schedule: str) -> None:
+def test_tables_of_torch_schedules_are_read_back(schedule: str) -> None:
     each = 1 if schedule in ONE_EACH else 2
     order = order_under(schedule, num_ranks=2, num_stages=2 * each, micro_batches=8)
     kinds = {a.work for actions in order.ranks for a in actions}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @settings(deadline=None, max_examples=6)
 @given(st.integers(0, 10**6))
-def test_a_loss_that_is_allowed_makes_no_plan_slower(seed: int) -> None:
+def test_allowing_loss_makes_no_plan_slower(seed: int) -> None:
     """Alone the search of what may be lost can be behind: beside 8 bits, what is compared or sorted
     is not computed again. So both are asked."""
     graph = in_floats(random_step(seed, num_values=10))

@@ -81,13 +81,13 @@ def test_another_learning_rate_needs_the_same_memory_and_time(path: Path) -> Non
     sy.load(path, *made(), optimizer=partial(torch.optim.AdamW, lr=3e-4))
 
 
-def test_what_is_asked_later_is_measured_then(planned: sy.Planned, path: Path) -> None:
+def test_later_questions_are_measured_when_asked(planned: sy.Planned, path: Path) -> None:
     again = sy.load(path, *made(), optimizer=ADAM)
     assert again.simulated()
     assert again.what_if(memory="1 MiB").plan.decisions.rules == planned.plan.decisions.rules
 
 
-def test_without_predictions_they_are_made_anew(path: Path, told: list[str]) -> None:
+def test_missing_predictions_are_made_again(path: Path, told: list[str]) -> None:
     path.with_suffix(".json").unlink()
     again = sy.load(path, *made(), optimizer=ADAM, on_progress=told.append)
     assert "predicting anew: no predictions stand beside the plan file" in told
@@ -100,7 +100,7 @@ def test_damaged_predictions_are_made_anew(path: Path, told: list[str]) -> None:
     assert any("cannot be used" in said for said in told)
 
 
-def test_predictions_that_promise_less_than_the_program_holds_are_made_anew(
+def test_predictions_below_the_programs_memory_are_made_again(
     planned: sy.Planned, path: Path, told: list[str]
 ) -> None:
     peak = planned.plan.predicted.peak.nbytes

@@ -71,7 +71,7 @@ def test_known_steps_are_predicted_within_a_tenth(
     assert found == pytest.approx(row.step_seconds, rel=0.1)
 
 
-def test_what_is_measured_orders_itself_rightly_and_regrets_nothing() -> None:
+def test_measured_times_give_no_wrong_order_and_no_regret() -> None:
     plans: list[Row] = sailor_rows()
     right = {plan: plan.step_seconds for plan in plans}
     wrong = {plan: -plan.step_seconds for plan in plans}
@@ -97,7 +97,7 @@ def test_software_is_named_whose_steps_lie_beyond_the_interval() -> None:
     assert not any(line.startswith("worst") for line in presets._errors_toml(even))
 
 
-def test_what_is_recorded_was_measured_so_and_nothing_held_out_was_fitted() -> None:
+def test_recorded_steps_match_their_tables_and_held_out_steps_were_not_fitted() -> None:
     recorded = {
         (step.table, step.name, step.measured_seconds): step for step in presets.read_record()
     }
@@ -124,7 +124,7 @@ _PREDICTED_ANEW = (
 
 
 @pytest.mark.slow
-def test_recorded_predictions_are_those_of_today() -> None:
+def test_recorded_predictions_are_reproduced() -> None:
     """A change of the model of costs has to be scored anew: presets.py --predict."""
     recorded = {(step.table, step.name): step for step in presets.read_record()}
     found = {row.name: (row, role) for row, role in presets.published_steps()}

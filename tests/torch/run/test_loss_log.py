@@ -91,7 +91,7 @@ def test_every_step_is_on_the_disk_at_once_and_others_may_read_it_as_the_user_al
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train.losses.jsonl"]
 
 
-def test_what_cannot_be_written_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
+def test_an_unwritable_loss_log_is_reported_once_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.losses.jsonl").mkdir()
     told: list[str] = []
     losses = Losses(tmp_path / "train.plan.toml", told.append)
@@ -101,7 +101,7 @@ def test_what_cannot_be_written_is_told_once_and_stops_nothing(tmp_path: Path) -
     assert told == ["losses are not written to train.losses.jsonl: it is no regular file"]
 
 
-def test_a_full_disk_is_told_and_stops_nothing(
+def test_a_full_disk_is_reported_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, told = tmp_path / "train.plan.toml", list[str]()

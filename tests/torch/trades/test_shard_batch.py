@@ -74,7 +74,7 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_gradient_that_is_read_again_is_added_before_its_sum_is_sent(micro_batches: int) -> None:
+def test_gradients_are_accumulated_before_their_all_reduce(micro_batches: int) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).square().mean()
 
@@ -87,7 +87,7 @@ def test_a_gradient_that_is_read_again_is_added_before_its_sum_is_sent(micro_bat
     assert program.problems() == []
 
 
-def test_what_is_compiled_lies_between_exchanges_which_stay_in_order() -> None:
+def test_compiled_segments_lie_between_collectives_in_order() -> None:
     plain = shared(2, bucket_bytes=64 * KIB)
     program = Overlap().rewrite(plain, [Rule(trade="overlap", lag=2)], trial().source)
     nodes = program.graph.by_name
@@ -124,7 +124,7 @@ def layouts(price: CostTable, *, num_ranks: int = 4) -> LayoutSearch:
     )
 
 
-def test_rivals_are_of_other_kinds_and_may_be_one_rank() -> None:
+def test_rival_layouts_differ_in_kind_and_may_use_one_rank() -> None:
     both = layouts(costs(1e7), num_ranks=2)
     found = both.find(Budget())
     assert ranks_of(found) == 2
@@ -145,7 +145,7 @@ def ranks_of(found: SearchResult) -> int:
 
 
 @looking_less_far()
-def test_ranks_are_used_where_their_link_is_worth_it_and_the_rest_is_told() -> None:
+def test_ranks_are_used_where_the_link_is_fast_enough_with_reasons_for_the_others() -> None:
     alone = step_seconds(trial().plain, costs(1e3)).value
     slow = layouts(costs(1e3)).find(Budget())
     assert ranks_of(slow) == 1
@@ -174,7 +174,7 @@ def test_a_faster_link_never_makes_the_step_slower() -> None:
 
 
 @looking_less_far()
-def test_a_batch_of_eight_goes_to_three_equal_ranks_as_three_three_and_two() -> None:
+def test_eight_samples_are_shared_by_three_equal_ranks_as_3_3_2() -> None:
     found = layouts(costs(1e12), num_ranks=3).find(Budget())
     assert ParallelLayout.of(found.rules) == ParallelLayout(batch=3, shares=(3, 3, 2))
     two = layouts(costs(1e12), num_ranks=2).find(Budget())
@@ -202,7 +202,7 @@ def test_a_number_of_ranks_that_divides_nothing_is_taken_where_it_is_the_fastest
 
 
 @looking_less_far()
-def test_of_three_hosts_the_two_that_a_fast_link_joins_are_taken() -> None:
+def test_the_two_of_three_hosts_with_a_fast_link_are_chosen() -> None:
     slow, fast = costs(1e5), costs(1e9)
     joined = replace(slow, subsets={2: Subset(ranks=(0, 2), links=fast.links)})
     found = layouts(joined, num_ranks=3).find(Budget())
@@ -215,7 +215,7 @@ def test_of_three_hosts_the_two_that_a_fast_link_joins_are_taken() -> None:
     assert ranks_of(layouts(slow, num_ranks=3).find(Budget())) == 1
 
 
-def test_more_ranks_than_examples_are_told_so() -> None:
+def test_more_ranks_than_samples_are_refused_with_the_reason() -> None:
     model = nn.Linear(4, 6)
     few = Trial(model, class_loss, {"x": torch.randn(2, 4), "y": torch.zeros(2, dtype=torch.long)})
 
@@ -232,7 +232,7 @@ def test_more_ranks_than_examples_are_told_so() -> None:
     assert reasons == {"among 3 ranks": "the batch has 2 examples"}
 
 
-def test_a_parameter_with_gaps_is_a_refusal_and_no_error() -> None:
+def test_a_parameter_with_gaps_is_refused_with_the_reason() -> None:
     model = nn.Linear(4, 6, bias=False)
     model.weight = nn.Parameter(torch.randn(6, 8)[:, :4])
     gaps = Trial(model, class_loss, {"x": torch.randn(4, 4), "y": torch.zeros(4, dtype=torch.long)})
@@ -242,7 +242,7 @@ def test_a_parameter_with_gaps_is_a_refusal_and_no_error() -> None:
 
 
 @looking_less_far()
-def test_a_cluster_that_is_not_here_is_planned_for_from_what_was_declared() -> None:
+def test_a_declared_cluster_is_planned_from_its_declared_rates() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))
     batch = {"x": torch.randn(8, 32), "y": torch.zeros(8, dtype=torch.long)}
     many = sy.plan(model, class_loss, batch, cluster=sy.Cluster.named("p2.16xlarge"))
@@ -256,7 +256,7 @@ def test_a_cluster_that_is_not_here_is_planned_for_from_what_was_declared() -> N
 
 @looking_less_far()
 @pytest.mark.parametrize("slow", range(3))
-def test_of_declared_nodes_the_ones_behind_fast_links_are_taken(slow: int) -> None:
+def test_the_declared_nodes_with_fast_links_are_chosen(slow: int) -> None:
     fast = Link(kind="fast", latency_seconds=1e-5, bytes_per_second=1e10)
     links = [
         replace(fast, kind="slow", bytes_per_second=1e5) if n == slow else fast for n in range(3)

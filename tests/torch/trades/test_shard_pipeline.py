@@ -65,7 +65,7 @@ def offered(ranks: int) -> dict[str, tuple[Rule, ...]]:
     return step().offered(ranks)
 
 
-def test_what_stays_whole_is_told_why() -> None:
+def test_the_reason_for_no_stages_is_given() -> None:
     coupled = plain().update
     assert coupled is not None
     reason = "one norm over all parameters"
@@ -90,7 +90,7 @@ def test_groups_share_the_batch_equally_or_not_at_all() -> None:
         applied(rule, *rules_for(["blocks.1"], schedule="1F1B", ranks=2), micro_batches=2)
 
 
-def test_groups_may_hold_states_in_shares() -> None:
+def test_replica_groups_of_stages_can_shard_their_states() -> None:
     """Weights are gathered once a step, whole for the passes alone, and gradients of them too."""
     without = applied(*of_two_groups(), micro_batches=2)
     shared = applied(*of_two_groups(), *states(), micro_batches=2)
@@ -112,7 +112,7 @@ def test_groups_may_hold_states_in_shares() -> None:
     assert any(h.what == "weights gathered for the passes" for h in after.peak.alive)
 
 
-def test_states_are_shared_where_memory_is_short() -> None:
+def test_states_are_sharded_where_memory_is_short() -> None:
     def searching(layout: tuple[Rule, ...]) -> StepSearch:
         return StepSearch(plain(), trades=TRADES, source=trial().source, costs=price, layout=layout)
 
@@ -134,7 +134,7 @@ def test_states_are_shared_where_memory_is_short() -> None:
     assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
 
 
-def test_the_ranks_of_a_stage_may_share_its_tensors() -> None:
+def test_the_ranks_of_a_stage_can_be_tensor_parallel() -> None:
     """An exchange and its arrival lie in one stage, and each is sent, and waited for, once."""
     among = replace(plain(), layout=ParallelLayout(tensor=2))
     cut = ShardTensor().offers(among, trial().source)[0][0].rules
@@ -179,7 +179,7 @@ def test_slow_exchanges_within_a_stage_are_waited_for() -> None:
     assert after.step_seconds.value - before.step_seconds.value > 4 * sent / 2 / 1e4
 
 
-def test_a_norm_that_is_computed_again_reads_what_its_buffers_were() -> None:
+def test_a_recomputed_norm_reads_the_old_values_of_its_buffers() -> None:
     """And no stage takes the copy for a buffer of the model."""
     layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8)]
     source = Trial(nn.Sequential(*layers), _squares, {"x": torch.randn(8, 8)}).source
@@ -220,7 +220,7 @@ def layouts(rate: float, *, ranks: int = 2, size: int = 8) -> LayoutSearch:
     )
 
 
-def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
+def test_pipelining_is_chosen_where_the_link_is_too_slow_for_gradients() -> None:
     """Weights of 200 KB, an activation of a micro-batch of 4 KB."""
     found = layouts(1e7).find(Budget())
     assert ParallelLayout.of(found.rules) == ParallelLayout(pipeline=2)
@@ -235,7 +235,7 @@ def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
     assert not any("share tensors" in label for label in labels)
 
 
-def test_stages_of_ranks_that_share_tensors_are_found() -> None:
+def test_tensor_parallel_stages_are_found() -> None:
     """Of three samples there are no equal shares for four ranks."""
     found = layouts(5e7, ranks=4, size=3).find(Budget())
     assert ParallelLayout.of(found.rules) == ParallelLayout(pipeline=2, tensor=2)
@@ -248,7 +248,7 @@ def test_stages_of_ranks_that_share_tensors_are_found() -> None:
     assert {"parts on 4 ranks", "layers on 4 ranks"} & labels
 
 
-def test_stages_that_promise_little_are_not_taken() -> None:
+def test_stages_with_a_small_gain_are_not_taken() -> None:
     """What they wait for is known least."""
     ways = layouts(1e8, ranks=4, size=3)
     found = ways.find(Budget())
@@ -286,7 +286,7 @@ def test_more_memory_is_never_slower_in_stages() -> None:
     assert curve[0].memory_bytes == low
 
 
-def test_of_ways_that_cannot_be_told_apart_the_leanest_but_where_time_is_bounded() -> None:
+def test_the_leanest_of_indistinguishable_schedules_is_chosen_unless_time_is_bounded() -> None:
     staged = layouts(1e7).search_by(rules_for(["blocks.0"], schedule="1F1B", ranks=2))
     assert isinstance(staged, PipelineSearch)
     staged.explore_all()
@@ -326,7 +326,7 @@ def test_too_few_micro_batches_are_refused() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str) -> None:
+def test_an_impossible_plan_is_refused(rules: tuple[Rule, ...], said: str) -> None:
     with pytest.raises(BadInput, match=said) as refused:
         applied(*rules)
     assert len(str(refused.value).splitlines()) == 3

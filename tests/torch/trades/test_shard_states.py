@@ -26,7 +26,7 @@ def trial() -> Trial:
     return Trial(model, next_token_loss, tokens(8, 32, 256))
 
 
-def test_in_the_memory_of_gathering_one_by_one_a_faster_way_is_found() -> None:
+def test_a_faster_gathering_is_found_within_the_memory_of_one_by_one() -> None:
     trades: tuple[Trade, ...] = tuple(t for t in TRADES if t.name != "shard_pipeline")
     plain, source = trial().plain, trial().source
     # Of half as many messages a gradient as around a ring, each waits twice as long.

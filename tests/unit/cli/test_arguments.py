@@ -142,7 +142,7 @@ def _binary(path: Path) -> None:
         (":name", None, "is no script"),
     ],
 )
-def test_what_is_no_script_is_refused_before_torch_is_imported(
+def test_an_invalid_script_is_refused_before_torch_is_imported(
     api: fake_api.Fake,
     planned: Path,
     capsys: pytest.CaptureFixture[str],
@@ -162,7 +162,7 @@ def test_what_is_no_script_is_refused_before_torch_is_imported(
 
 
 @pytest.mark.parametrize("verb", ["plan", "frontier", "scale"])
-def test_a_plan_file_in_place_of_its_script_is_called_one(
+def test_a_plan_file_given_as_the_script_is_named_as_one(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     more = ["--cluster", "dgx-h100", "--devices", "1..8"] if verb == "scale" else []
@@ -217,7 +217,7 @@ def test_a_wrong_cluster_file_is_refused_before_torch_is_imported(
         ("plan train.py -o folder.toml", "folder.toml is a directory"),
     ],
 )
-def test_what_cannot_be_written_is_said_before_any_work(
+def test_unwritable_outputs_are_refused_before_any_work(
     api: fake_api.Fake,
     planned: Path,
     arguments: str,

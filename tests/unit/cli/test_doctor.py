@@ -8,7 +8,7 @@ from steelyard.cli import main
 from tests.unit.cli import fake_api
 
 
-def test_doctor_says_what_is_in_the_way(
+def test_doctor_lists_problems_and_remedies(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor"]) == 0

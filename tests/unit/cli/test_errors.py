@@ -23,7 +23,7 @@ from tests.unit.cli.commands import failure_of, raising
         (NonFinite("the loss is nan at step 3", expected="a number", remedy="lower lr"), 4),
     ],
 )
-def test_errors_of_ours_carry_their_exit_code(
+def test_steelyard_errors_have_their_exit_code(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str], error: Exception, code: int
 ) -> None:
     api.outcome = raising(error)

@@ -9,7 +9,7 @@ from steelyard.cli import main
 
 
 @pytest.mark.parametrize("zoom", ["receipt", "offers", "peak", "frontier"])
-def test_explain_at_every_zoom(
+def test_explain_prints_every_zoom_and_writes_a_page(
     planned: Path, zoom: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"

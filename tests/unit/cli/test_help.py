@@ -9,7 +9,7 @@ import pytest
 from steelyard.cli import main
 
 
-def test_help_tells_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     verbs = ("plan", "run", "frontier", "simulate", "scale", "explain", "doctor", "demo")
@@ -22,7 +22,7 @@ def test_help_tells_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     "arguments", ["--help", "plan --help", "explain train.plan.toml", "explain none.toml", "bogus"]
 )
-def test_what_only_reads_a_plan_never_imports_torch(planned: Path, arguments: str) -> None:
+def test_commands_that_only_read_a_plan_never_import_torch(planned: Path, arguments: str) -> None:
     probe = (
         "import sys; from steelyard.cli import main; code = main(sys.argv[1:]); "
         "print(sorted({'torch', 'numpy', 'ortools'} & set(sys.modules)), file=sys.stderr)"

@@ -40,7 +40,7 @@ def as_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], 
     return become
 
 
-def test_the_first_of_several_hosts_plans_and_the_others_have_its_plan(
+def test_the_first_host_plans_and_the_others_receive_its_plan(
     api: fake_api.Fake,
     as_host: Callable[[int], Path],
     capsys: pytest.CaptureFixture[str],
@@ -65,7 +65,7 @@ def test_the_first_of_several_hosts_plans_and_the_others_have_its_plan(
     assert "as the first host planned it" in capsys.readouterr().out
 
 
-def test_what_the_first_host_found_wrong_ends_all(
+def test_an_error_of_the_first_host_ends_all_hosts(
     api: fake_api.Fake,
     as_host: Callable[[int], Path],
     capsys: pytest.CaptureFixture[str],
@@ -85,7 +85,7 @@ def test_what_the_first_host_found_wrong_ends_all(
 
 
 @pytest.mark.parametrize("other", ["--ranks 2", "--cluster dgx-h100", "--check train.plan.toml"])
-def test_ranks_that_were_started_are_those_that_are_planned_for(
+def test_options_that_choose_devices_are_refused_for_started_ranks(
     api: fake_api.Fake,
     as_host: Callable[[int], Path],
     capsys: pytest.CaptureFixture[str],
@@ -106,7 +106,7 @@ def test_a_plan_for_several_hosts_is_not_started_by_one(
     assert "torchrun --nnodes 2" in said
 
 
-def test_ranks_that_others_started_for_their_own_purpose_train_each(
+def test_independently_started_ranks_run_a_plan_for_one_rank_each(
     api: fake_api.Fake, as_host: Callable[[int], Path]
 ) -> None:
     """A plan that one process made for itself knows of no others."""
@@ -117,7 +117,7 @@ def test_ranks_that_others_started_for_their_own_purpose_train_each(
     assert [name for name, _ in fake_api.CALLS].count("run_workload") == 2
 
 
-def test_a_plan_on_fewer_hosts_than_it_was_made_for_is_started_on_these(
+def test_a_plan_that_uses_fewer_hosts_names_their_number(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_plan(planned, _among_hosts(4, Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)))
@@ -125,7 +125,7 @@ def test_a_plan_on_fewer_hosts_than_it_was_made_for_is_started_on_these(
 
 
 @pytest.mark.parametrize(("degree", "hosts"), [(6, 3), (4, 2)])
-def test_ranks_that_several_hosts_have_are_started_as_they_were_planned(
+def test_a_plan_for_several_hosts_names_its_torchrun_command(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str], degree: int, hosts: int
 ) -> None:
     shared = Rule(trade="shard_batch", degree=degree, bucket_bytes=1 << 20)
@@ -135,7 +135,7 @@ def test_ranks_that_several_hosts_have_are_started_as_they_were_planned(
     assert f"torchrun --nnodes {hosts} --nproc-per-node 2" in said
 
 
-def test_a_plan_on_the_ranks_of_one_host_is_started_there_alone(planned: Path) -> None:
+def test_a_plan_that_uses_one_host_is_started_there_alone(planned: Path) -> None:
     shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1 << 20)
     write_plan(planned, _among_hosts(3, shared, each=2))
     laid = LaunchSpec.of(planned)
@@ -143,7 +143,7 @@ def test_a_plan_on_the_ranks_of_one_host_is_started_there_alone(planned: Path) -
     assert should_start_ranks(laid)
 
 
-def test_more_ranks_than_a_plan_of_one_host_is_made_for_are_no_further_hosts(planned: Path) -> None:
+def test_extra_ranks_in_an_edited_plan_do_not_count_as_hosts(planned: Path) -> None:
     """Somebody edited it; that is said where it is loaded."""
     write_plan(
         planned, _among_hosts(1, Rule(trade="shard_batch", degree=4, bucket_bytes=1), each=2)
@@ -153,7 +153,7 @@ def test_more_ranks_than_a_plan_of_one_host_is_made_for_are_no_further_hosts(pla
 
 
 @pytest.mark.parametrize(("rank", "place"), [(0, None), (1, None), (2, 0), (3, 1), (4, 2), (5, 3)])
-def test_where_all_that_met_are_started_those_that_a_plan_lies_on_take_their_places(
+def test_used_ranks_are_renumbered_when_all_ranks_are_started(
     planned: Path, monkeypatch: pytest.MonkeyPatch, rank: int, place: int | None
 ) -> None:
     shared = Rule(trade="shard_batch", degree=4, bucket_bytes=1 << 20)
@@ -177,7 +177,7 @@ def test_where_all_that_met_are_started_those_that_a_plan_lies_on_take_their_pla
     assert renumber_rank(laid), "where only these were started they are as they are"
 
 
-def test_a_host_that_is_not_used_says_so_and_ends(
+def test_an_unused_host_reports_it_and_exits(
     api: fake_api.Fake,
     planned: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -194,7 +194,7 @@ def test_a_host_that_is_not_used_says_so_and_ends(
     assert "run_workload" not in [name for name, _ in fake_api.CALLS]
 
 
-def test_all_ranks_of_all_hosts_are_planned_for(
+def test_plan_covers_all_ranks_of_all_hosts(
     api: fake_api.Fake, as_host: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_host(0)
@@ -203,7 +203,7 @@ def test_all_ranks_of_all_hosts_are_planned_for(
     assert arguments_of("plan_workload")["cluster"] == Cluster.here(ranks=6, hosts=2)
 
 
-def test_a_rank_on_which_nothing_lies_does_nothing(
+def test_an_unused_rank_does_nothing(
     api: fake_api.Fake, as_host: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The plan was made for two ranks, and lies on one."""

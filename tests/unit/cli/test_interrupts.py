@@ -34,7 +34,7 @@ def test_ctrl_c_is_one_line_and_130(verb: str, planned: Path) -> None:
         os.killpg(process.pid, 0)
 
 
-def test_ctrl_c_that_an_import_swallowed_still_stops(
+def test_ctrl_c_swallowed_by_an_import_still_stops(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def swallow() -> None:
@@ -59,7 +59,7 @@ def test_ctrl_c_that_an_import_swallowed_still_stops(
     assert main(["plan", "train.py"]) == 0
 
 
-def test_ctrl_c_in_a_run_says_how_far_it_came(planned: Path) -> None:
+def test_ctrl_c_in_a_run_reports_the_last_step(planned: Path) -> None:
     process = steelyard_process(
         *["run", "train.py", "--steps", "100000", "--seed", "50"], fake="answer", cwd=planned.parent
     )

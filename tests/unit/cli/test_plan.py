@@ -14,7 +14,7 @@ from tests.unit.cli import fake_api
 from tests.unit.cli.commands import arguments_of, failure_of
 
 
-def test_plan_shows_writes_and_says_what_next(
+def test_plan_prints_and_writes_the_plan_and_the_next_command(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "train.py", "--memory", "300MiB"]) == 0
@@ -28,7 +28,7 @@ def test_plan_shows_writes_and_says_what_next(
     assert found.plan.predicted == PLAN.predicted
 
 
-def test_what_comes_next_can_be_typed_as_it_stands(
+def test_the_next_command_can_be_typed_as_printed(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "my train.py"]) == 0
@@ -58,7 +58,7 @@ def test_every_bound_of_the_budget_reaches_the_search(api: fake_api.Fake) -> Non
     assert Path("other.json").exists()
 
 
-def test_what_to_plan_for_is_this_machine_a_name_or_a_file(
+def test_the_cluster_is_this_machine_a_preset_or_a_file(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for asked_for, devices in (("--ranks 2", 2), ("--cluster dgx-h100", 8), ("", 1)):
@@ -80,7 +80,7 @@ def test_each_workload_of_a_script_has_a_plan_of_its_own(api: fake_api.Fake) -> 
     assert Path("train.small.plan.toml").exists()
 
 
-def test_plan_as_json_is_one_document_whatever_the_script_prints(
+def test_plan_with_json_prints_one_document(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = "plan train.py --memory 300MiB --json --what-if memory=4GiB --why-not accumulate"
@@ -93,7 +93,7 @@ def test_plan_as_json_is_one_document_whatever_the_script_prints(
     assert "printed by the user's script" in captured.err
 
 
-def test_questions_are_answered_below_the_plan(
+def test_what_if_and_why_not_are_answered_below_the_plan(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["plan", "train.py", "--what-if", "memory=4GiB", "--why-not", "accumulate", "--quiet"])
@@ -104,7 +104,7 @@ def test_questions_are_answered_below_the_plan(
     assert "next: steelyard run" not in out
 
 
-def test_why_not_of_a_checked_plan_knows_the_reasons_of_when_it_was_planned(
+def test_why_not_of_a_checked_plan_uses_the_stored_reasons(
     api: fake_api.Fake, planned: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -116,7 +116,7 @@ def test_why_not_of_a_checked_plan_knows_the_reasons_of_when_it_was_planned(
     assert f"recompute: {PLAN.num_offers} offers" in capsys.readouterr().out
 
 
-def test_an_edit_is_checked_and_becomes_current(
+def test_a_checked_edit_gets_new_predictions(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edited = planned.read_text().replace("micro_batches = 2", "micro_batches = 4") + "# mine\n"
@@ -139,7 +139,7 @@ def test_a_plan_that_no_longer_fits_says_so_in_its_exit_code(
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
-def test_what_a_person_wrote_is_not_overwritten(
+def test_an_edited_plan_file_is_not_overwritten(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned.write_text(planned.read_text().replace("nth = 0", "nth = 1"))
@@ -151,7 +151,7 @@ def test_what_a_person_wrote_is_not_overwritten(
 
 @pytest.mark.parametrize("edit", [("nth = 0", "nth = 1"), ("[budget]", "# mine\n[budget]")])
 @pytest.mark.parametrize("verb", ["plan train.py --check train.plan.toml", "run train.py"])
-def test_an_edit_that_was_used_is_not_overwritten_either(
+def test_an_edited_plan_file_is_not_overwritten_after_use(
     api: fake_api.Fake, planned: Path, verb: str, edit: tuple[str, str]
 ) -> None:
     assert main(verb.split()) == 0
@@ -165,9 +165,7 @@ def test_an_edit_that_was_used_is_not_overwritten_either(
     assert main(["plan", "train.py"]) == 0
 
 
-def test_damaged_predictions_keep_nobody_from_checking_the_plan(
-    api: fake_api.Fake, planned: Path
-) -> None:
+def test_a_plan_with_damaged_predictions_can_be_checked(api: fake_api.Fake, planned: Path) -> None:
     planned.with_suffix(".json").write_text("{")
     assert main(["plan", "train.py", "--check", "train.plan.toml"]) == 0
     assert read_plan(planned).plan is not None

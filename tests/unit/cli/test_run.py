@@ -22,7 +22,7 @@ from tests.unit.cli import fake_api
 from tests.unit.cli.commands import arguments_of, failure_of
 
 
-def test_run_prints_the_receipt_and_keeps_it_beside_the_plan(
+def test_run_prints_the_receipt_and_stores_it_with_the_plan(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = "run train.py --steps 200 --checkpoint c --checkpoint-every 50 --seed 0"
@@ -42,14 +42,14 @@ def test_run_prints_the_receipt_and_keeps_it_beside_the_plan(
 @pytest.mark.parametrize(
     ("flags", "is_said"), [("", True), ("--checkpoint c", False), ("--quiet", False)]
 )
-def test_weights_that_are_not_kept_are_mentioned(
+def test_run_without_a_checkpoint_notes_that_weights_are_not_saved(
     api: fake_api.Fake, planned: Path, flags: str, is_said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "train.py", "--steps", "2", *flags.split()]) == 0
     assert ("weights were not kept: --checkpoint DIR" in capsys.readouterr().out) is is_said
 
 
-def test_a_log_has_the_notes_only(
+def test_stderr_of_a_log_has_notes_only(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["run", "train.py", "--steps", "200"])
@@ -70,7 +70,7 @@ def test_a_log_has_the_notes_only(
         ("--checkpoint d --resume c/step-000003", "c/step-000003", "d"),
     ],
 )
-def test_where_a_run_goes_on_from(
+def test_resume_options_select_the_checkpoint(
     api: fake_api.Fake, planned: Path, arguments: str, start: str | bool, folder: str | None
 ) -> None:
     main(f"run train.py --steps 2 {arguments}".split())
@@ -80,7 +80,7 @@ def test_where_a_run_goes_on_from(
     assert arguments_of("run_workload")["checkpoint"] == (Path(folder) if folder else None)
 
 
-def test_the_reasons_of_the_search_outlive_a_run(
+def test_run_keeps_the_stored_reasons_of_the_search(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["run", "train.py", "--steps", "2"])
@@ -90,7 +90,7 @@ def test_the_reasons_of_the_search_outlive_a_run(
     assert (found.taken, found.frontier) == (PLAN.taken, PLAN.frontier)
 
 
-def test_decisions_that_nobody_weighed_are_listed_as_they_are(
+def test_edited_decisions_are_listed_without_reasons(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned.write_text(planned.read_text().replace("micro_batches = 2", "micro_batches = 4"))
@@ -107,7 +107,7 @@ def test_a_missed_interval_fails_a_strict_run_only(api: fake_api.Fake, planned: 
     assert main(["run", "train.py", "--steps", "2", "--strict"]) == 0
 
 
-def test_run_takes_a_plan_by_itself(
+def test_run_finds_the_script_of_a_plan_file(
     api: fake_api.Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "other.py", "-o", "x.plan.toml"]) == 0
@@ -124,7 +124,7 @@ def test_run_takes_a_plan_by_itself(
     assert arguments_of("load_workload") == {"train": "../other.py"}
 
 
-def test_run_of_a_plan_without_its_script_is_three_lines(
+def test_run_of_a_plan_without_a_script_is_refused_in_three_lines(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(*more: str) -> str:
@@ -151,7 +151,7 @@ def test_run_of_a_plan_without_its_script_is_three_lines(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("deep"), Mismatch("a", expected="b", remedy="c")])
-def test_what_a_failed_run_has_saved_is_said_last(
+def test_a_failed_run_reports_its_last_checkpoint(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
     then(error, "step 3 is saved, go on with --resume c")
@@ -166,7 +166,7 @@ def test_what_a_failed_run_has_saved_is_said_last(
     assert " ".join(said.split()).endswith("; step 3 is saved, go on with --resume c")
 
 
-def test_memory_that_ran_out_is_called_by_its_name(
+def test_running_out_of_memory_suggests_a_smaller_budget(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def outcome() -> None:
@@ -177,7 +177,7 @@ def test_memory_that_ran_out_is_called_by_its_name(
     assert "smaller --memory" in failure_of(capsys, "run", "train.py", "--steps", "2", code=4)
 
 
-def test_a_disk_that_is_full_costs_the_page_and_not_the_receipt(
+def test_a_full_disk_loses_the_page_and_not_the_receipt(
     api: fake_api.Fake,
     planned: Path,
     capsys: pytest.CaptureFixture[str],
@@ -207,7 +207,7 @@ def test_a_plan_for_one_rank_has_nothing_to_adapt(
 
 @pytest.mark.parametrize("error", [RankFailed, KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("debug", [False, True])
-def test_what_ranks_wrote_stays_only_where_it_is_asked_for(
+def test_logs_of_ranks_are_kept_only_with_debug(
     api: fake_api.Fake,
     on_two_ranks: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -10,7 +10,7 @@ from tests.unit.cli import fake_api
 from tests.unit.cli.commands import arguments_of
 
 
-def test_scale_asks_for_devices_and_a_length(
+def test_scale_passes_on_devices_and_training_length(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["scale", "train.py", "--cluster", "dgx-h100", "--devices", "2..8"]
@@ -32,7 +32,7 @@ def test_scale_asks_for_devices_and_a_length(
         (["--devices", "2..8", "--tokens", "many"], "tokens"),
     ],
 )
-def test_scale_refuses_what_it_cannot_read(
+def test_scale_refuses_invalid_ranges_and_lengths(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str], more: list[str], said: str
 ) -> None:
     assert main(["scale", "train.py", "--cluster", "dgx-h100", *more]) == 2

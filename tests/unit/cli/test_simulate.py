@@ -25,7 +25,7 @@ def test_simulate_writes_a_trace_and_says_what_each_rank_does(
     assert main(["simulate", "train.py", "--trace", "no/trace.json"]) == 2
 
 
-def test_simulate_takes_a_plan_by_itself_with_what_it_was_asked_for(
+def test_simulate_finds_the_script_and_cluster_of_a_plan_file(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "other.py", "--cluster", "dgx-h100", "-o", "x.plan.toml"]) == 0

@@ -16,7 +16,7 @@ from tests.support.sample import PLAN
 from tests.unit.cli.commands import PYTHONPATH, steelyard_process
 
 
-def test_a_reader_who_leaves_is_no_error(planned: Path) -> None:
+def test_a_closed_stdout_is_no_error(planned: Path) -> None:
     with steelyard_process("explain", str(planned)) as process:
         assert process.stdout is not None
         process.stdout.close()
@@ -37,7 +37,7 @@ def test_a_reader_who_leaves_is_no_error(planned: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("in_json", [False, True])
-def test_from_a_terminal_stdout_still_goes_where_it_leads(
+def test_redirected_stdout_gets_the_result_and_the_terminal_the_progress(
     on_two_ranks: Path, arguments: str, said: str, in_json: bool, out: str
 ) -> None:
     """Progress is drawn on the terminal behind stderr, and nothing else is."""
@@ -80,7 +80,7 @@ def _until_closed(reader: int) -> str:
     return found.decode()
 
 
-def test_output_that_finds_no_room_is_said_so(planned: Path) -> None:
+def test_output_to_a_full_disk_is_an_error(planned: Path) -> None:
     with Path("/dev/full").open("w") as full:
         found = subprocess.run(
             [sys.executable, "-m", "steelyard", "explain", str(planned)],
@@ -94,7 +94,7 @@ def test_output_that_finds_no_room_is_said_so(planned: Path) -> None:
     assert found.stderr.startswith("steelyard: the output cannot be written: No space left")
 
 
-def test_what_stderr_cannot_take_is_still_in_the_json(planned: Path) -> None:
+def test_json_is_printed_when_stderr_is_full(planned: Path) -> None:
     """As of a terminal that was closed while a run went on."""
     with Path("/dev/full").open("w") as full:
         found = subprocess.run(
@@ -137,7 +137,7 @@ sys.exit(main())
     ("arguments", "code"), [("explain train.plan.toml", 0), ("explain none.toml", 2), ("bogus", 2)]
 )
 @pytest.mark.parametrize("how", ["as a command", "from Python"])
-def test_a_command_ends_without_taking_python_apart(
+def test_a_command_exits_without_python_teardown(
     planned: Path, how: str, arguments: str, code: int
 ) -> None:
     """Threads, executors and all that is registered for the end are waited for; the rest is left to

@@ -220,7 +220,7 @@ def hidden(init: str, room: str, files: set[str]) -> list[str]:
     ]
 
 
-def test_no_name_that_a_room_offers_is_hidden_by_a_file() -> None:
+def test_no_exported_name_is_hidden_by_a_module() -> None:
     line = "from steelyard.search.cluster.explain import told"
     assert hidden(line, "steelyard.search", {"told", "deep_told"}) == ["told"]
     assert hidden(line, "steelyard.search", {"deep_told"}) == []
@@ -300,7 +300,7 @@ def test_no_folder_with_tests_is_left_out(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.xdist_group("together")
-def test_what_is_shared_is_made_by_one_worker(request: pytest.FixtureRequest) -> None:
+def test_tests_of_a_group_run_on_one_worker(request: pytest.FixtureRequest) -> None:
     """Or dear fixtures are made by each: groups were ignored in silence once."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         assert request.node.nodeid.endswith("@together")
@@ -378,7 +378,7 @@ def test_no_test_uses_collectives_of_objects() -> None:
         "import torch; torch.distributed.checkpoint.save({})",
     ],
 )
-def test_what_pickles_is_found(snippet: str) -> None:
+def test_pickling_code_is_detected(snippet: str) -> None:
     assert unpickling(snippet)
 
 

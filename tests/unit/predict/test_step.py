@@ -43,7 +43,7 @@ def test_no_line_holds_more_than_the_peak_and_what_is_alive_adds_up(graph: Graph
 
 @given(graph=graphs, data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_computing_again_adds_seconds_and_never_less_than_the_copies_take(
+def test_recomputation_adds_at_least_the_time_of_its_copies(
     graph: Graph, data: st.DataObject
 ) -> None:
     plain = Program.plain(graph)

@@ -33,7 +33,7 @@ def streams(found: tuple[Span, ...]) -> dict[tuple[int, str], list[Span]]:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_step_drawn_out_is_the_predicted_one(name: str) -> None:
+def test_trace_of_a_step_ends_at_its_prediction(name: str) -> None:
     rules, parts = RULES[name]
     program = applied(*rules, micro_batches=parts)
     _check(program)
@@ -44,7 +44,7 @@ def test_a_step_drawn_out_is_the_predicted_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_stages_drawn_out_are_the_predicted_step(schedule: str) -> None:
+def test_trace_of_a_pipeline_ends_at_its_prediction(schedule: str) -> None:
     program = applied(*offered(2)[schedule], micro_batches=4)
     _check(program)
     works = [s.name for s in spans(program, costs(1e7)) if s.rank == 0 and s.stream == DEVICE]

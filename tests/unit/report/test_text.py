@@ -65,9 +65,7 @@ def test_no_line_is_wider_than_the_terminal(width: int, zoom: Zoom, name: str) -
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=300), st.integers(40, 120), st.sampled_from(list(Zoom)))
-def test_whatever_a_name_holds_only_printable_lines_come_out(
-    name: str, width: int, zoom: Zoom
-) -> None:
+def test_only_printable_lines_are_written_for_any_name(name: str, width: int, zoom: Zoom) -> None:
     text = shown(hostile(name), width=width, zoom=zoom)
     assert text.replace("\n", "").isprintable()
     assert len(text.split("\n")) < 4000
@@ -132,7 +130,9 @@ def test_what_was_not_measured_is_a_dash_and_no_miss() -> None:
         (None, PLAN.before, "no bound on memory was given"),
     ],
 )
-def test_whether_it_fits_is_said_first(memory: str | None, before: object, verdict: str) -> None:
+def test_the_first_line_says_if_the_plan_fits(
+    memory: str | None, before: object, verdict: str
+) -> None:
     decisions = replace(PLAN.decisions, budget=Budget(memory))
     assert verdict in shown(replace(PLAN, decisions=decisions), width=120)
 
@@ -143,7 +143,7 @@ def test_a_measured_peak_decides_whether_it_fitted() -> None:
     assert tree.verdict.startswith("DOES NOT FIT: 301 MiB of 300 MiB")
 
 
-def test_refusals_for_one_reason_are_said_together_and_the_rest_counted() -> None:
+def test_refusals_with_one_reason_are_grouped() -> None:
     more = tuple(
         Rejection(trade="recompute", label=f"blocks.{i}", reason=f"reason {i}") for i in range(9)
     )
@@ -173,7 +173,7 @@ def test_a_plan_without_anything_to_say_is_short() -> None:
 # --- what is alive at the peak --------------------------------------------------------------------
 
 
-def test_alive_bytes_are_grouped_and_none_is_lost() -> None:
+def test_live_bytes_are_grouped_without_loss() -> None:
     peak = tree_of(PLAN).peak
     assert sum(g.nbytes for g in peak.groups) == sum(h.nbytes for h in PLAN.predicted.peak.alive)
     mlp = next(g for g in peak.groups if g.where == "blocks.*.mlp (4)")
@@ -233,14 +233,14 @@ def test_a_plan_between_two_points_of_the_curve_is_drawn_as_one_more() -> None:
     assert [p.is_this_plan for p in tree_of(other).curve].count(True) == 1
 
 
-def test_what_pays_less_than_nothing_saves() -> None:
+def test_a_negative_payment_is_shown_as_a_saving() -> None:
     taken = tuple(replace(t, pays_seconds=-t.pays_seconds) for t in PLAN.taken)
     text = shown(replace(PLAN, taken=taken))
     assert "saves ~50.0 ms" in text
     assert "~-" not in text
 
 
-def test_a_code_that_saves_computation_says_by_what() -> None:
+def test_a_codec_that_saves_computation_says_by_what() -> None:
     """Bytes that are not exchanged take nothing of the processor: no riddle."""
     coded = replace(PLAN.taken[0], trade="quantized_gradients", pays_seconds=-0.004, buys_bytes=0)
     text = " ".join(shown(replace(PLAN, taken=(coded,)), width=200).split())
@@ -261,7 +261,7 @@ def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None
     assert "the rest of blocks.*.attn: softmax (4): would buy" in shown(offers, zoom=Zoom.OFFERS)
 
 
-def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_first() -> None:
+def test_the_reason_against_the_fastest_codec_comes_first() -> None:
     codes = [
         Rejection(trade=trade, label="gradients in codes", reason=f"would cost {more} %", left=left)
         for trade, more, left in (
@@ -283,7 +283,7 @@ def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_firs
     assert "would cost" not in shown(sent)
 
 
-def test_the_rounding_of_sums_is_no_price() -> None:
+def test_rounding_of_sums_is_no_payment() -> None:
     taken = tuple(replace(t, pays_seconds=1e-17) for t in PLAN.taken)
     cent = NextCent(more_bytes=MIB, saved_seconds=1e-17)
     text = shown(replace(PLAN, taken=taken, next_cent=cent))
@@ -291,7 +291,7 @@ def test_the_rounding_of_sums_is_no_price() -> None:
     assert "next cent" not in text
 
 
-def test_reasons_of_another_time_say_of_which() -> None:
+def test_stored_reasons_state_when_they_were_found() -> None:
     said = "offers, curve and next cent are of when it was planned, at ~1.10 s a step"
     plan = replace(PLAN, planned_seconds=1.1)
     for zoom in (Zoom.RECEIPT, Zoom.OFFERS, Zoom.FRONTIER):
@@ -299,7 +299,7 @@ def test_reasons_of_another_time_say_of_which() -> None:
         assert "of when it was planned" not in shown(replace(PLAN, planned_seconds=1.24), zoom=zoom)
 
 
-def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
+def test_the_measured_slowdown_is_printed_beside_the_unplanned_step() -> None:
     ratio = Estimate(value=1.074, low=1.04, high=1.108)
     text = shown(replace(PLAN, slowdown=ratio), width=200)
     assert (
@@ -309,7 +309,7 @@ def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
     assert "times as long" not in shown(PLAN, width=200)
 
 
-def test_the_ends_of_stages_are_said_as_such() -> None:
+def test_stage_ends_are_named_as_such() -> None:
     rule = Rule(trade="shard_pipeline", module="blocks.1", op="1F1B", degree=2)
     said = "shard_pipeline: 1F1B on 2 ranks, a stage ends behind blocks.1"
     assert describe_rule(rule) == said

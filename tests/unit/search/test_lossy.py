@@ -53,9 +53,7 @@ def budgets(search: StepSearch, count: int = 5) -> list[Budget]:
 
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("graph", [in_floats(tower(5)), in_floats(random_step(4, num_values=14))])
-def test_where_nothing_may_be_lost_plans_are_those_without_the_trade(
-    graph: Graph, far: bool
-) -> None:
+def test_exact_budgets_give_the_plans_without_the_lossy_trade(graph: Graph, far: bool) -> None:
     links = {FAR_OUT: LINK, FAR_IN: LINK} if far else {}
     costs = CostTable(device=DEVICE, links=links, far_bytes=1 << 40 if far else 0)
     with_it = searching(graph, lossy=False, costs=costs)
@@ -73,7 +71,7 @@ def test_where_nothing_may_be_lost_plans_are_those_without_the_trade(
         assert ours.num_offers == theirs.num_offers + 1
 
 
-def test_the_reason_is_the_one_that_was_given() -> None:
+def test_a_barred_lossy_trade_states_the_given_reason() -> None:
     found = searching(in_floats(tower(5)), lossy=False).find(Budget(), barred="rains too much")
     (refusal,) = found.why_not("quantize_activations")
     assert refusal.reason.endswith(" KiB of memory, but rains too much")
@@ -96,7 +94,7 @@ def dear(graph: Graph) -> CostTable:
     )
 
 
-def test_what_is_dear_to_compute_again_is_kept_in_8_bits() -> None:
+def test_values_expensive_to_recompute_are_quantized() -> None:
     graph = in_floats(tower(6))
     costs = dear(graph)
     lossy, exact = searching(graph, costs=costs), searching(graph, lossy=False, costs=costs)
@@ -119,7 +117,7 @@ def test_what_is_dear_to_compute_again_is_kept_in_8_bits() -> None:
     assert predict(applied, costs) == found.prediction
 
 
-def test_only_what_may_lose_something_is_coded() -> None:
+def test_only_allowed_values_are_quantized() -> None:
     graph = in_floats(tower(6))
     costs, plain = dear(graph), Program.plain(graph)
     allowed = frozenset({CallSite("blocks.2", "aten.gelu", 0)})
@@ -146,7 +144,7 @@ def test_the_bound_is_below_every_plan_that_was_found() -> None:
             assert tally.plain_seconds <= bound <= point.seconds * (1 + 1e-9)
 
 
-def test_all_of_a_choice_is_carried_to_another_trace() -> None:
+def test_choices_are_carried_to_another_trace() -> None:
     from steelyard.search.single.explore import choices_in_trace
 
     graph = in_floats(tower(4))
@@ -161,6 +159,6 @@ def test_all_of_a_choice_is_carried_to_another_trace() -> None:
     assert choices_in_trace(ours, choice, theirs) == choice
 
 
-def test_quantise_says_what_it_is() -> None:
+def test_quantize_activations_declares_its_amounts() -> None:
     assert QuantizeActivations.pays == ("accuracy", "computation")
     assert not QuantizeActivations.is_exact

@@ -51,7 +51,7 @@ def test_asking_for_offers_captures_nothing() -> None:
     assert source.asked == []
 
 
-def test_the_step_runs_its_parts_one_after_another() -> None:
+def test_the_step_runs_its_micro_batches_in_sequence() -> None:
     graph = random_step(0)
     plain = Program.plain(graph)
     source = Split(graph, (1, 2, 4))

@@ -64,7 +64,7 @@ def _most_unread(events: list[tuple[str, str]], steps: int, drawn: random.Random
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10_000), lag=st.integers(1, 6), ahead=st.integers(0, 4))
-def test_nobody_ever_waits_for_a_slot(seed: int, lag: int, ahead: int) -> None:
+def test_no_rank_ever_waits_for_a_free_slot(seed: int, lag: int, ahead: int) -> None:
     program = issued_ahead(waits_within(_pinned(exchanging(seed, again=False)), lag), ahead)
     nodes = program.graph.by_name
     lines = (line.node for line in program.instructions if line.sink is None)
@@ -84,7 +84,7 @@ def test_nobody_ever_waits_for_a_slot(seed: int, lag: int, ahead: int) -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 10_000))
-def test_all_that_ranks_exchange_goes_so_and_costs_the_same_bytes_or_fewer(seed: int) -> None:
+def test_all_collectives_use_slots_and_send_no_more_bytes(seed: int) -> None:
     before = exchanging(seed, again=True)
     after = _pinned(before)
     assert after.problems() == []
@@ -94,13 +94,13 @@ def test_all_that_ranks_exchange_goes_so_and_costs_the_same_bytes_or_fewer(seed:
     assert before.sent_bytes // 2 <= after.sent_bytes <= before.sent_bytes
 
 
-def test_a_cluster_whose_ranks_share_no_memory_cannot_carry_it_out() -> None:
+def test_a_cluster_without_shared_memory_is_refused() -> None:
     with pytest.raises(BadInput, match="not known to share any") as error:
         predict(_pinned(exchanging(1, again=False)), _COSTS)
     assert len(str(error.value).splitlines()) == 3
 
 
-def test_where_nothing_is_exchanged_or_layers_lie_apart_the_rule_is_refused() -> None:
+def test_the_rule_is_refused_without_collectives_and_for_stages() -> None:
     for program in (SOURCE.plain, stages("blocks.1")):
         with pytest.raises(
             Mismatch, match="the plan has shared_memory_transfer for exchanges"

@@ -55,7 +55,7 @@ def test_a_rank_works_on_its_share_and_sends_each_gradient_once(ranks: int) -> N
     assert program.graph.by_name[outputs[OutputKind.LOSS]].waits_for
 
 
-def test_micro_batches_are_of_the_ranks_own_share() -> None:
+def test_micro_batches_split_the_share_of_a_rank() -> None:
     program = shared(2, Rule(trade="accumulate", degree=2))
     assert (program.repeats, program.parts, batch_rows(program)) == (2, 4, {2})
     # Gradients, and the loss, are exchanged once, behind the last of them.
@@ -73,7 +73,7 @@ def test_rules_that_name_the_models_calls_find_them_in_micro_batches_too() -> No
     assert {spot: spots(program.graph)[spot] for spot in spots(alone.graph)} == spots(alone.graph)
 
 
-def test_rules_of_other_trades_are_for_a_rank_as_for_the_whole() -> None:
+def test_rules_of_other_trades_apply_to_a_rank_as_to_the_whole_step() -> None:
     plain = STEP.plain
     recompute = next(t for t in TRADES if t.name == "recompute")
     offers, _ = recompute.offers(plain, STEP)
@@ -91,7 +91,7 @@ def test_rules_of_other_trades_are_for_a_rank_as_for_the_whole() -> None:
         (4, (Rule(trade="accumulate", degree=4),), "runs the batch in 4 parts"),
     ],
 )
-def test_a_batch_that_cannot_be_shared_so_is_refused(
+def test_an_impossible_sharing_of_the_batch_is_refused(
     ranks: int, more: tuple[Rule, ...], said: str
 ) -> None:
     with pytest.raises(Mismatch, match=said):
@@ -131,12 +131,12 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
         ),
     ],
 )
-def test_batch_statistics_of_such_shares_are_refused(rule: Rule, said: str) -> None:
+def test_impossible_shares_with_batch_statistics_are_refused(rule: Rule, said: str) -> None:
     with pytest.raises(Mismatch, match=said):
         NORMS.apply_rules([rule])
 
 
-def test_waiting_later_hides_more_and_computes_the_same() -> None:
+def test_later_waits_hide_more_communication_and_compute_the_same() -> None:
     plain = shared(2, bucket_bytes=4 * KIB)
     offers, _ = Overlap().offers(plain, STEP)
     assert [o.rules[0].lag for o in offers] == sorted({o.rules[0].lag for o in offers})
@@ -154,7 +154,7 @@ def test_waiting_later_hides_more_and_computes_the_same() -> None:
     assert exposed[-1] < 0.8 * exposed[0]
 
 
-def test_what_is_sent_is_computed_before_what_is_not() -> None:
+def test_sent_gradients_are_computed_first() -> None:
     """A layer's own gradients before that of what it was given, where that is no new peak."""
     plain = shared(2, bucket_bytes=KIB)
     assert sum(map(len, _unsent(plain))) > 10
@@ -187,7 +187,7 @@ def _computed(program: Program) -> list[str]:
     return [i.value for i in computed if not nodes[i.node].is_free]
 
 
-def test_what_stays_between_steps_is_not_moved_where_ranks_exchange_it() -> None:
+def test_state_offload_is_refused_where_ranks_exchange_gradients() -> None:
     program = shared(2)
     offers, (refusal,) = OffloadState().offers(program, STEP)
     assert not offers

@@ -43,7 +43,7 @@ def test_each_schedule_is_offered_on_stages_of_its_own(ranks: int) -> None:
         assert program.pipeline.order.num_stages == len(rules) + 1
 
 
-def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
+def test_replica_groups_of_stages_reduce_after_all_micro_batches() -> None:
     """Each sends on half as much as one group would; and then every gradient, with the loss."""
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
     shared = Rule(trade="shard_batch", degree=2, bucket_bytes=1024)
@@ -79,14 +79,14 @@ def states() -> tuple[Rule, ...]:
 
 
 @pytest.mark.parametrize("otherwise", [{"times": 2}, {"bucket_bytes": 1 << 20}])
-def test_stages_gather_once_and_one_by_one(otherwise: dict[str, int]) -> None:
+def test_stages_refuse_to_gather_weights_twice_or_in_buckets(otherwise: dict[str, int]) -> None:
     rules = (replace(r, **otherwise) for r in states())
     with pytest.raises(BadInput, match="gather weights twice a step, or several") as refused:
         applied(*of_two_groups(), *rules, micro_batches=2)
     assert len(str(refused.value).splitlines()) == 3
 
 
-def test_every_line_of_the_step_is_carried_out_once() -> None:
+def test_stages_execute_every_instruction_once() -> None:
     """By the stages together, also what is computed again."""
     again = Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
     for more in ((), (again,)):
@@ -110,7 +110,7 @@ def test_every_line_of_the_step_is_carried_out_once() -> None:
     assert gelus == 8
 
 
-def test_of_several_results_those_alone_stay_that_are_read_later() -> None:
+def test_only_results_read_later_are_kept_between_stages() -> None:
     """A norm gives gradients of its input and of its weights in one; the former is read at once."""
     rules = rules_for(["blocks.0", "blocks.1", "blocks.2"], schedule="ZBVZeroBubble", ranks=2)
     program = applied(*rules)
@@ -121,7 +121,7 @@ def test_of_several_results_those_alone_stay_that_are_read_later() -> None:
     assert not [node.op for node in nodes if len(node.outputs) > 1]
 
 
-def test_computing_again_lowers_the_peak_of_stages() -> None:
+def test_recomputation_lowers_the_peak_of_stages() -> None:
     again = Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
     before, after = applied(*rules), applied(*rules, again)

@@ -44,7 +44,7 @@ def gathered(rules: tuple[Rule, ...], *more: Rule) -> Program:
     return STEP.apply_rules((*rules, *more))
 
 
-def test_more_at_once_sends_as_much_in_fewer_exchanges() -> None:
+def test_larger_buckets_send_the_same_bytes_in_fewer_collectives() -> None:
     ways = with_gather_buckets(STEP.plain.graph, states(2))
     assert [rules[0].bucket_bytes for rules in ways] == [0, 64 << 10, 256 << 10, 1 << 20]
     programs = [gathered((*BATCH, *rules)) for rules in ways]
@@ -69,7 +69,7 @@ def _sent(program: Program, kind: Exchange) -> int:
 
 
 @pytest.mark.parametrize("nbytes", [0, 128 << 10])
-def test_what_is_sent_ahead_hides_and_holds_no_more_at_the_peak(nbytes: int) -> None:
+def test_prefetched_gathers_overlap_without_raising_the_peak(nbytes: int) -> None:
     rules = (*BATCH, *(replace(rule, bucket_bytes=nbytes) for rule in states(2)))
     plain = gathered(rules)
     within = gathered(with_prefetch(rules, has_equal_shares=True))
@@ -83,7 +83,7 @@ def test_what_is_sent_ahead_hides_and_holds_no_more_at_the_peak(nbytes: int) -> 
     assert after.step_seconds.value < before.step_seconds.value
 
 
-def test_it_can_be_struck_on_micro_batches_and_with_something_computed_again() -> None:
+def test_sharded_states_combine_with_micro_batches_and_recomputation() -> None:
     again = Rule(trade="recompute", module="blocks.*.mlp.act", op="aten.gelu.default", count=3)
     at_once = (replace(rule, bucket_bytes=128 << 10) for rule in states(2))
     rules = with_prefetch((*BATCH, *at_once), has_equal_shares=True)

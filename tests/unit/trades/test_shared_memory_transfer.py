@@ -56,7 +56,7 @@ def found(costs: CostTable) -> SearchResult:
     return best
 
 
-def test_it_is_offered_to_stages_alone() -> None:
+def test_shared_memory_transfer_is_offered_to_stages_only() -> None:
     (offer,), refused = SharedMemoryTransfer().offers(stages("blocks.1"), SOURCE)
     assert offer.rules == (SLOTS,)
     assert SharedMemoryTransfer().offers(SOURCE.plain, SOURCE) == ((), ())
@@ -66,13 +66,13 @@ def test_it_is_offered_to_stages_alone() -> None:
     assert len(str(error.value).splitlines()) == 3
 
 
-def test_a_plan_for_ranks_that_share_memory_is_refused_of_others() -> None:
+def test_a_plan_with_shared_memory_is_refused_for_other_ranks() -> None:
     with pytest.raises(BadInput, match="not known to share any") as error:
         predict(pinned(stages("blocks.1")), costs())
     assert len(str(error.value).splitlines()) == 3
 
 
-def test_it_is_taken_where_a_step_is_faster_by_it() -> None:
+def test_shared_memory_transfer_is_taken_if_the_step_is_faster() -> None:
     slow = costs(1e6)
     best = found(with_slots(slow))
     assert SLOTS in best.rules
@@ -87,7 +87,7 @@ def test_it_is_taken_where_a_step_is_faster_by_it() -> None:
     assert gained > 0
 
 
-def test_else_it_is_told_why_not() -> None:
+def test_a_refused_shared_memory_transfer_has_a_reason() -> None:
     for price, said in (
         (with_slots(costs(), rate=1e5, latency=1e-2), "would take ~"),
         (costs(), "not known to share memory"),
@@ -99,7 +99,7 @@ def test_else_it_is_told_why_not() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_there_are_as_many_slots_as_messages_at_one_time(schedule: str) -> None:
+def test_there_are_as_many_slots_as_simultaneous_messages(schedule: str) -> None:
     """And two for what is sent ahead, where more are to come than those."""
     program = stages("blocks.1", schedule=schedule, micro_batches=8)
     assert program.pipeline is not None
@@ -116,7 +116,7 @@ def test_there_are_as_many_slots_as_messages_at_one_time(schedule: str) -> None:
     assert forward.sizes == sizes
 
 
-def test_no_more_is_read_at_one_time_than_there_are_slots() -> None:
+def test_no_more_messages_are_read_at_once_than_there_are_slots() -> None:
     """By what actions read and keep, for schedules whose stages lie to and fro."""
     for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B"):
         ends = ("blocks.0", "blocks.1", "blocks.2")
@@ -142,7 +142,7 @@ def _most_held(actions: tuple[Action, ...], edge: SlotSpec) -> int:
     return most
 
 
-def test_slots_are_there_all_the_time() -> None:
+def test_slots_are_resident_memory() -> None:
     """What is read and sent is counted there, and not in the passes a second time."""
     price = with_slots(costs())
     program = stages("blocks.1", schedule="GPipe", micro_batches=8)
@@ -157,7 +157,7 @@ def test_slots_are_there_all_the_time() -> None:
 
 
 @pytest.mark.parametrize("is_made_there", [True, False])
-def test_who_sends_writes_what_is_not_made_there_and_does_nothing_else_meanwhile(
+def test_copying_into_a_slot_is_priced_on_the_sending_rank(
     is_made_there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = pinned(stages("blocks.1"))

@@ -109,7 +109,7 @@ class LookedInto(nn.Module):
         return self.base_model(x)
 
 
-def test_modules_within_one_that_has_a_getattr_of_its_own_keep_their_paths() -> None:
+def test_modules_inside_one_with_getattr_keep_their_paths() -> None:
     model = LookedInto(LookedInto(net()))
     graph = source_of((model, lambda m, x: m(x).mean(), BATCH)).graph(micro_batches=1)
     known = {name for name, _ in model.named_modules()}

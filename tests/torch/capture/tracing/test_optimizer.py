@@ -85,7 +85,7 @@ def stepped(make: Callable[..., Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_and_temporaries_are_predicted_as_metered(
+def test_predicted_state_and_temporaries_equal_the_measured_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operators, "_FEWEST_ROUNDS", 1)

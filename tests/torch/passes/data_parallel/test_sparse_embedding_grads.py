@@ -127,7 +127,7 @@ def _why_not(model: nn.Module, ranks: int = 2) -> dict[str, str]:
     return found | {r.label.removeprefix("rows of "): r.reason for r in refusals}
 
 
-def test_what_is_offered_and_what_stays_whole_is_told_why() -> None:
+def test_offered_tables_and_the_reasons_for_others() -> None:
     told = _why_not(Words())
     assert told.pop("word.weight") == ""
     assert told == {"place.weight": "2 ranks look 6 rows up each, and the table has 6"}
@@ -140,7 +140,7 @@ class Twice(Words):
         return result
 
 
-def test_a_table_that_is_looked_up_in_twice_is_told_once() -> None:
+def test_a_table_looked_up_twice_is_refused_once() -> None:
     own = _source(Twice())
     _, refusals = SparseGradients().offers(_applied(own, _shared(2)), own)
     assert [refusal.label for refusal in refusals] == ["rows of word.weight"]
@@ -157,7 +157,7 @@ def test_a_table_that_is_looked_up_in_twice_is_told_once() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(source: CapturedStep, rule: Rule, said: str) -> None:
+def test_impossible_rules_are_refused(source: CapturedStep, rule: Rule, said: str) -> None:
     with pytest.raises(Mismatch) as caught:
         _applied(source, [*_shared(2), rule])
     assert len(str(caught.value).splitlines()) == 3

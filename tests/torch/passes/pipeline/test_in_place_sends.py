@@ -28,7 +28,7 @@ X = torch.randn(6, 6)
         ("aten.cat.default", [[X, X], 1]),
     ],
 )
-def test_what_is_written_is_what_is_made(op: str, given: Sequence[Any]) -> None:
+def test_out_variants_write_the_result(op: str, given: Sequence[Any]) -> None:
     expected = operator_named(op)(*given)
     writing, keyword = WRITING[op]
     place = torch.full_like(expected, float("nan"))

@@ -41,7 +41,7 @@ VIEW = node("view", "aten.view.default", 1, "made", view=True, shape=(24,))
 ROW = node("row", "aten.select.int", 1, "made", view=True, shape=(6,))
 
 
-def test_what_is_made_and_sent_is_written_there() -> None:
+def test_a_sent_value_is_computed_in_its_send_buffer() -> None:
     assert written(MADE, sent=["made"]) == {"made": "made"}
     assert written(MADE, VIEW, sent=["view"]) == {"view": "made"}
     assert written(MADE, ROW, sent=["made"]) == {"made": "made"}, "read again before it is sent"
@@ -67,11 +67,13 @@ def test_what_is_made_and_sent_is_written_there() -> None:
         "changed where it lies",
     ],
 )  # fmt: skip
-def test_all_else_is_copied(nodes: Sequence[Node], sent: Sequence[str], kept: list[str]) -> None:
+def test_other_values_are_copied_into_the_send_buffer(
+    nodes: Sequence[Node], sent: Sequence[str], kept: list[str]
+) -> None:
     assert written(*nodes, sent=sent, kept=kept) == {}
 
 
-def test_what_another_part_makes_is_not_looked_for_here() -> None:
+def test_values_of_another_part_are_ignored() -> None:
     assert written(MADE, sent=[]) == {}
     graph = Graph(nodes=(), storages=(), outputs=(), decomposition="of a test")
     assert written_in_place(graph, ["of another part"], kept=()) == {}

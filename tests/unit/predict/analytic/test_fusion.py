@@ -69,7 +69,7 @@ def test_an_inner_value_that_is_read_elsewhere_is_written() -> None:
     assert kernels["a"].moved_bytes == 2 * _BYTES
 
 
-def test_what_is_kept_for_the_backward_pass_is_written() -> None:
+def test_saved_activations_of_a_fused_kernel_are_written() -> None:
     x, a, b = _node("x", number=0), _node("a", "x", number=1), _node("b", "a", number=2)
     loss = _node("loss", "b", number=3)
     back = _node("back", "a", "loss", number=4, phase=Phase.BACKWARD)
@@ -144,7 +144,7 @@ def test_fusing_never_takes_more_time(tensor: int, again: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("name", ["peak_share", "bandwidth_share"])
-def test_a_stack_that_reaches_more_never_takes_more_time(name: str) -> None:
+def test_a_software_stack_with_higher_shares_is_never_slower(name: str) -> None:
     took = [
         _seconds(SoftwareStack(call_seconds=0.0, **{name: share}))
         for share in (0.25, 0.5, 0.75, 1.0)
@@ -153,7 +153,7 @@ def test_a_stack_that_reaches_more_never_takes_more_time(name: str) -> None:
     assert took[0] > took[-1]
 
 
-def test_one_after_the_other_is_between_the_larger_and_twice_of_it() -> None:
+def test_summing_compute_and_traffic_takes_one_to_two_rooflines() -> None:
     # Roofline's bound is the larger of computing and moving; theirs is the sum.
     costs = CostTable(device=replace(_MACHINE.device, call_seconds=0.0))
     stack = SoftwareStack(fuses=False)
@@ -163,7 +163,7 @@ def test_one_after_the_other_is_between_the_larger_and_twice_of_it() -> None:
             assert plain * (1 - 1e-9) <= kernel_seconds(kernel, costs, stack) <= 2 * plain
 
 
-def test_a_call_is_hidden_by_what_runs_and_never_takes_less() -> None:
+def test_call_overhead_is_hidden_by_running_kernels() -> None:
     """It is made while the one before it runs."""
     kernels = [k for k in unfused(_captured(1).nodes) if k.nodes[0].collective is None]
     costs = tensor_costs(_MACHINE, ClusterLayout())
@@ -189,13 +189,13 @@ def test_attention_computes_whole_blocks_along_its_diagonal() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.35])
-def test_no_more_than_the_device_has_is_reached(share: float) -> None:
+def test_shares_above_one_or_below_zero_are_refused(share: float) -> None:
     with pytest.raises(BadInput, match="shares"):
         SoftwareStack(bandwidth_share=share)
 
 
 @pytest.mark.parametrize("along", [False, True])
-def test_exchanging_beside_products_never_takes_more_time(along: bool) -> None:
+def test_overlapping_tensor_parallel_exchanges_is_never_slower(along: bool) -> None:
     layout = ClusterLayout(tensor=4, draws_parts=True, gathers_again=along)
     graph = stored_graph("published-gpt-on-4-along" if along else "published-gpt-on-4")
     costs = tensor_costs(_MACHINE, layout)

@@ -84,7 +84,7 @@ def test_the_sections_of_three_blocks_are_the_whole_step() -> None:
     assert flops == sum(n.flops for n in _graph().nodes)
 
 
-def test_exchanges_are_those_of_the_graph_in_parts() -> None:
+def test_exchanged_bytes_are_those_of_the_sharded_graph() -> None:
     parts = _parts(ClusterLayout(tensor=4))
     sent = sum(n.collective.sent_bytes for n in _graph(4).nodes if n.collective is not None)
     told = parts.before.exchanged_bytes + 3 * parts.block.exchanged_bytes
@@ -93,7 +93,7 @@ def test_exchanges_are_those_of_the_graph_in_parts() -> None:
     assert parts.block.exchanged_bytes == 4 * 2 * 3 * (2 * _SBH // 4)
 
 
-def test_what_is_computed_again_takes_time_and_saves_memory() -> None:
+def test_recomputation_takes_time_and_saves_memory() -> None:
     plain, core, whole = (_step(ClusterLayout(again=a)) for a in ((), ("attention.core",), ("",)))
     assert plain.step_seconds < core.step_seconds < whole.step_seconds
     kept = [step.stages[0].activation_bytes for step in (plain, core, whole)]
@@ -142,7 +142,7 @@ def test_a_layout_that_does_not_multiply_is_refused() -> None:
         ClusterLayout(tensor=0)
 
 
-def test_what_is_spared_of_what_runs_again_is_kept_and_not_run_again() -> None:
+def test_spared_modules_are_kept_and_not_recomputed() -> None:
     whole = _parts(ClusterLayout(again=("",))).block
     spared = _parts(ClusterLayout(again=("",), spared=("up",))).block
     plain = _parts(ClusterLayout()).block
@@ -160,13 +160,13 @@ def test_stages_of_unequal_blocks_wait_for_the_longest() -> None:
         _step(replace(layout, stage_blocks=(12, 13)))
 
 
-def test_the_end_of_the_model_holds_more_than_it_keeps() -> None:
+def test_the_last_section_holds_workspace_beyond_its_activations() -> None:
     after = _parts(ClusterLayout()).after
     logits = 2 * _LENGTH * _MICRO_BATCH * _VOCABULARY
     assert after.peak_bytes >= after.kept_bytes + logits
 
 
-def test_rings_alone_are_never_quicker() -> None:
+def test_ring_algorithms_alone_are_never_faster() -> None:
     layout = ClusterLayout(data=8, state_stage=3)
     parts = _parts(layout)
 
@@ -176,7 +176,7 @@ def test_rings_alone_are_never_quicker() -> None:
     assert took(SoftwareStack(rings_only=True)) >= took(SoftwareStack())
 
 
-def test_what_stages_hand_each_other_waits_as_the_stack_hands_it() -> None:
+def test_stage_messages_wait_according_to_the_send_mode() -> None:
     def took(handing: StageSendMode, stages: int) -> float:
         layout = ClusterLayout(pipeline=stages, micro_batches=8)
         stack = SoftwareStack(handing=handing)
@@ -197,7 +197,7 @@ def test_what_stages_hand_each_other_waits_as_the_stack_hands_it() -> None:
         assert took(StageSendMode.IN_TURN, stages) - beside == pytest.approx(ways * handed(stages))
 
 
-def test_what_was_sent_in_parts_is_gathered_where_it_arrives() -> None:
+def test_scattered_stage_messages_are_gathered_by_the_receiver() -> None:
     def handed(layout: ClusterLayout) -> float:
         return LayoutCost(_parts(layout), _MACHINE, layout, MIXED).hand_on_seconds
 
@@ -207,7 +207,7 @@ def test_what_was_sent_in_parts_is_gathered_where_it_arrives() -> None:
     assert handed(split) - handed(goes_on_split) == pytest.approx(gathered)
 
 
-def test_an_update_takes_what_its_optimizer_is_known_to_move() -> None:
+def test_an_update_takes_the_time_of_its_known_traffic() -> None:
     layout = ClusterLayout()
 
     def took(formats: Formats) -> float:

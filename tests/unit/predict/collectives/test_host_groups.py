@@ -35,7 +35,7 @@ SUM, GATHER = Exchange.ALL_REDUCE, Exchange.ALL_GATHER
         (3, 1, GATHER, 3, 1, 1),
     ],
 )
-def test_what_leaves_a_host(
+def test_bytes_leaving_a_host_are_those_of_the_busiest_host(
     ranks: int, each: int, kind: Exchange, count: int, stride: int, leaving: float
 ) -> None:
     one = GLOO.collective(kind, axis=DATA, num_ranks=count, nbytes=1 << 20, stride=stride)
@@ -48,7 +48,7 @@ def test_what_leaves_a_host(
     ("kind", "leaving"),
     [(SUM, 1), (GATHER, 1), (Exchange.REDUCE_SCATTER, 1), (Exchange.ALL_TO_ALL, 64 / 15)],
 )
-def test_nccl_gathers_around_a_ring_too(kind: Exchange, leaving: float) -> None:
+def test_nccl_collectives_use_a_ring(kind: Exchange, leaving: float) -> None:
     one = NCCL.collective(kind, axis=DATA, num_ranks=16, nbytes=1 << 20)
     assert RanksPerHost(num_ranks=16, each=8, near=NEAR).leaving(one) == pytest.approx(leaving)
 
@@ -65,7 +65,7 @@ def test_nccl_gathers_around_a_ring_too(kind: Exchange, leaving: float) -> None:
         (2, 4, 2, 0),
     ],
 )
-def test_stages_hand_on_to_the_next_host(
+def test_stage_messages_to_the_next_host_leave_the_host(
     stages: int, each: int, stride: int, leaving: float
 ) -> None:
     """Of three to a host and two to a stage: rank 1 to 3, and then 2 to 4. Where the plan lies on
@@ -84,7 +84,7 @@ def test_stages_hand_on_to_the_next_host(
         (ParallelLayout(pipeline=6), {0, 1, 5}, 2, 1),
     ],
 )
-def test_what_stages_sum_up_goes_between_the_hosts_that_they_are_on(
+def test_reductions_among_stages_leave_the_hosts_of_their_ranks(
     layout: ParallelLayout, ranks: set[int], each: int, leaving: float
 ) -> None:
     nothing: tuple[tuple[Any, ...], ...] = ((),) * layout.pipeline
@@ -98,7 +98,7 @@ def test_what_stages_sum_up_goes_between_the_hosts_that_they_are_on(
 
 
 @pytest.mark.parametrize(("transport", "leaving"), [(GLOO, 4 / 3), (NCCL, 1)])
-def test_weights_of_stages_are_gathered_as_their_ranks_exchange(
+def test_weights_of_stages_are_gathered_within_their_replica_groups(
     transport: Transport, leaving: float
 ) -> None:
     """Four that share a stage, on two hosts; the loss lies on the host, and gloo sums it up."""
@@ -120,7 +120,7 @@ def test_groups_that_share_tensors_are_as_far_apart_as_they_are_large() -> None:
     assert RanksPerHost(num_ranks=4, each=2, near=NEAR, group=2).leaving(one) == 2
 
 
-def test_an_exchange_takes_what_the_way_out_of_the_busiest_host_takes() -> None:
+def test_a_collective_takes_the_time_of_the_busiest_hosts_uplink() -> None:
     spread = RanksPerHost(num_ranks=4, each=2, near=NEAR)
     costs = CostTable(device=DEVICE, links={DATA: BETWEEN}, spread=spread)
 
@@ -133,7 +133,7 @@ def test_an_exchange_takes_what_the_way_out_of_the_busiest_host_takes() -> None:
     assert seconds(4, 1) == pytest.approx(6 * 1e-3 + 1.5 * (1 << 20) / 1e7)
 
 
-def test_what_it_takes_of_a_device_is_of_the_bytes_that_this_sends() -> None:
+def test_device_time_of_a_collective_is_for_its_own_bytes() -> None:
     """However many others of its host wait for the same way out."""
     spread = RanksPerHost(num_ranks=4, each=2, near=NEAR)
     over, within = (
@@ -145,7 +145,7 @@ def test_what_it_takes_of_a_device_is_of_the_bytes_that_this_sends() -> None:
     assert costs.link_of(within) == NEAR
 
 
-def test_a_way_out_that_is_faster_than_what_is_near_is_not_said_to_be() -> None:
+def test_an_uplink_is_never_priced_faster_than_the_local_link() -> None:
     slow = Link(kind="near", latency_seconds=1e-5, bytes_per_second=1e6)
     one = GLOO.collective(SUM, axis=DATA, num_ranks=4, nbytes=1 << 20)
     assert RanksPerHost(num_ranks=4, each=2, near=slow).shared(one, BETWEEN).bytes_per_second == 1e6

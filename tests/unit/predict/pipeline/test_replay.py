@@ -58,7 +58,7 @@ def _equal(order: Order, *, share: float = 1.0) -> Replay:
 @pytest.mark.parametrize(("num_ranks", "micro_batches"), _SIZES)
 @settings(max_examples=10, deadline=None)
 @given(seconds=st.data())
-def test_nothing_begins_before_what_it_reads_is_there(
+def test_no_action_starts_before_its_inputs_have_arrived(
     schedule: str, num_ranks: int, micro_batches: int, seconds: st.DataObject
 ) -> None:
     order = _order(schedule, num_ranks, micro_batches)
@@ -100,7 +100,7 @@ def test_equal_stages_leave_the_textbook_bubble(
 
 
 @pytest.mark.parametrize(("num_ranks", "micro_batches"), _SIZES)
-def test_interleaving_and_splitting_backward_leave_less_of_it(
+def test_interleaving_and_splitting_backward_shrink_the_bubble(
     num_ranks: int, micro_batches: int
 ) -> None:
     plain = _equal(_order("1F1B", num_ranks, micro_batches))
@@ -114,7 +114,7 @@ def test_interleaving_and_splitting_backward_leave_less_of_it(
         assert halves[name].bubble < plain.bubble
 
 
-def test_what_is_under_way_slows_only_what_is_worked_on_meanwhile() -> None:
+def test_messages_slow_down_only_concurrent_work() -> None:
     """GPipe's first rank works 1 and sends for 1; the second works 1 when the first has come. Of
     the time that a message takes, half is taken of who works."""
     order = _order("GPipe", 2, 2)
@@ -135,7 +135,7 @@ def test_what_is_under_way_slows_only_what_is_worked_on_meanwhile() -> None:
     ("schedule", "first", "second", "seconds"),
     [("GPipe", 1, 3, 133.1), ("1F1B", 1, 1, 55.8), ("1F1B", 3, 1, 130.1)],
 )
-def test_pipelines_are_disturbed_as_an_exact_simulation_says(
+def test_disturbed_pipelines_agree_with_an_exact_simulation(
     schedule: str, first: int, second: int, seconds: float
 ) -> None:
     """Figures of a simulation by events, written apart from this one; the mirror image of a
@@ -158,7 +158,7 @@ def _busy_seconds(ranked: tuple[Replayed, ...]) -> float:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=20, deadline=None)
 @given(seconds=st.data(), disturbs=st.floats(0.01, 1.0))
-def test_messages_take_of_the_work_of_both_ends_no_more_than_they_last(
+def test_messages_slow_down_each_end_by_at_most_their_duration(
     schedule: str, seconds: st.DataObject, disturbs: float
 ) -> None:
     order = _order(schedule, 2, 8)
@@ -199,7 +199,7 @@ def test_1f1b_holds_no_more_than_gpipe(num_ranks: int, micro_batches: int) -> No
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_the_end_only_gradients_and_what_was_sent_are_left(schedule: str) -> None:
+def test_only_gradients_and_sent_buffers_remain_at_the_end(schedule: str) -> None:
     """Each kept value is let go of: the last action finds nothing but its own."""
     order = _order(schedule, 2, 8)
     last = [ranked[-1] for ranked in _equal(order).ranks]
@@ -213,7 +213,7 @@ def test_in_the_end_only_gradients_and_what_was_sent_are_left(schedule: str) -> 
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_two_stages_of_one_rank_keep_is_there_once(schedule: str) -> None:
+def test_values_kept_by_two_stages_of_a_rank_count_once(schedule: str) -> None:
     """And until the later of both has done with it; on two ranks each has its own."""
     order = _order(schedule, 2, 8)
     folded = schedule in ("ZBVZeroBubble", "DualPipeV")
@@ -245,7 +245,7 @@ def test_what_two_stages_of_one_rank_keep_is_there_once(schedule: str) -> None:
             assert less[-1] <= 40
 
 
-def test_what_is_sent_on_and_kept_and_handed_back_is_there_once() -> None:
+def test_values_sent_kept_and_received_again_count_once() -> None:
     """Rank 1 of a pipeline that folds: stages 1 and 2 keep one value that 2 also sends to 3."""
     order = _order("ZBVZeroBubble", 2, 8)
     value = {"value": 50}
@@ -266,7 +266,7 @@ def test_what_is_sent_on_and_kept_and_handed_back_is_there_once() -> None:
 
 
 @pytest.mark.parametrize("schedule", _PER_RANK)
-def test_messages_by_way_of_hosts_take_room_while_they_are_read(schedule: str) -> None:
+def test_messages_through_host_memory_take_device_memory_while_read(schedule: str) -> None:
     order = _order(schedule, 2, 8)
     alone = replace(_cost(1, 1, 1), sends={}, sends_back={})
     ends = [
@@ -286,11 +286,11 @@ def test_messages_by_way_of_hosts_take_room_while_they_are_read(schedule: str) -
     assert any(a.held_bytes > b.held_bytes for a, b in zip(waiting, by_host, strict=True))
 
 
-def test_two_that_overlap_are_taken_one_after_the_other() -> None:
+def test_overlapping_actions_are_listed_sequentially() -> None:
     assert list(map(str, actions_of(["(0F2;1B1)OVERLAP_F_B", "", "1W3"]))) == ["0F2", "1B1", "1W3"]
 
 
-def test_what_an_action_is_sent_comes_from_the_stage_beside_it_on_another_rank() -> None:
+def test_an_action_receives_from_the_adjacent_stage_on_another_rank() -> None:
     order = stored_order("ZBVZeroBubble", num_ranks=2, num_stages=4, micro_batches=8)
     sources = {str(a): source_of(a, order.rank_of) for a in order.ranks[1]}
     read = {sources[f"1{work}0"] for work in "FI"} | {sources[f"2{work}0"] for work in "FI"}
@@ -299,6 +299,6 @@ def test_what_an_action_is_sent_comes_from_the_stage_beside_it_on_another_rank()
     assert sources["1W0"] is None
 
 
-def test_a_cell_that_is_no_action_is_refused() -> None:
+def test_an_invalid_cell_is_refused() -> None:
     with pytest.raises(PlanFileError, match="0X1"):
         actions_of(["0F0", "0X1"])

@@ -17,7 +17,7 @@ from tests.support.declared import costs
 from tests.unit.trades.test_shard_pipeline import SOURCE, applied, offered, stages
 
 
-def test_sums_among_stages_go_at_the_rate_of_sums_and_messages_at_theirs() -> None:
+def test_all_reduces_and_messages_among_stages_have_their_own_link_rates() -> None:
     known = costs()
     slow, fast = (replace(known.links[PIPELINE], bytes_per_second=rate) for rate in (1e6, 1e9))
     priced = replace(known, links={**known.links, DATA: slow, PIPELINE: fast})
@@ -45,7 +45,7 @@ def test_a_slower_link_never_makes_the_step_faster() -> None:
     assert seconds[-1] > 2 * seconds[0]
 
 
-def test_each_schedule_costs_what_it_is_for() -> None:
+def test_each_schedule_has_its_advantage_in_time_or_memory() -> None:
     """Zero bubbles wait less than 1F1B, and 1F1B holds less than all at once."""
     rules = offered(2)
     programs = {s: applied(*own, micro_batches=8) for s, own in rules.items()}
@@ -57,7 +57,7 @@ def test_each_schedule_costs_what_it_is_for() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_goes_on_around_an_action_is_in_its_price(schedule: str) -> None:
+def test_call_overhead_of_pipeline_actions_is_priced(schedule: str) -> None:
     """Twice as many micro-batches are twice as many actions, each of which takes some calls."""
     known, call = costs(), 1e-3
     links = {axis: replace(link, call_seconds=call) for axis, link in known.links.items()}

@@ -279,7 +279,7 @@ def test_a_slower_link_or_less_of_a_device_or_of_memory_is_never_faster() -> Non
         assert seconds == sorted(seconds)
 
 
-def test_the_same_step_on_more_samples_is_looked_into_anew() -> None:
+def test_a_search_with_more_samples_is_independent() -> None:
     # Calls are short beside what these few bytes take, or all would take the same.
     search = _search(_SHAPES[0], call="50 ns")
     more = search.with_samples(16)
@@ -293,7 +293,7 @@ def test_the_same_step_on_more_samples_is_looked_into_anew() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_rules_say_all_of_a_layout(ranks: int) -> None:
+def test_rules_describe_a_layout_completely(ranks: int) -> None:
     search, step = _search(_SHAPES[0]), stored_templates(_SHAPES[0])
     whole = stored_step("gpt-6-blocks").plain
     for way in search.ways(ranks)[:40]:
@@ -321,7 +321,7 @@ def test_rules_say_all_of_a_layout(ranks: int) -> None:
         assert (cut > 6) == (layout.tensor > 1)
 
 
-def test_what_is_computed_again_is_held_as_the_whole_step_would_hold_it() -> None:
+def test_recomputed_blocks_hold_the_memory_of_the_full_program() -> None:
     """Beside the program of all blocks, applied by the same rules and predicted call by call: that
     one makes each value when it is wanted, where a deep model's block is made again at once."""
     step, whole = stored_templates(_SHAPES[2]), stored_step("gpt-6-blocks")
@@ -415,7 +415,7 @@ def _other(rules: tuple[Rule, ...], trade: str, **changed: object) -> tuple[Rule
         (lambda r: (*r, Rule(trade="shard_tensor", module="a", degree=16)), "on 32 ranks"),
     ],
 )
-def test_rules_that_mean_nothing_here_are_refused(
+def test_inapplicable_rules_are_refused(
     edit: Callable[[tuple[Rule, ...]], tuple[Rule, ...]], said: str
 ) -> None:
     search, step = _search(_SHAPES[0]), stored_templates(_SHAPES[0])
@@ -429,7 +429,7 @@ def test_rules_that_mean_nothing_here_are_refused(
         from_rules(edit(_rules(step, laid)), search, _told(step))
 
 
-def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
+def test_partially_offloaded_blocks_are_refused() -> None:
     search, step = _search(_SHAPES[0], host="12 GB/s and 1 GiB"), stored_templates(_SHAPES[0])
     (way,) = (w for w in search.ways(1) if w.layout.micro_batches == 1)
     roomy = search.plan_layout(way, 1 << 40)
@@ -443,7 +443,7 @@ def test_a_part_of_what_a_block_keeps_is_not_moved_alone() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_step_drawn_out_ends_when_it_is_predicted_to(ranks: int) -> None:
+def test_trace_of_a_layout_ends_at_its_prediction(ranks: int) -> None:
     """Where one stage takes all; else no later, and not much sooner."""
     search = _search(_SHAPES[0])
     for way in search.ways(ranks):
@@ -466,7 +466,7 @@ def test_a_step_drawn_out_ends_when_it_is_predicted_to(ranks: int) -> None:
         assert 0.8 * laid.step.step_seconds < ends <= most * laid.step.step_seconds
 
 
-def test_the_ends_of_stages_are_where_their_blocks_end() -> None:
+def test_stage_ends_are_the_last_blocks_of_the_stages() -> None:
     search, step = _search(_SHAPES[1]), stored_templates(_SHAPES[1])
     for way in search.ways(3):
         if way.layout.pipeline == 3:

@@ -11,7 +11,7 @@ from steelyard.search.single.granularity import micro_batch_counts, offload_leve
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 48, 64, 960, 2048, 12288])
-def test_the_coarsest_cuts_and_the_finest_are_looked_at(size: int) -> None:
+def test_the_coarsest_and_the_finest_splits_are_tried(size: int) -> None:
     divisors = [k for k in range(2, size + 1) if size % k == 0]
     chosen = micro_batch_counts([*divisors, *divisors])
     assert chosen[:5] == tuple(divisors[:5])
@@ -79,7 +79,7 @@ def test_without_an_optimizer_weights_are_moved_alone() -> None:
     ]  # fmt: skip
 
 
-def test_of_slices_the_chosen_and_finer_ones_are_looked_at() -> None:
+def test_the_chosen_and_finer_slices_are_tried() -> None:
     offered = [replace(rule, degree=n) for rule in rules("weight", "ab") for n in (2, 8)]
     offered += rules("weight", "c")
     numbers = slice_counts(offered)
