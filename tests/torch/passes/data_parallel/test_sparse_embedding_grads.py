@@ -97,15 +97,14 @@ def test_the_sums_are_those_of_one_device(
     def gradients(rank: int) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = Words()
-        own = _source(model)
-        own.captured(micro_batches=program.units)
         channels = {"data": together.channel(rank)}
         step = LiveStep(
-            model, program, constants=own.captured(micro_batches=program.units).constants,
-            batch=own.batch, runner=partial(emit, channels=channels), rank=rank, channels=channels,
+            model, program, constants=source.captured(micro_batches=program.units).constants,
+            batch=source.batch, runner=partial(emit, channels=channels), rank=rank,
+            channels=channels,
         )  # fmt: skip
         step.zero_grad()
-        step.backward(own.batch)
+        step.backward(source.batch)
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     found = together.run(gradients)
