@@ -775,7 +775,7 @@ def test_the_flight_recorder_keeps_what_gloo_exchanged() -> None:
     assert last["collective_seq_id"] > 0
 
 
-def test_a_supervised_agent_asks_before_it_looks_and_reaps() -> None:
+def test_a_supervised_agent_calls_back_before_it_reaps() -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     steps = ("_monitor_workers", "_start_workers", "_stop_workers", "_rendezvous")
@@ -786,7 +786,7 @@ def test_a_supervised_agent_asks_before_it_looks_and_reaps() -> None:
 
 
 @pytest.mark.parametrize("op", WRITING)
-def test_an_operator_that_is_told_where_to_write_has_a_kernel_that_does(op: str) -> None:
+def test_out_variants_have_a_kernel(op: str) -> None:
     """And is otherwise the same. The others' variants are the plain operator and a copy."""
     writing, keyword = WRITING[op]
     plain, told = (operator_named(name)._schema for name in (op, writing))

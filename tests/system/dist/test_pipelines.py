@@ -29,7 +29,7 @@ def test_two_pipeline_ranks_equal_one_device(model: str) -> None:
             assert made >= STEPS * MICRO_BATCHES, schedule
 
 
-def test_branches_of_a_network_that_forks_lie_on_different_devices() -> None:
+def test_branches_of_a_model_can_lie_on_different_devices() -> None:
     ranks = on_two_ranks("tests.system.dist.pipelines:two_of_towers")
     for schedule in ranks[0]:
         as_one_device("towers", schedule, [rank[schedule] for rank in ranks])

@@ -136,7 +136,9 @@ def test_losses_and_weights_are_those_of_the_unplanned_step(
     assert list(folder.iterdir()) == []
 
 
-def test_the_plan_file_says_where_and_is_read_back(planned: sy.Planned, tmp_path: Path) -> None:
+def test_the_plan_file_names_the_offload_folder_and_is_read_back(
+    planned: sy.Planned, tmp_path: Path
+) -> None:
     path = tmp_path / "train.plan.toml"
     planned.save(path)
     text = path.read_text()

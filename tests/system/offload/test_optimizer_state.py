@@ -411,7 +411,7 @@ def test_inapplicable_offload_rules_are_refused(
         told(adam, chosen)
 
 
-def test_a_plan_file_without_far_memory_is_refused(adam: sy.Planned, tmp_path: Path) -> None:
+def test_a_plan_file_without_offload_memory_is_refused(adam: sy.Planned, tmp_path: Path) -> None:
     path = tmp_path / "a.plan.toml"
     told(adam, rules()).save(path)
     text = path.read_text()

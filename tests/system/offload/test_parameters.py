@@ -130,7 +130,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", [c.name for c in zoo.CASES if c.name in MODELS])
-def test_with_copies_and_transfers_at_random_every_model_trains_the_same(
+def test_random_copies_and_transfers_do_not_change_any_model(
     name: str, parts: int, tmp_path: Path
 ) -> None:
     case, rng = zoo.case(name), random.Random(name)
@@ -203,7 +203,7 @@ def test_offloaded_parameters_are_readable_and_writable_between_steps(adam: sy.P
     assert_same_weights(ours, theirs)
 
 
-def test_a_loop_of_ones_own_clips_adds_up_and_reads_gradients(adam: sy.Planned) -> None:
+def test_a_user_loop_clips_accumulates_and_reads_gradients(adam: sy.Planned) -> None:
     ours, theirs, x = pair(adam, rules(*MOVABLE))
     norms = []
     for step in (ours, theirs):
@@ -228,7 +228,7 @@ def test_user_gradients_are_accumulated_in_place(adam: sy.Planned) -> None:
     assert_same_weights(ours, theirs)
 
 
-def test_hooks_of_parameters_run_and_change_what_they_change(adam: sy.Planned) -> None:
+def test_parameter_hooks_run_and_may_change_gradients(adam: sy.Planned) -> None:
     ours, theirs, x = pair(adam, rules(*MOVABLE))
     seen: list[str] = []
     for step in (ours, theirs):

@@ -206,7 +206,7 @@ def test_an_update_in_slices_comes_to_the_same_bits(
     assert_as_said(fitting, ours)
 
 
-def test_micro_batches_add_slices_to_what_was_sent(adam: sy.Planned) -> None:
+def test_micro_batches_accumulate_into_offloaded_slices(adam: sy.Planned) -> None:
     split = Rule(trade="accumulate", degree=2)
     for lead in (0, 2):
         planned = told(adam, (split, *rules(*LAYERS, lead=lead)))
@@ -235,7 +235,7 @@ def test_sliced_updates_round_half_precision_as_before(offload_memory: sy.Offloa
     assert measured <= fitting.predicted.memory_bytes.value + 4 <= 1.03 * measured
 
 
-def test_a_loop_of_ones_own_adds_up_clips_and_schedules(adam: sy.Planned) -> None:
+def test_a_user_loop_accumulates_clips_and_schedules(adam: sy.Planned) -> None:
     ours, theirs, x = pair(adam, ALL)
     norms = []
     for step in (ours, theirs):

@@ -254,9 +254,7 @@ class Tower(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_with_copies_and_transfers_at_random_it_trains_the_same(
-    seed: int, memory: OffloadFile
-) -> None:
+def test_random_copies_and_transfers_do_not_change_training(seed: int, memory: OffloadFile) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model, batch = Tower(), torch.randn(24, WIDTH)

@@ -177,7 +177,7 @@ def test_the_next_cent_is_what_larger_devices_would_save(
     assert cent.saved_seconds > 0
 
 
-def test_stages_on_a_slower_class_hold_no_more_than_it_has() -> None:
+def test_stages_on_a_slower_device_class_fit_its_memory() -> None:
     old = """
 [device.old]
 memory = "700 KiB"
@@ -330,7 +330,7 @@ def test_minimize_devices_finds_the_smallest_number(where: DeclaredClusterPlanne
     assert quicker.predicted.step_seconds.value <= seconds * 0.9
 
 
-def test_a_refusal_of_memory_says_that_the_batch_cannot_be_cut_and_why() -> None:
+def test_a_memory_refusal_gives_the_reason_for_not_splitting_the_batch() -> None:
     def pairing(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         out = model(batch["x"]).mean(1)
         return (out @ out.T).square().mean()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [on_its_worker(name) for name in ("gpt", "resnet_bn", "hf_t5", "hf_gpt2")]
 )
-def test_plans_compute_what_eager_pytorch_does_in_the_memory_promised(name: str) -> None:
+def test_plans_compute_the_eager_results_within_the_predicted_memory(name: str) -> None:
     trial = trial_of(name)
     costs = trial.costs()
     searching = trial.searching(costs)

@@ -41,5 +41,5 @@ def test_every_file_is_of_a_recorded_step() -> None:
     assert set(stored.names()) == record.RECORDED.keys()
 
 
-def test_a_stored_step_comes_back_as_it_was_captured() -> None:
+def test_a_stored_step_is_equal_after_reading_and_writing() -> None:
     assert stored.encoded(stored.stored("zoo-mlp")) == stored.read("zoo-mlp")

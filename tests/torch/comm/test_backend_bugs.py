@@ -46,7 +46,7 @@ def channel(backend: str, *, num_ranks: int = 2) -> Channel:
 
 
 @pytest.mark.parametrize("ops", [(_PLAIN, _PLAIN), (_PLAIN, ""), ("", _PLAIN)])
-def test_a_plain_gather_beside_another_is_refused_on_gloo(ops: tuple[str, str]) -> None:
+def test_concurrent_plain_gathers_are_refused_on_gloo(ops: tuple[str, str]) -> None:
     program = two_gathers(*ops, overlapping=True)
     with pytest.raises(Mismatch, match="while parameter:p0_gathered is on its way"):
         emit(program, channels={"data": channel("gloo")})

@@ -27,7 +27,7 @@ def by_name(rows: tuple[DoctorRow, ...]) -> dict[str, DoctorRow]:
     return {row.name: row for row in rows}
 
 
-def test_every_row_that_is_not_ok_says_what_to_do() -> None:
+def test_every_row_that_is_not_ok_has_a_remedy() -> None:
     rows = diagnose()
     assert {row.name for row in rows} == ROWS
     for row in rows:

@@ -133,7 +133,7 @@ def test_another_host_than_the_first_may_plan_for_all() -> None:
     assert heard == ["a plan"] * 2
 
 
-def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
+def test_measurements_of_a_slow_first_host_do_not_replace_those_of_the_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same operators, measured on a host of half the speed: it takes as long as was measured
@@ -261,7 +261,7 @@ def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
         check_neighbours(who)
 
 
-def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
+def test_a_plan_for_another_number_of_hosts_is_refused() -> None:
     RankInfo(size=2, hosts=2).check_size(2, planned_hosts=2)
     RankInfo(size=2).check_size(2)
     with pytest.raises(Mismatch, match="for 2 hosts, and the ranks are on 1"):
@@ -278,7 +278,7 @@ def _on_gpus(cluster: Cluster) -> Cluster:
 
 @pytest.mark.parametrize("at", [lambda cluster: cluster, _on_gpus])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_plan_that_lies_on_one_of_the_hosts_is_for_those_that_met(
+def test_a_plan_that_uses_one_of_the_hosts_belongs_to_all_that_met(
     at: Callable[[Cluster], Cluster], ranks: int
 ) -> None:
     """Also on GPUs, which Cluster.here() knows nothing of; one rank has all cores of its host."""

@@ -57,7 +57,7 @@ def planned() -> tuple[nn.Module, Program, Prediction]:
         (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "SGD with momentum {}"),
     ],
 )
-def test_the_state_is_what_torch_keeps_to_the_byte(make: Any, said: str) -> None:
+def test_the_noted_state_equals_that_of_torch_to_the_byte(make: Any, said: str) -> None:
     model, program, predicted = planned()
     without = frozenset(program.graph.unused) | {"unused.weight", "unused.bias"}
     update = capture_update(model, make, without_gradient=without)

@@ -95,7 +95,7 @@ def test_tensors_that_share_memory_count_once() -> None:
     assert found.batch_bytes == 64 * 4
 
 
-def test_a_far_memory_larger_than_its_disk_is_refused_at_once(
+def test_offload_memory_larger_than_its_disk_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CapturedStep, "graph", never("captured"))

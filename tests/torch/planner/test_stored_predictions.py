@@ -94,7 +94,7 @@ def test_missing_predictions_are_made_again(path: Path, told: list[str]) -> None
     assert again.plan.predicted.peak.nbytes > 0
 
 
-def test_damaged_predictions_are_made_anew(path: Path, told: list[str]) -> None:
+def test_damaged_predictions_are_made_again(path: Path, told: list[str]) -> None:
     path.with_suffix(".json").write_text("{}")
     sy.load(path, *made(), optimizer=ADAM, on_progress=told.append)
     assert any("cannot be used" in said for said in told)
@@ -113,7 +113,7 @@ def test_predictions_below_the_programs_memory_are_made_again(
     assert again.plan.predicted.peak.nbytes == peak
 
 
-def test_another_optimizer_is_predicted_anew(path: Path, told: list[str]) -> None:
+def test_another_optimizer_is_predicted_again(path: Path, told: list[str]) -> None:
     sgd = partial(torch.optim.SGD, lr=0.1)
     again = sy.load(path, *made(), optimizer=sgd, on_progress=told.append)
     assert any("another step, machine or optimizer" in said for said in told)
@@ -121,7 +121,7 @@ def test_another_optimizer_is_predicted_anew(path: Path, told: list[str]) -> Non
     assert again.plan.predicted.peak == fresh.plan.predicted.peak
 
 
-def test_an_edited_plan_is_predicted_anew(path: Path, told: list[str]) -> None:
+def test_an_edited_plan_is_predicted_again(path: Path, told: list[str]) -> None:
     path.write_text(path.read_text().replace('memory = "1 MiB"', 'memory = "2 MiB"'))
     sy.load(path, *made(), optimizer=ADAM, on_progress=told.append)
     assert "predicting anew: the plan was edited after it was predicted" in told

@@ -60,7 +60,7 @@ def test_the_reduction_is_read_off_the_graph() -> None:
     assert source.reduction() is Reduction.COUNTED
 
 
-def test_a_counted_mean_beside_other_terms_refuses_unequal_counts() -> None:
+def test_a_counted_mean_with_other_loss_terms_refuses_unequal_counts() -> None:
     def with_penalty(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return _loss(model, batch) + model(batch["x"]).pow(2).mean()
 

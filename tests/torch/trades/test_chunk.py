@@ -220,7 +220,7 @@ def test_half_precision_is_added_up_in_single() -> None:
         assert_same(plain, ours, within=2**-7)
 
 
-def test_a_batch_that_counts_nothing_gives_what_eager_gives() -> None:
+def test_a_batch_without_counted_targets_equals_eager() -> None:
     torch.manual_seed(0)
     batch = torch.full((8, 48), -100)
     trial = Trial(Scores(), LOSSES["mean"], batch)
@@ -231,7 +231,7 @@ def test_a_batch_that_counts_nothing_gives_what_eager_gives() -> None:
 
 
 @pytest.mark.parametrize("weight", [None, torch.linspace(0.5, 2, 8)])
-def test_the_weight_of_a_mean_is_what_the_kernel_says(weight: Tensor | None) -> None:
+def test_the_weight_of_a_mean_is_that_of_the_kernel(weight: Tensor | None) -> None:
     targets = torch.randint(8, (20,))
     targets[::3] = -100
     scores = torch.randn(20, 8)

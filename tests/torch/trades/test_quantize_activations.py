@@ -106,7 +106,7 @@ def test_a_scale_is_shared_by_a_block() -> None:
     assert coded_bytes(BLOCK + 1, dims=1) == BLOCK + 1 + 8 + 8
 
 
-def test_whole_numbers_and_random_masks_stay_as_they_are() -> None:
+def test_integers_and_random_masks_are_not_quantized() -> None:
     plain = Program.plain(random_step(3, num_values=12))
     assert not quantizable(plain)  # of bytes
     offers, (refusal,) = QuantizeActivations().offers(plain, Whole(plain.graph))

@@ -62,7 +62,7 @@ def test_processes_that_measure_and_step_do_not_import_dynamo(module: str) -> No
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_importing_leaves_the_collector_as_it_was(collects: bool) -> None:
+def test_importing_does_not_change_the_garbage_collector(collects: bool) -> None:
     probe = (
         f"import gc; gc.enable() if {collects} else gc.disable()\n"
         "seen = []; gc.callbacks.append(lambda phase, info: seen.append(phase))\n"
@@ -144,7 +144,7 @@ def test_ruff_refuses_private_torch_everywhere_but_in_its_folder() -> None:
     assert ruff("TID251", "src/steelyard/_torch/dynamo.py", "\n".join(REFUSED))
 
 
-def test_ruff_keeps_torch_inside_what_enacts_a_trade() -> None:
+def test_ruff_refuses_module_level_torch_imports_in_trades() -> None:
     lazily = "def enact():\n    import torch\n    return torch"
     assert not ruff("TID253", "src/steelyard/trades/recompute.py", "import torch")
     assert not ruff("TID253", "src/steelyard/trades/recompute.py", "from torch import nn")

@@ -109,7 +109,7 @@ def test_an_older_cache_without_step_times_is_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut short", "overwritten inside"])
-def test_a_damaged_file_is_moved_aside_and_begun_anew(path: Path, damage: str) -> None:
+def test_a_damaged_file_is_moved_aside_and_replaced(path: Path, damage: str) -> None:
     costs = {f"operator {i}": COST for i in range(2000)}
     CostCache(path).write("here", costs)
     content = path.read_bytes()

@@ -206,7 +206,7 @@ def test_explain_refuses_other_json_files(
     assert not (tmp_path / "page.html").exists()
 
 
-def test_predictions_are_made_anew_beside_damaged_ones(tmp_path: Path) -> None:
+def test_damaged_predictions_are_replaced_by_new_ones(tmp_path: Path) -> None:
     """As the refusal advises."""
     path = tmp_path / "train.plan.toml"
     write_plan(path, PLAN)

@@ -80,9 +80,7 @@ def test_ranks_of_a_rule_are_bounded_in_the_file(count: int, table: str) -> None
 
 
 @pytest.mark.parametrize("ranks", [1_000_000, MOST + 1, 2**62, -4])
-def test_run_refuses_it_before_torch_is_imported_or_a_process_started(
-    ranks: int, tmp_path: Path
-) -> None:
+def test_run_refuses_too_many_ranks_before_importing_torch(ranks: int, tmp_path: Path) -> None:
     text = encode_decisions(on_ranks(2))
     assert text.count("ranks = 2") == 2
     (tmp_path / "train.plan.toml").write_text(text.replace("ranks = 2", f"ranks = {ranks}"))

@@ -103,7 +103,7 @@ def test_speeds_in_a_file_are_shares_of_the_fastest(speeds: str) -> None:
 # --- ranks of this machine ------------------------------------------------------------------------
 
 
-def test_speeds_are_of_ranks_in_their_order_and_beside_the_fastest() -> None:
+def test_speeds_are_listed_by_rank_relative_to_the_fastest() -> None:
     cluster = Cluster.here(ranks=3, speeds=(1, 2, 2))
     assert cluster.speeds == (0.5, 1, 1)
     slow, *fast = (cluster.tree.device_of(rank) for rank in range(3))

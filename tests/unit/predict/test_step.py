@@ -31,7 +31,7 @@ def test_the_timeline_ends_in_the_peak_that_is_predicted(graph: Graph, repeats: 
 
 @given(graph=graphs)
 @settings(deadline=None, max_examples=60)
-def test_no_line_holds_more_than_the_peak_and_what_is_alive_adds_up(graph: Graph) -> None:
+def test_no_instruction_holds_more_than_the_peak_and_live_bytes_add_up(graph: Graph) -> None:
     program = Program.plain(graph)
     alive = liveness(program, COSTS)
     for index, nbytes in enumerate(alive.bytes_at):

@@ -31,7 +31,7 @@ def shown(subject: Plan | Receipt, *, width: int = 100, zoom: Zoom = Zoom.RECEIP
 
 @pytest.mark.parametrize("width", [40, 80, 110])
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_the_receipt_as_it_is_printed(name: str, width: int) -> None:
+def test_the_printed_receipt_is_the_golden_one(name: str, width: int) -> None:
     golden = GOLDEN / f"{name}-{width}.txt"
     assert shown(SUBJECTS[name], width=width) == golden.read_text()
 
@@ -40,9 +40,7 @@ def test_the_receipt_as_it_is_printed(name: str, width: int) -> None:
     ("seconds", "said"),
     [(0.002, "pays ~2.00 ms computation, ~1.00 MiB memory"), (-3e-4, "pays ~1.00 MiB memory")],
 )
-def test_memory_that_codes_take_is_paid_also_where_they_save_time(
-    seconds: float, said: str
-) -> None:
+def test_memory_of_codecs_is_paid_even_if_they_save_time(seconds: float, said: str) -> None:
     taken = replace(
         PLAN.taken[0], trade="ternary_gradients", buys_bytes=-MIB, buys_seconds=0.02,
         pays_seconds=seconds,
@@ -51,7 +49,7 @@ def test_memory_that_codes_take_is_paid_also_where_they_save_time(
 
 
 @pytest.mark.parametrize("zoom", ["offers", "peak", "frontier"])
-def test_each_zoom_as_it_is_printed(zoom: str) -> None:
+def test_each_printed_zoom_is_the_golden_one(zoom: str) -> None:
     golden = GOLDEN / f"{zoom}-80.txt"
     assert shown(RECEIPT, width=80, zoom=Zoom(zoom)) == golden.read_text()
 
@@ -89,7 +87,7 @@ def test_a_tilde_stands_before_each_prediction_and_no_measurement() -> None:
         assert not str(row.measured).startswith("~")
 
 
-def test_the_largest_miss_is_marked_and_what_left_its_interval_is_named() -> None:
+def test_the_largest_miss_is_marked_and_amounts_outside_their_interval_are_named() -> None:
     rows = tree_of(RECEIPT).rows
     assert [r.key for r in rows if r.is_largest] == ["step_seconds"]
     assert rows[-1].miss == pytest.approx(1.45 / 1.24 - 1)
@@ -116,7 +114,7 @@ def test_a_run_without_misses_marks_none() -> None:
     assert "+0.0 %" in text
 
 
-def test_what_was_not_measured_is_a_dash_and_no_miss() -> None:
+def test_unmeasured_amounts_are_a_dash_and_no_miss() -> None:
     row = tree_of(Receipt(plan=PLAN, measured=RunMeasurement())).rows[1]
     assert (row.measured, row.miss) == ("-", None)
 

@@ -24,7 +24,7 @@ def by(degree: int) -> tuple[Rule, ...]:
     return (Rule(trade="accumulate", degree=degree),)
 
 
-def test_every_way_to_cut_the_batch_is_offered() -> None:
+def test_every_number_of_micro_batches_is_offered() -> None:
     graph = random_step(0)
     offers, refusals = TRADE.offers(Program.plain(graph), Split(graph, (1, 2, 4)))
     assert [r.degree for o in offers for r in o.rules] == [2, 4]

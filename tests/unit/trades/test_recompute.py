@@ -190,7 +190,7 @@ def test_an_operator_of_two_results_runs_again_once_for_both() -> None:
     raise AssertionError("no graph here has an operator with two recomputable results")
 
 
-def test_offers_cover_what_can_be_recomputed_and_nothing_else() -> None:
+def test_offers_cover_exactly_the_recomputable_values() -> None:
     for seed in range(30):
         graph = random_step(seed)
         program = Program.plain(graph)
@@ -213,7 +213,7 @@ def test_random_values_are_refused_with_the_reason() -> None:
     assert tried > 10
 
 
-def test_a_rule_for_what_cannot_be_recomputed_is_an_error() -> None:
+def test_a_rule_for_a_value_that_cannot_be_recomputed_is_an_error() -> None:
     graph = random_step(3)
     never = next(n.name for n in graph.forward() if n.name == "loss")
     rules = to_rules(graph, {never}, trade="recompute")

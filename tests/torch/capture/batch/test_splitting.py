@@ -164,7 +164,7 @@ def test_noise_outside_the_domain_of_the_loss_is_left_out() -> None:
     assert not verdict((model, loss, data())).reason
 
 
-def test_equal_samples_are_said_to_be_equal() -> None:
+def test_equal_samples_are_recognized() -> None:
     batch = {"x": torch.ones(6, 8), "y": torch.ones(6, dtype=torch.long)}
     assert "give a batch whose samples differ" in verdict((net(), class_loss, batch)).reason
 
@@ -259,7 +259,7 @@ def test_targets_drawn_at_random_are_not_drawn_a_second_time() -> None:
     assert torch.equal(drawn, torch.get_rng_state())
 
 
-def test_targets_that_the_model_chooses_are_not_known_before_it_runs() -> None:
+def test_targets_chosen_by_the_model_cannot_be_counted_in_advance() -> None:
     reason = verdict((net(), loss_where_the_model_is_sure, data())).reason
     assert "depends on what the model says" in reason
 

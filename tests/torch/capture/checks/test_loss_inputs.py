@@ -70,7 +70,7 @@ def test_the_modules_of_a_teacher_are_called_as_the_user_calls_them(loss: Any, p
         (lambda model, batch: trained_too(TEACHER, model, batch), "TEACHER.2.weight"),
     ],
 )
-def test_a_teacher_that_would_be_trained_too_is_named_with_what_to_do(loss: Any, name: str) -> None:
+def test_a_teacher_that_would_be_trained_is_named_with_a_remedy(loss: Any, name: str) -> None:
     with pytest.raises(CaptureRefused) as refused:
         source_of((net(), loss, BATCH)).captured()
     assert refused.value.happened == f"the loss trains {name}, which is no parameter of the model"

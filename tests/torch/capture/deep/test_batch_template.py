@@ -102,7 +102,7 @@ def test_coupled_samples_are_reported() -> None:
     assert step.blocks.count == 0
 
 
-def test_a_batch_without_a_common_dim_stays_as_it_is() -> None:
+def test_a_batch_without_a_common_dim_is_not_resized() -> None:
     batch = {"x": torch.randn(6, 4), "weight": torch.randn(4)}
     step = TruncatedStep(
         model=nn.Linear(4, 4), loss=lambda m, b: (m(b["x"]) * b["weight"]).mean(), batch=batch,

@@ -90,7 +90,7 @@ def test_a_processor_waits_by_the_clock() -> None:
     assert 0.02 <= watch.seconds <= time.perf_counter() - begin
 
 
-def test_what_is_computed_meanwhile_is_no_waiting() -> None:
+def test_computation_during_a_wait_is_not_counted_as_waiting() -> None:
     watch, begin = Stopwatch(), time.perf_counter()
     with watch.running():
         time.sleep(0.01)

@@ -106,7 +106,7 @@ def test_arrival_skew_is_the_mean_over_ranks(tmp_path: Path) -> None:
     assert (skew.long_wait, skew.long_seconds) == (pytest.approx(3e-3), pytest.approx(0.04))
 
 
-def test_ranks_that_measured_no_skew_have_none(tmp_path: Path) -> None:
+def test_unmeasured_skew_stays_unknown(tmp_path: Path) -> None:
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
     cache = CostCache(tmp_path / "costs.sqlite")
     cache.write_rates(context_of(2), fitted([said_of(link, 2)] * 2))

@@ -15,7 +15,7 @@ def floats(mib: int) -> torch.Tensor:
     return torch.zeros(mib * MIB // 4)
 
 
-def test_a_temporary_counts_in_the_peak_and_not_in_what_is_left() -> None:
+def test_a_temporary_counts_in_the_peak_and_not_in_the_remaining_bytes() -> None:
     def call() -> torch.Tensor:
         temporary = floats(2)
         return torch.cat([temporary, temporary])

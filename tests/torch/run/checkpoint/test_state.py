@@ -90,7 +90,7 @@ def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert (where.step, where.epoch, where.taken) == (7, 1, 3)
 
 
-def test_the_model_file_is_what_a_state_dict_has_and_tied_weights_are_in_it_once(
+def test_the_model_file_holds_the_state_dict_with_tied_weights_once(
     tmp_path: Path,
 ) -> None:
     from safetensors.torch import load_file
@@ -481,7 +481,7 @@ def test_the_newest_are_kept_and_the_latest_is_named(tmp_path: Path) -> None:
     assert folder.before(folder.latest()) == tmp_path / "step-000030"
 
 
-def test_a_failed_save_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_save_changes_nothing(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
     folder.add(10, words)
     before = names(tmp_path)

@@ -104,7 +104,7 @@ def test_a_tree_waits_for_the_depth_of_each_level() -> None:
     assert found.seconds == pytest.approx(2 * (3 * 3e-6 + 4 * 10e-6 + moves))
 
 
-def test_two_ranks_far_apart_pass_every_gate_between_them() -> None:
+def test_a_message_passes_every_link_between_two_ranks() -> None:
     uplink = Link(kind="uplink", latency_seconds=1e-5, bytes_per_second=1e9)
     racks = even(8, 4, 2, links=(INSIDE, OUTSIDE, uplink), ports=(1, 8, 1))
     near, far = (send(route(racks, ranks), 10**9) for ranks in ([0, 1], [0, 63]))

@@ -113,7 +113,7 @@ def test_weights_of_stages_are_gathered_within_their_replica_groups(
     assert all(one.says for one in sums.loss_collectives())
 
 
-def test_groups_that_share_tensors_are_as_far_apart_as_they_are_large() -> None:
+def test_tensor_parallel_groups_have_the_stride_of_their_size() -> None:
     """Of a program that does not know of them."""
     one = GLOO.collective(SUM, axis=DATA, num_ranks=2, nbytes=1 << 20)
     assert RanksPerHost(num_ranks=4, each=2, near=NEAR).leaving(one) == 0

@@ -188,7 +188,7 @@ def test_lost_connections_alone_are_blamed_on_the_exchange() -> None:
     assert (found.cause, GLOO in found.happened) == ("exchange", True)
 
 
-def test_with_the_recorder_switched_off_nobody_is_blamed_for_waiting() -> None:
+def test_without_the_flight_recorder_no_rank_is_blamed_for_waiting() -> None:
     nothing = RankProgress(is_waiting=True)
     found = verdict(case(lost(progress=nothing), asked(nothing), asked(nothing)))
     assert isinstance(found, RankFailed)

@@ -58,7 +58,7 @@ def test_a_layout_nearer_than_the_error_between_them_is_named() -> None:
     assert "within 20 % in nine of ten pairs" in said
 
 
-def test_a_layout_farther_than_that_is_told_apart() -> None:
+def test_a_layout_farther_than_the_error_is_distinguished() -> None:
     assert _said(_laid(ClusterLayout(data=4, tensor=2), 1.25)) == ""
 
 

@@ -55,7 +55,7 @@ def test_the_largest_states_are_moved_first_and_at_last_all_with_one_near() -> N
     assert offload_levels(step(), []) == ((),)
 
 
-def test_gradients_and_then_weights_follow_what_the_optimizer_keeps() -> None:
+def test_state_is_offloaded_before_gradients_and_weights() -> None:
     offered = [*rules("optimizer"), *rules("gradient", "ab"), *rules("weight", "abc")]
     levels = offload_levels(step(**SIZES), offered)
 
