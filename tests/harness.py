@@ -47,6 +47,7 @@ from steelyard.run.step import LiveStep
 from steelyard.search import Floor, StepSearch
 from steelyard.trades import TRADES
 from tests import zoo
+from tests.support.short_search import looking_less_far
 from tests.zoo import reference
 
 # Declared, so that the same plans are made on every machine.
@@ -89,20 +90,6 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
         # Beside nobody: two workers of tests are at work as it is.
         mock.patch.object(BackgroundLoad, "at_work", return_value=contextlib.nullcontext()),
         looking_less_far(),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def looking_less_far() -> Iterator[None]:
-    """The search of a plan, with fewer trials and fewer numbers of micro-batches, each of which is
-    a capture: for tests that do not hang on how good a plan is. The finest cut is still tried, so
-    that the least memory stays what it is."""
-    module = "steelyard.search.single"
-    with (
-        mock.patch.multiple(f"{module}.explore", _LIMITS=8, _KICKING_WORK=0, _EFFORTS=(250,)),
-        mock.patch.multiple(f"{module}.multi_recompute", _FEWEST=100),
-        mock.patch.multiple(f"{module}.granularity", _COARSEST=2, _FINER=1),
     ):
         yield
 

@@ -23,13 +23,13 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("case", [*cases()], ids=lambda case: case.name)
-def test_a_plan_is_the_recorded_one(case: Case, tmp_path: Path) -> None:
+def test_plan_equals_the_recorded_one(case: Case, tmp_path: Path) -> None:
     for made in case.make(tmp_path):
         for name, text in made.files().items():
             assert (RECORDS / name).read_text("utf-8") == text, f"{name}: see {__file__}"
 
 
-def test_every_record_is_of_a_case() -> None:
+def test_every_record_belongs_to_a_case() -> None:
     names = {path.name.partition(".")[0] for path in RECORDS.iterdir()}
     known = {case.name for case in cases()}
     assert all(any(name == k or name.startswith(f"{k}-") for k in known) for name in names)

@@ -231,7 +231,7 @@ def test_op_overload_names_itself_as_namespace_operator_overload(joint: Any) -> 
     assert not isinstance(aten.add, _torch.OpOverload)
 
 
-def test_what_is_compiled_holds_for_all_sizes_whoever_looks_on() -> None:
+def test_compiled_code_is_valid_for_all_sizes_and_under_dispatch_modes() -> None:
     class Looking(_torch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -250,7 +250,7 @@ def test_what_is_compiled_holds_for_all_sizes_whoever_looks_on() -> None:
         assert torch.allclose(found, before.sum(0) / 2, atol=1e-5)
 
 
-def test_what_is_compiled_is_found_in_inductors_cache() -> None:
+def test_compiled_code_is_found_in_the_inductor_cache() -> None:
     """By every process but the first: to lower it takes seconds."""
     from torch._dynamo.utils import counters  # noqa: TID251 - Inductor counts there
 
@@ -612,7 +612,7 @@ def _small(mode: Any) -> tuple[torch.fx.GraphModule, list[Tensor]]:
 
 
 @pytest.mark.slow
-def test_what_inductor_left_where_others_can_write_is_neither_unpickled_nor_loaded(
+def test_inductor_caches_in_shared_folders_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "cache"
@@ -660,7 +660,7 @@ def test_inductor_lowered_writes_source_and_inductor_compiled_runs() -> None:
     assert torch.equal(again, result)
 
 
-def test_taken_apart_are_the_operators_that_a_table_makes_of_one_and_none_writes() -> None:
+def test_taken_apart_gives_decomposed_operators_that_do_not_mutate() -> None:
     def changed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.nn.functional.gelu(x), x.add(1).mul_(2)
 
@@ -716,7 +716,7 @@ def test_a_gpu_can_be_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [7]
 
 
-def test_what_is_to_be_done_when_cuda_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_run_when_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "callable" in inspect.signature(torch.cuda._lazy_call).parameters
     done: list[int] = []
     with monkeypatch.context() as begun:
@@ -775,7 +775,7 @@ def test_the_flight_recorder_keeps_what_gloo_exchanged() -> None:
     assert last["collective_seq_id"] > 0
 
 
-def test_a_supervised_agent_asks_before_it_looks_and_reaps() -> None:
+def test_a_supervised_agent_calls_back_before_it_reaps() -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     steps = ("_monitor_workers", "_start_workers", "_stop_workers", "_rendezvous")
@@ -786,7 +786,7 @@ def test_a_supervised_agent_asks_before_it_looks_and_reaps() -> None:
 
 
 @pytest.mark.parametrize("op", WRITING)
-def test_an_operator_that_is_told_where_to_write_has_a_kernel_that_does(op: str) -> None:
+def test_out_variants_have_a_kernel(op: str) -> None:
     """And is otherwise the same. The others' variants are the plain operator and a copy."""
     writing, keyword = WRITING[op]
     plain, told = (operator_named(name)._schema for name in (op, writing))
@@ -824,7 +824,7 @@ def test_a_profiler_is_on_from_its_warm_up_to_its_end() -> None:
     assert not _torch.profiler_is_on()
 
 
-def test_versions_tell_what_was_written_into() -> None:
+def test_tensor_versions_reveal_in_place_writes() -> None:
     tensors = [torch.ones(2), torch.ones(2)]
     before = _torch.versions(tensors)
     tensors[1].mul_(2)
@@ -862,7 +862,7 @@ def _uncounted() -> list[str]:
     return sorted(found)
 
 
-def test_of_torch_s_own_operators_these_and_no_others_may_multiply_uncounted() -> None:
+def test_only_the_listed_torch_operators_lack_a_flop_formula() -> None:
     """A new release of torch has new operators: each is to be given a formula, listed as one that
     does not multiply, or added here, by ``python -m tests.torch.test_private_names write``."""
     # In a process of its own: importing Inductor, as other tests do, registers more operators.

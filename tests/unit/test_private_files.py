@@ -15,7 +15,7 @@ ANOTHER = 12345
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
-def test_what_is_not_there_is_made_for_this_user_alone(tmp_path: Path) -> None:
+def test_a_missing_folder_is_created_for_this_user_alone(tmp_path: Path) -> None:
     make_private(tmp_path / "new")
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     make_private(tmp_path / "new")

@@ -37,7 +37,7 @@ SECONDS = st.floats(0, 2.0**62, exclude_min=True, allow_subnormal=True)
         (1e6, 10**6),
     ],
 )
-def test_bytes_as_written(written: str | float, meant: int) -> None:
+def test_bytes_are_parsed(written: str | float, meant: int) -> None:
     assert parse_bytes(written) == meant
 
 
@@ -45,11 +45,11 @@ def test_bytes_as_written(written: str | float, meant: int) -> None:
     ("written", "meant"),
     [("120 ms", 0.12), ("1.5 s", 1.5), ("2min", 120.0), ("3us", 3e-6), (0.25, 0.25)],
 )
-def test_seconds_as_written(written: str | float, meant: float) -> None:
+def test_seconds_are_parsed(written: str | float, meant: float) -> None:
     assert parse_seconds(written) == pytest.approx(meant, rel=1e-12)
 
 
-def test_shares_as_written() -> None:
+def test_shares_are_parsed() -> None:
     assert parse_share("0.5%") == pytest.approx(0.005)
     assert parse_share(0) == 0.0
     assert parse_share("100%") == parse_share(1) == 1.0
@@ -62,7 +62,7 @@ def test_shares_as_written() -> None:
     ["", "2 gigs", "-1", "0", "0.4 B", "nan", "inf", "1e99", "1e400", "GiB", "2 GiB or so",
      "1,5 GiB", "0x10", "٣ GiB", "9" * 5000, "1" * 64 + "x", True],
 )  # fmt: skip
-def test_what_is_no_number_of_bytes_is_refused_in_three_lines(written: str) -> None:
+def test_an_invalid_number_of_bytes_is_refused_in_three_lines(written: str) -> None:
     with pytest.raises(BudgetError) as caught:
         parse_bytes(written)
     said = str(caught.value)
@@ -87,26 +87,26 @@ def test_any_text_is_an_amount_or_a_budget_error(text: str) -> None:
 
 @settings(deadline=None)
 @given(BYTES)
-def test_bytes_spelled_mean_the_same(amount: int) -> None:
+def test_formatted_bytes_parse_to_the_same(amount: int) -> None:
     spelled = spell_bytes(amount)
     assert spelled == amount or (isinstance(spelled, str) and parse_bytes(spelled) == amount)
 
 
 @settings(deadline=None)
 @given(SECONDS)
-def test_seconds_spelled_mean_the_same(amount: float) -> None:
+def test_formatted_seconds_parse_to_the_same(amount: float) -> None:
     spelled = spell_seconds(amount)
     assert spelled == amount or (isinstance(spelled, str) and parse_seconds(spelled) == amount)
 
 
 @settings(deadline=None)
 @given(st.floats(0, 1))
-def test_shares_spelled_mean_the_same(amount: float) -> None:
+def test_formatted_shares_parse_to_the_same(amount: float) -> None:
     spelled = spell_share(amount)
     assert spelled == amount or (isinstance(spelled, str) and parse_share(spelled) == amount)
 
 
-def test_spelled_as_people_write_it() -> None:
+def test_amounts_are_formatted_as_people_write_them() -> None:
     assert spell_bytes(300 * 2**20) == "300 MiB"
     assert spell_bytes(3 * 2**29) == "1.5 GiB"
     assert spell_bytes(300 * 2**20 + 1) == 300 * 2**20 + 1
@@ -126,7 +126,7 @@ def test_spelled_as_people_write_it() -> None:
         (-(2**20), "-1.00 MiB"),
     ],
 )
-def test_bytes_shown(amount: float, shown: str) -> None:
+def test_bytes_are_printed(amount: float, shown: str) -> None:
     assert format_bytes(amount) == shown
 
 
@@ -134,11 +134,11 @@ def test_bytes_shown(amount: float, shown: str) -> None:
     ("amount", "shown"),
     [(0, "0 s"), (1.41, "1.41 s"), (0.038, "38.0 ms"), (12e-6, "12.0 us"), (7200, "2.00 h")],
 )
-def test_seconds_shown(amount: float, shown: str) -> None:
+def test_seconds_are_printed(amount: float, shown: str) -> None:
     assert format_seconds(amount) == shown
 
 
-def test_shares_shown_with_their_sign_and_never_as_minus_nothing() -> None:
+def test_shares_are_printed_with_a_sign_and_never_as_minus_zero() -> None:
     assert format_share(0.02) == "+2.0 %"
     assert format_share(-0.0001) == "+0.0 %"
 

@@ -19,8 +19,8 @@ from steelyard.errors import BadInput, RunFailed
 from steelyard.planner import cost_provider as pricing
 from steelyard.plans.plan import Plan
 from steelyard.predict.step import PEAK_SHARE
-from tests.harness import looking_less_far
 from tests.support.sample import MEASURED, PLAN
+from tests.support.short_search import looking_less_far
 
 ROOT = Path(__file__).resolve().parents[3]
 _MIB = 1 << 20
@@ -121,7 +121,7 @@ def outcome(stage: Stage) -> tuple[bool, str]:
     return ok, "\n".join(lines)
 
 
-def test_it_held() -> None:
+def test_outcome_is_a_success_if_plain_pytorch_dies_and_the_plan_gives_its_losses() -> None:
     ok, said = outcome(told(plain=DIED, ours=[3.0, 2.0], memory_bytes=100 * _MIB))
     assert ok
     assert "failed in step 2 of 2" in said

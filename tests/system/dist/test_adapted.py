@@ -13,7 +13,7 @@ from tests.system.dist.ranks import on_two_ranks
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long]
 
 
-def test_ranks_send_gradients_otherwise_where_the_link_becomes_another(
+def test_ranks_switch_gradient_codecs_when_the_link_changes(
     costs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
@@ -26,14 +26,14 @@ def test_ranks_send_gradients_otherwise_where_the_link_becomes_another(
     assert not one["same"]["codes"]
 
 
-def test_compiled_steps_are_compiled_anew_for_it(
+def test_compiled_steps_are_recompiled_for_the_new_plan(
     costs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
     _check_slower(_adapted("compiled")["slower"])
 
 
-def test_ranks_that_stood_by_come_back_to_the_same_weights(
+def test_idle_ranks_rejoin_with_the_same_weights(
     costs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))

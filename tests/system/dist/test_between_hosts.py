@@ -110,7 +110,7 @@ def planned(pair: Hosts, folders: list[Path]) -> list[Path]:
     return [folder / "train.plan.toml" for folder in folders]
 
 
-def test_the_first_plans_for_what_joins_them_and_all_have_its_plan(planned: list[Path]) -> None:
+def test_first_host_plans_for_the_measured_link_and_all_receive_the_plan(planned: list[Path]) -> None:
     assert planned[0].read_text() == planned[1].read_text()
     decisions = read_decisions(planned[0])
     assert (decisions.target.hosts, decisions.target.ranks) == (2, 2)
@@ -120,7 +120,7 @@ def test_the_first_plans_for_what_joins_them_and_all_have_its_plan(planned: list
     assert explained[0] == explained[1]
 
 
-def test_they_train_and_send_what_was_predicted(
+def test_hosts_train_and_send_the_predicted_bytes(
     pair: Hosts, folders: list[Path], planned: list[Path]
 ) -> None:
     assert _ended(pair, folders, "run", "train.py", "--steps", str(_STEPS)) == [0, 0], (
@@ -136,7 +136,7 @@ def test_they_train_and_send_what_was_predicted(
     assert shown[1].measured is None, "the first host tells what came of it"
 
 
-def test_who_loses_the_other_host_says_so(
+def test_a_lost_host_is_reported_by_the_remaining_one(
     pair: Hosts, folders: list[Path], planned: list[Path]
 ) -> None:
     begun = folders[0] / "begun"
@@ -158,7 +158,7 @@ def test_who_loses_the_other_host_says_so(
     assert "\nnext: " in said
 
 
-def test_where_the_link_slows_down_each_host_has_the_plan_that_takes_over(
+def test_every_host_receives_the_new_plan_when_the_link_slows_down(
     pair: Hosts, folders: list[Path], planned: list[Path]
 ) -> None:
     as_planned = planned[0].read_text()
@@ -229,7 +229,7 @@ def of_two_each(pair: Hosts, tmp_path_factory: pytest.TempPathFactory) -> list[P
     return made
 
 
-def test_all_ranks_of_all_hosts_have_the_plan_that_the_first_made(of_two_each: list[Path]) -> None:
+def test_all_ranks_of_all_hosts_receive_the_plan_of_the_first_host(of_two_each: list[Path]) -> None:
     plans = [folder / "train.plan.toml" for folder in of_two_each]
     assert plans[0].read_text() == plans[1].read_text()
     target = read_decisions(plans[0]).target
@@ -237,7 +237,7 @@ def test_all_ranks_of_all_hosts_have_the_plan_that_the_first_made(of_two_each: l
 
 
 @pytest.mark.parametrize("laid", _LAID)
-def test_four_ranks_of_two_hosts_train_and_send_what_was_predicted(
+def test_four_ranks_on_two_hosts_train_and_send_the_predicted_bytes(
     pair: Hosts, of_two_each: list[Path], laid: str
 ) -> None:
     plans = [folder / "train.plan.toml" for folder in of_two_each]

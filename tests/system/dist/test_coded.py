@@ -23,7 +23,7 @@ _MOST = {"ternary": 0.2, "int8": 0.35, "bfloat16": 0.55, "factors": 0.3, "larges
     [("in_codes", 2, CASES), ("in_codes", 3, MANY), ("compiled", 2, COMPILED)],
     ids=["2", "3", "compiled"],
 )
-def test_ranks_that_send_codes_train_as_was_meant(
+def test_ranks_with_compressed_gradients_train_as_planned(
     costs: Path,
     monkeypatch: pytest.MonkeyPatch,
     scenario: str,

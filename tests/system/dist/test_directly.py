@@ -10,7 +10,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_what_comes_is_what_torch_gives_in_whatever_order_it_is_waited_for(count: int) -> None:
+def test_results_equal_those_of_torch_in_any_order_of_waits(count: int) -> None:
     for rank in on_ranks("tests.system.dist.directly:as_torchs", count=count):
         assert rank["ops"] == 3
         assert len(rank["alike"]) == 4 * 4
@@ -26,16 +26,16 @@ def test_ten_thousand_exchanges_twelve_in_flight(count: int) -> None:
         assert rank["wrong"] == 0
 
 
-def test_what_does_not_lie_row_by_row_is_sent_as_if_it_did() -> None:
+def test_non_contiguous_tensors_are_sent_like_contiguous_ones() -> None:
     assert on_ranks("tests.system.dist.directly:otherwise_laid_out", count=2) == [[True] * 3] * 2
 
 
-def test_all_is_asked_for_before_anything_is_sent() -> None:
+def test_all_receives_are_posted_before_any_send() -> None:
     expected = ["irecv"] * 2 + ["isend"] * 2
     assert on_ranks("tests.system.dist.directly:asked_first", count=3) == [[expected] * 3] * 3
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_nothing_of_a_step_that_was_broken_off_is_taken_for_the_nexts(count: int) -> None:
+def test_messages_of_an_aborted_step_are_not_read_by_the_next_one(count: int) -> None:
     alike = [float(rank) for rank in range(count)]
     assert on_ranks("tests.system.dist.directly:broken_off", count=count) == [alike] * count

@@ -103,7 +103,7 @@ def planned(three: Hosts, folders: list[Path]) -> list[Path]:
     return [folder / "train.plan.toml" for folder in folders]
 
 
-def test_the_two_that_are_well_joined_are_taken_and_the_slow_link_is_named(
+def test_the_two_hosts_with_a_fast_link_are_chosen_and_the_slow_link_is_named(
     folders: list[Path], planned: list[Path]
 ) -> None:
     decisions = read_decisions(planned[0])
@@ -115,7 +115,7 @@ def test_the_two_that_are_well_joined_are_taken_and_the_slow_link_is_named(
     assert "next: on hosts 1 and 2, torchrun --nnodes 2 --nproc-per-node 1 " in said
 
 
-def test_all_that_met_are_started_and_the_one_that_is_not_used_says_so_and_ends(
+def test_all_hosts_are_started_and_an_unused_one_reports_it_and_exits(
     three: Hosts, folders: list[Path], planned: list[Path]
 ) -> None:
     assert _ended(three, folders, "run", "train.py", "--steps", "8") == [0, 0, 0], "".join(
@@ -133,7 +133,7 @@ def test_all_that_met_are_started_and_the_one_that_is_not_used_says_so_and_ends(
     assert measured.last_loss < measured.first_loss
 
 
-def test_only_the_two_that_the_plan_names_are_started_and_train_the_same(
+def test_starting_only_the_two_planned_hosts_trains_the_same(
     three: Hosts, folders: list[Path], planned: list[Path]
 ) -> None:
     before = read_plan(planned[1]).measured

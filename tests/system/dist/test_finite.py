@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 
 
 
-def test_the_rank_whose_values_were_not_finite_first_is_named() -> None:
+def test_the_first_rank_with_non_finite_values_is_named() -> None:
     ranks = on_two_ranks("tests.system.dist.finite:all_of_them")
     assert len(ranks[0]) == 3 * len(LAYOUTS)
     for case in ranks[0]:
@@ -37,7 +37,7 @@ def test_the_rank_whose_values_were_not_finite_first_is_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_passes_that_add_up_are_one_step_and_ranks_have_their_memory(
+def test_accumulated_passes_count_as_one_step_on_all_ranks(
     costs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))

@@ -23,17 +23,17 @@ def _there_is_one() -> None:
         pytest.skip("torch sees no GPU here")
 
 
-def test_more_messages_than_slots_come_as_they_were_sent() -> None:
+def test_more_messages_than_slots_arrive_unchanged() -> None:
     for rank in on_ranks("tests.system.dist.slots:exchanged", count=2, device="cuda"):
         assert rank == {"wrong": [], "changed": [], "moved": True, "held": True, "left open": []}
 
 
-def test_no_memory_is_taken_for_a_message() -> None:
+def test_receiving_a_message_allocates_no_memory() -> None:
     ranks = on_ranks("tests.system.dist.slots:kept_away", count=2, device="cuda")
     assert ranks == [{"peak": 0, "left": 0}] * 2
 
 
-def test_what_is_made_in_its_slot_is_not_copied_there() -> None:
+def test_values_computed_in_their_slot_are_not_copied() -> None:
     one, other = on_ranks("tests.system.dist.slots:made_there", count=2, device="cuda")
     assert one["came"]
     assert other["came"]
@@ -41,22 +41,22 @@ def test_what_is_made_in_its_slot_is_not_copied_there() -> None:
     assert one["places"]["after one that was given up"]
 
 
-def test_what_a_broken_step_has_left_is_nobodys() -> None:
+def test_messages_of_a_failed_step_are_dropped() -> None:
     ranks = on_ranks("tests.system.dist.slots:broken_off", count=2, device="cuda")
     assert ranks == [[True, True]] * 2
 
 
-def test_a_rank_that_dies_over_a_slot_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_using_a_slot_is_named(tmp_path: Path) -> None:
     check_who_died("tests.system.dist.slots", tmp_path, device="cuda")
 
 
-def test_hosts_measure_what_joins_their_gpus() -> None:
+def test_hosts_measure_the_link_between_their_gpus() -> None:
     """NCCL takes each rank for one of another host."""
     check_met(*on_ranks("tests.system.dist.meet:measuring", count=2, device="cuda"))
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_sums_come_as_torchs_do(count: int) -> None:
+def test_all_reduces_equal_those_of_torch(count: int) -> None:
     ranks = on_ranks("tests.system.dist.slotted:as_torchs", count=count, device="cuda")
     for rank in ranks:
         assert rank["bitwise"] or count > 2
@@ -65,7 +65,7 @@ def test_sums_come_as_torchs_do(count: int) -> None:
         assert rank["moved"] > 0
 
 
-def test_a_step_in_stages_is_that_of_one_device() -> None:
+def test_a_pipelined_step_equals_that_of_one_device() -> None:
     ranks = on_ranks("tests.system.dist.pipelines:two_of_gpt_on_gpus", count=2, device="cuda")
     assert sum("through slots" in schedule for schedule in ranks[0]) == 4
     for schedule in ranks[0]:
@@ -75,7 +75,7 @@ def test_a_step_in_stages_is_that_of_one_device() -> None:
             assert made >= STEPS * MICRO_BATCHES, schedule
 
 
-def test_the_peak_of_each_rank_is_the_predicted_one() -> None:
+def test_measured_peak_of_each_rank_is_the_predicted_one() -> None:
     for rank in on_ranks("tests.system.dist.pipelines:peaks_of_gpt", count=2, device="cuda"):
         for schedule, (predicted, metered) in rank.items():
             # What gloo brings waits on the host until it is read; and a GPU's allocator gives out

@@ -65,7 +65,7 @@ def _sent(made: Hosts, source: int, target: int) -> float:
 
 
 @pytest.mark.parametrize("count", [FEWEST, MOST])
-def test_what_a_host_sends_is_counted_there_and_nowhere_else(count: int) -> None:
+def test_sent_bytes_are_counted_on_the_sending_host_only(count: int) -> None:
     with hosts(count) as made:
         before = [made.sent_bytes(host) for host in range(count)]
         _sent(made, count - 1, 0)
@@ -76,7 +76,7 @@ def test_what_a_host_sends_is_counted_there_and_nowhere_else(count: int) -> None
     assert all(nbytes < 1000 for nbytes in sent[1:-1])
 
 
-def test_a_link_carries_no_more_than_it_is_shaped_to_until_it_is_let_go() -> None:
+def test_a_shaped_link_keeps_its_rate_until_it_is_released() -> None:
     """Not how fast a link is: only that it is no faster, which a busy machine cannot change."""
     with hosts(FEWEST, bits_per_second=20_000_000) as made:
         # But for the burst, 5 MB take 2 s.
@@ -148,7 +148,7 @@ print(time.perf_counter() - begin, file=open(sys.argv[2], "w"))
 """
 
 
-def test_what_is_sent_over_a_long_link_is_on_its_way_for_that_long(tmp_path: Path) -> None:
+def test_messages_over_a_slow_link_take_its_latency(tmp_path: Path) -> None:
     """Not sooner there, and whole, and counted: what a busy machine cannot change."""
     delay = 0.02
     try:
@@ -169,12 +169,12 @@ def test_what_is_sent_over_a_long_link_is_on_its_way_for_that_long(tmp_path: Pat
     assert float(said.read_text()) >= _ROUND_TRIPS * 2 * delay
 
 
-def test_what_is_asked_wrongly_is_no_reason_to_skip_a_test() -> None:
+def test_a_wrong_request_fails_and_does_not_skip_the_test() -> None:
     with hosts(FEWEST) as made, pytest.raises(RuntimeError, match="tbf"):
         made.shape(-1)
 
 
-def test_nothing_is_left_of_hosts_whose_maker_is_killed() -> None:
+def test_emulated_hosts_are_removed_when_their_process_is_killed() -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(_ROOT / "src"), str(_ROOT)))}
     done = subprocess.run(
         [sys.executable, "-c", _LEFT], env=environ, capture_output=True, text=True, check=False

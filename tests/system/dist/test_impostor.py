@@ -15,7 +15,7 @@ from tests.system.dist.ranks import on_two_ranks
 pytestmark = pytest.mark.dist
 
 
-def test_what_an_impostor_sends_is_refused_and_never_runs() -> None:
+def test_data_from_an_impostor_is_refused_and_never_executed() -> None:
     said, _ = on_two_ranks("tests.system.dist.impostor:told")
     assert said.pop("ran") == "False"
     assert len(said) == 9
@@ -27,7 +27,7 @@ def test_what_an_impostor_sends_is_refused_and_never_runs() -> None:
         assert "announced a message of" in said[name], name
 
 
-def test_ranks_tell_each_other_values_of_many_lengths() -> None:
+def test_ranks_exchange_values_of_many_lengths() -> None:
     assert on_two_ranks("tests.system.dist.impostor:honest") == [[True, True], [True, True]]
 
 

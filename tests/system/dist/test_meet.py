@@ -12,7 +12,7 @@ from tests.system.dist.ranks import on_two_ranks
 pytestmark = pytest.mark.dist
 
 
-def test_all_come_to_measure_once_and_the_others_hear_the_plan() -> None:
+def test_all_hosts_measure_once_and_receive_the_plan() -> None:
     first, second = on_two_ranks("tests.system.dist.meet:measuring")
     check_met(first, second)
 
@@ -24,6 +24,6 @@ def check_met(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert second == {"heard": "a plan"}
 
 
-def test_who_has_another_kind_of_device_is_named_on_all() -> None:
+def test_a_rank_with_another_device_kind_is_named_on_all_ranks() -> None:
     for said in on_two_ranks("tests.system.dist.meet:of_other_kinds"):
         assert said.startswith("rank 1 differs from rank 0 in the kind of device")

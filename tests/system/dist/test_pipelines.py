@@ -17,7 +17,7 @@ _ROUNDING = 1e-9
 
 
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
-def test_two_ranks_are_one_device(model: str) -> None:
+def test_two_pipeline_ranks_equal_one_device(model: str) -> None:
     ranks = on_two_ranks(f"tests.system.dist.pipelines:two_of_{model}")
     assert sum("through slots" in schedule for schedule in ranks[0]) == (4 if model == "gpt" else 0)
     assert sum("through slots" not in schedule for schedule in ranks[0]) == 7
@@ -29,7 +29,7 @@ def test_two_ranks_are_one_device(model: str) -> None:
             assert made >= STEPS * MICRO_BATCHES, schedule
 
 
-def test_branches_of_a_network_that_forks_lie_on_different_devices() -> None:
+def test_branches_of_a_model_can_lie_on_different_devices() -> None:
     ranks = on_two_ranks("tests.system.dist.pipelines:two_of_towers")
     for schedule in ranks[0]:
         as_one_device("towers", schedule, [rank[schedule] for rank in ranks])
@@ -39,7 +39,7 @@ def test_branches_of_a_network_that_forks_lie_on_different_devices() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["llama"])
-def test_four_ranks_are_one_device(model: str) -> None:
+def test_four_pipeline_ranks_equal_one_device(model: str) -> None:
     ranks = on_ranks(f"tests.system.dist.pipelines:four_of_{model}", count=4)
     assert {"1F1B", "1F1B through slots"} < set(ranks[0])
     for schedule in ranks[0]:
@@ -48,7 +48,7 @@ def test_four_ranks_are_one_device(model: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
-def test_two_stages_by_two_that_share_tensors_are_one_device(model: str) -> None:
+def test_two_stages_of_two_tensor_parallel_ranks_equal_one_device(model: str) -> None:
     """A backward pass that is one, and one in two parts."""
     ranks = on_ranks(f"tests.system.dist.pipelines:parts_of_{model}", count=4)
     assert set(ranks[0]) == {"1F1B", "ZBVZeroBubble"}
@@ -61,7 +61,7 @@ def test_two_stages_by_two_that_share_tensors_are_one_device(model: str) -> None
         assert own[0]["share"] + own[2]["share"] < 0.7, schedule
 
 
-def test_a_call_that_fails_costs_nothing_of_earlier_ones() -> None:
+def test_a_failed_call_keeps_the_gradients_of_earlier_ones() -> None:
     assert on_two_ranks("tests.system.dist.pipelines:failed_of_gpt") == [True, True]
 
 
@@ -84,7 +84,7 @@ def as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.parametrize(("model", "within"), [("gpt", 0.005), ("relus", 0.09)])
-def test_the_peak_of_each_rank_is_the_predicted_one(model: str, within: float) -> None:
+def test_measured_peak_of_each_rank_is_the_predicted_one(model: str, within: float) -> None:
     """What small stages hand on is much beside what they hold; where a backward pass is in two
     parts, the replay may count one such value that has gone."""
     for rank in on_two_ranks(f"tests.system.dist.pipelines:peaks_of_{model}"):

@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long]
         ("on_four", ON_FOUR, 4),
     ],
 )
-def test_ranks_train_as_one_device(
+def test_planned_ranks_train_as_one_device(
     costs: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, cases: dict[str, Case], count: int
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))

@@ -29,17 +29,17 @@ def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
 
 
-def test_more_messages_than_slots_come_as_they_were_sent() -> None:
+def test_more_messages_than_slots_arrive_unchanged() -> None:
     for rank in on_two_ranks("tests.system.dist.remote:exchanged"):
         # Room for what goes is held, too.
         assert rank == {"wrong": [], "changed": [], "moved": True, "held": False, "left open": []}
 
 
-def test_no_memory_is_taken_for_a_message() -> None:
+def test_receiving_a_message_allocates_no_memory() -> None:
     assert on_two_ranks("tests.system.dist.remote:kept_away") == [{"peak": 0, "left": 0}] * 2
 
 
-def test_what_is_made_in_its_slot_is_not_copied_there() -> None:
+def test_values_computed_in_their_slot_are_not_copied() -> None:
     one, other = on_two_ranks("tests.system.dist.remote:made_there")
     assert one["came"]
     assert other["came"]
@@ -51,18 +51,18 @@ def test_what_is_made_in_its_slot_is_not_copied_there() -> None:
     }
 
 
-def test_what_a_broken_step_has_left_is_nobodys() -> None:
+def test_messages_of_a_failed_step_are_dropped() -> None:
     assert on_two_ranks("tests.system.dist.remote:broken_off") == [[True, True]] * 2
 
 
-def test_hosts_that_all_could_do_and_no_others() -> None:
+def test_rdma_is_chosen_between_hosts_only_if_all_ranks_support_it() -> None:
     for rank in on_two_ranks("tests.system.dist.remote:chosen"):
         assert rank == {"one host": "SharedMemoryTransport", "two hosts": "RdmaTransport"} | {
             "one is not able": "SharedMemoryTransport"
         }
 
 
-def test_who_is_not_reached_is_named_to_all() -> None:
+def test_an_unreachable_host_is_named_on_all_ranks() -> None:
     one, other = on_two_ranks("tests.system.dist.remote:refused")
     assert one == other
     assert "on rank 1, its NIXL proxy process failed: nixlBackendError" in one["no agent"]
@@ -74,17 +74,17 @@ def test_who_is_not_reached_is_named_to_all() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_hosts_measure_what_they_write_so(count: int) -> None:
+def test_hosts_measure_the_rate_of_remote_writes(count: int) -> None:
     """Of three, one has no part in messages between two."""
     for rank in on_ranks("tests.system.dist.remote:measured", count=count):
         assert {"slot small", "slot large", "slot hand", "slot copy", "slotted middle"} < {*rank}
 
 
-def test_what_is_asked_to_stop_carries_on_until_its_rank_has_ended() -> None:
+def test_a_proxy_asked_to_stop_continues_until_its_rank_has_ended() -> None:
     assert on_two_ranks("tests.system.dist.remote:asked_to_stop") == [True, True]
 
 
-def test_stages_are_one_device() -> None:
+def test_stages_over_remote_writes_equal_one_device() -> None:
     ranks = on_two_ranks("tests.system.dist.remote:staged")
     assert set(ranks[0]) == {
         "1F1B", "1F1B through slots", "ZBVZeroBubble", "ZBVZeroBubble through slots"
@@ -96,10 +96,10 @@ def test_stages_are_one_device() -> None:
             assert made >= STEPS * MICRO_BATCHES, schedule
 
 
-def test_a_silent_rank_is_waited_for_as_long_as_the_group_says() -> None:
+def test_a_silent_rank_is_waited_for_until_the_group_timeout() -> None:
     said, _ = on_two_ranks("tests.system.dist.remote:silent")
     assert said.startswith("no message from rank 1 within 1")
 
 
-def test_a_rank_that_dies_over_a_slot_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_using_a_slot_is_named(tmp_path: Path) -> None:
     check_who_died("tests.system.dist.remote", tmp_path)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_ranks_that_send_rows_train_as_one_device(
+def test_ranks_with_sparse_gradients_train_as_one_device(
     costs: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))

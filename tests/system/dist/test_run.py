@@ -145,7 +145,7 @@ def weights(checkpoint: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.long
-def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
+def test_training_after_a_killed_rank_restarts_with_the_same_bits(folder: Path) -> None:
     run = ("run", "train.py", "--steps", "6", "--checkpoint-every", "1", "--rank-timeout", "60s")
     whole = steelyard(folder, *run, "--checkpoint", "whole")
     assert whole.returncode == 0, whole.stderr
@@ -165,7 +165,7 @@ def test_a_killed_rank_costs_one_restart_and_no_bit(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
+def test_checkpoints_are_loaded_by_any_layout(folder: Path) -> None:
     """On ranks that share the batch, equally and not, on ranks that hold parts, of which one is
     stopped, on ranks that hold layers, on one."""
     run, alone = partial(_ran, folder), _alone(folder)
@@ -188,7 +188,7 @@ def test_checkpoints_are_taken_up_by_any_layout(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_checkpoints_of_layers_in_parts_and_of_states_in_shares_are_whole(folder: Path) -> None:
+def test_checkpoints_of_sharded_layers_and_states_are_complete(folder: Path) -> None:
     """On two stages by two ranks that share tensors, and by two that share the batch and states."""
     run, alone = partial(_ran, folder), _alone(folder)
     on_four = alone.replace("\nranks = 2\n", "\nranks = 4\n", 1)
@@ -232,7 +232,7 @@ def _agree(one: Path, other: Path) -> None:
         assert np.allclose(ours[name], expected, rtol=1e-4, atol=1e-6), name
 
 
-def test_a_rank_that_is_given_another_batch_is_named(folder: Path) -> None:
+def test_a_rank_with_a_different_batch_is_named(folder: Path) -> None:
     """Gradients are as large as ever: without a word more, training would go on, and be wrong."""
     odd = steelyard(folder, "run", "train.py", "--steps", "6", "--rank-timeout", "4s", ODD="1")
     assert odd.returncode == 2, odd.stderr
@@ -243,7 +243,7 @@ def test_a_rank_that_is_given_another_batch_is_named(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_so_is_one_whose_ranks_hand_weights_to_one_another(folder: Path) -> None:
+def test_with_sharded_states_the_rank_with_a_different_batch_is_named_too(folder: Path) -> None:
     """The rank that waits for weights is not blamed: the one with another batch is named."""
     (folder / "shares.plan.toml").write_text(_alone(folder) + _ON_TWO + _SHARES)
     given = ("run", "train.py", "--steps", "6", "--plan", "shares.plan.toml")
@@ -298,7 +298,7 @@ def _family(pid: int) -> list[int]:
     return found
 
 
-def test_while_two_ranks_train_nobody_listens_beyond_loopback(folder: Path) -> None:
+def test_two_local_ranks_listen_on_loopback_only(folder: Path) -> None:
     arguments = ("run", "train.py", "--steps", "6", "--checkpoint", "heard")
     process = subprocess.Popen(
         [sys.executable, "-m", "steelyard", *arguments, "--checkpoint-every", "1"],
@@ -321,7 +321,7 @@ def test_while_two_ranks_train_nobody_listens_beyond_loopback(folder: Path) -> N
     assert addresses == {"0100007F"}
 
 
-def test_ranks_of_another_number_are_refused(folder: Path) -> None:
+def test_a_different_number_of_ranks_is_refused(folder: Path) -> None:
     alone = steelyard(folder, "run", "train.py", RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1",
                       MASTER_PORT="29500")  # fmt: skip
     assert alone.returncode == 2

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_exchanges_send_as_many_bytes_as_is_said(count: int) -> None:
+def test_collectives_send_the_predicted_bytes(count: int) -> None:
     for each in zip(*on_ranks("tests.system.dist.said:exchanges", count=count), strict=True):
         name, said, sent = each[0]["name"], each[0]["said"], each[0]["sent"]
         assert said > sent, name
@@ -21,7 +21,7 @@ def test_exchanges_send_as_many_bytes_as_is_said(count: int) -> None:
         assert max(one["counted"] for one in each) == pytest.approx(said, abs=8 * pieces), name
 
 
-def test_messages_send_as_many_bytes_as_is_said() -> None:
+def test_point_to_point_messages_send_the_predicted_bytes() -> None:
     sender, receiver = on_two_ranks("tests.system.dist.said:messages")
     for size in SIZES:
         assert sender[str(size)] == 3 * (4 * size + GLOO_SENDS)
@@ -29,12 +29,12 @@ def test_messages_send_as_many_bytes_as_is_said() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_what_ranks_ask_before_a_step_is_known_as_the_kernel_counts_it(count: int) -> None:
+def test_bytes_of_the_agreement_before_a_step_are_those_that_the_kernel_counts(count: int) -> None:
     """It is in no prediction of a step, and in none of its receipts."""
     for rank in on_ranks("tests.system.dist.said:asked", count=count):
         assert rank["counted"] == rank["said"] > 0
 
 
-def test_all_ranks_hear_the_words_of_any_of_them() -> None:
+def test_a_message_of_any_rank_reaches_all_ranks() -> None:
     expected = [f"rank {of} \0 says: ± 1" for of in (0, 0, 1)]
     assert on_two_ranks("tests.system.dist.said:words") == [[*expected, ""]] * 2

@@ -19,16 +19,16 @@ pytestmark = pytest.mark.dist
 _ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_more_messages_than_slots_come_as_they_were_sent() -> None:
+def test_more_messages_than_slots_arrive_unchanged() -> None:
     for rank in on_two_ranks("tests.system.dist.slots:exchanged"):
         assert rank == {"wrong": [], "changed": [], "moved": True, "held": True, "left open": []}
 
 
-def test_no_memory_is_taken_for_a_message() -> None:
+def test_receiving_a_message_allocates_no_memory() -> None:
     assert on_two_ranks("tests.system.dist.slots:kept_away") == [{"peak": 0, "left": 0}] * 2
 
 
-def test_what_is_made_in_its_slot_is_not_copied_there() -> None:
+def test_values_computed_in_their_slot_are_not_copied() -> None:
     one, other = on_two_ranks("tests.system.dist.slots:made_there")
     assert one == {
         "places": {
@@ -42,11 +42,11 @@ def test_what_is_made_in_its_slot_is_not_copied_there() -> None:
     assert other["came"]
 
 
-def test_what_a_broken_step_has_left_is_nobodys() -> None:
+def test_messages_of_a_failed_step_are_dropped() -> None:
     assert on_two_ranks("tests.system.dist.slots:broken_off") == [[True, True]] * 2
 
 
-def test_ranks_that_share_no_memory_are_all_told_which_one_does_not() -> None:
+def test_the_rank_without_shared_memory_is_named_on_all_ranks() -> None:
     one, other = on_two_ranks("tests.system.dist.slots:refused")
     assert one.keys() == other.keys() == {"another host", "no memory", "not seen"}
     for name, said in one.items():
@@ -60,17 +60,17 @@ def test_ranks_that_share_no_memory_are_all_told_which_one_does_not() -> None:
     assert "on rank 0 memory of another rank cannot be opened: No such file" in one["not seen"]
 
 
-def test_a_silent_rank_is_waited_for_as_long_as_the_group_says() -> None:
+def test_a_silent_rank_is_waited_for_until_the_group_timeout() -> None:
     said, _ = on_two_ranks("tests.system.dist.slots:silent")
     assert said.startswith("no message from rank 1 within 1")
     assert len(said.splitlines()) == 3
 
 
-def test_a_rank_that_dies_over_a_slot_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_using_a_slot_is_named(tmp_path: Path) -> None:
     check_who_died("tests.system.dist.slots", tmp_path)
 
 
-def test_ranks_on_gpus_wait_for_what_these_have_yet_to_do() -> None:
+def test_gpu_ranks_wait_for_pending_kernels_before_sending() -> None:
     """Which a file in memory stands in for."""
     for rank, found in enumerate(on_two_ranks("tests.system.dist.stood_in:every")):
         nothing_left = {"wrong": [], "changed": [], "moved": True, "held": True, "left open": []}
@@ -89,7 +89,7 @@ def test_ranks_on_gpus_wait_for_what_these_have_yet_to_do() -> None:
 _THERE = ("at first", "of its second value", "after one that was given up")
 
 
-def test_a_rank_that_dies_before_its_gpu_has_written_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_its_gpu_has_written_the_slot_is_named(tmp_path: Path) -> None:
     check_who_died("tests.system.dist.stood_in", tmp_path)
 
 

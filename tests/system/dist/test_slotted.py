@@ -10,7 +10,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_all_kinds_come_as_torchs_do_in_whatever_order_they_are_waited_for(count: int) -> None:
+def test_all_collectives_equal_those_of_torch_in_any_order_of_waits(count: int) -> None:
     ranks = on_ranks("tests.system.dist.slotted:as_torchs", count=count)
     for rank in ranks:
         # Of more than two, a sum depends on who is added first.
@@ -23,9 +23,9 @@ def test_all_kinds_come_as_torchs_do_in_whatever_order_they_are_waited_for(count
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_sum_allocates_nothing(count: int) -> None:
+def test_an_all_reduce_through_slots_allocates_nothing(count: int) -> None:
     assert on_ranks("tests.system.dist.slotted:kept_away", count=count) == [0] * count
 
 
-def test_ranks_that_ask_for_unlike_room_agree_on_the_most() -> None:
+def test_ranks_with_different_slot_sizes_agree_on_the_largest() -> None:
     assert on_ranks("tests.system.dist.slotted:unlike", count=2) == [[2, 2]] * 2

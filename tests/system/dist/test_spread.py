@@ -26,7 +26,7 @@ _MOST_MORE, _SAID = 1.03, 20_000
     ("count", "each"),
     [(2, 2), pytest.param(3, 2, marks=pytest.mark.long), pytest.param(2, 3, marks=pytest.mark.long)],
 )
-def test_what_leaves_the_busiest_host_is_what_is_said(
+def test_bytes_leaving_the_busiest_host_are_those_predicted(
     count: int, each: int, tmp_path: Path
 ) -> None:
     ranks = count * each

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 _LOOPBACK = "0100007F"
 
 
-def test_buckets_of_all_reduces() -> None:
+def test_bucketed_all_reduces_train_as_one_device() -> None:
     ranks = on_two_ranks("tests.system.dist.scenarios:reductions")
     for rank in ranks:
         assert set(rank["listening"]) == {_LOOPBACK}
@@ -36,7 +36,7 @@ def test_buckets_of_all_reduces() -> None:
             assert program["digests"] == ranks[0]["programs"]["one each, window 0"]["digests"], name
 
 
-def test_a_run_that_diverges_goes_on_in_milder_codes(
+def test_a_diverging_run_falls_back_to_milder_codecs(
     costs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another program of the same batch is bound then, at a loss that tells nothing of the batch."""
@@ -47,7 +47,7 @@ def test_a_run_that_diverges_goes_on_in_milder_codes(
         assert not any(map(isfinite, rank["losses"][1:]))
 
 
-def test_parameters_in_shares() -> None:
+def test_sharded_parameters_train_as_one_device() -> None:
     for rank in on_two_ranks("tests.system.dist.scenarios:parameters"):
         programs = rank["programs"]
         assert len(programs) == 11
@@ -64,7 +64,7 @@ def test_parameters_in_shares() -> None:
 
 
 @pytest.mark.parametrize("scenario", ["transformers", "others"])
-def test_tensors_in_parts(scenario: str) -> None:
+def test_sharded_tensors_train_as_one_device(scenario: str) -> None:
     for rank in on_two_ranks(f"tests.system.dist.parts:{scenario}"):
         for name, step in rank.items():
             assert step["in_parts"] > 0, name

@@ -50,7 +50,7 @@ def test_an_answer_stands_on_figures_and_its_bound_is_the_recorded_one(
             assert is_met or not figure["ok"], figure["name"]
 
 
-def test_a_miss_is_shown_as_one(tmp_path: Path) -> None:
+def test_a_missed_target_is_marked_on_the_page(tmp_path: Path) -> None:
     good = {"name": "a", "value": 0.5, "interval": [0.4, 0.61], "target": 1.0, "ok": True}
     bad = {"name": "b", "value": 3, "interval": None, "target": 0, "ok": False}
     free = {"name": "c", "value": 7, "interval": None, "target": None, "ok": True}
@@ -64,7 +64,7 @@ def test_a_miss_is_shown_as_one(tmp_path: Path) -> None:
     assert "old" not in shown
 
 
-def test_every_benchmark_says_what_it_is_for() -> None:
+def test_every_benchmark_documents_its_purpose() -> None:
     named = "".join(page.read_text(encoding="utf-8") for page in benchmarks.pages())
     for name, said in benchmarks.first_lines().items():
         assert said, f"benchmarks/{name}.py has no docstring"

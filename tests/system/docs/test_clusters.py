@@ -9,7 +9,7 @@ def test_the_page_shows_every_preset() -> None:
     assert now == clusters.page(now, clusters.section()), "python -m tests.system.docs.clusters"
 
 
-def test_the_example_is_read() -> None:
+def test_the_example_cluster_file_parses() -> None:
     text = (pages.ROOT / "docs" / "cluster-files.md").read_text(encoding="utf-8")
     (example, *_) = [block.text for block in pages.blocks(text) if block.language == "toml"]
     tree = decode_tree(example)

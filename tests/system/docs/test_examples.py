@@ -58,7 +58,7 @@ def test_own_loop_trains_as_plain_pytorch_does() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers_is_planned_as_it_comes(
+def test_a_transformers_model_is_planned_unmodified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = tmp_path / "gpt2.plan.toml"
@@ -70,7 +70,7 @@ def test_a_model_of_transformers_is_planned_as_it_comes(
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_lenet_in_four_splits_is_one_device(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lenet_in_four_splits_equals_one_device(capfd: pytest.CaptureFixture[str]) -> None:
     imported("lenet_k_devices").main(2)
     out = capfd.readouterr().out
     apart = [float(x) for x in re.findall(r"weights within (\S+) of one device's", out)]

@@ -24,13 +24,13 @@ def test_nothing_on_the_page_is_unexplained() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "edge_tied_module", "edge_gru"])
-def test_the_row_is_what_the_program_does(name: str) -> None:
+def test_the_row_shows_the_result_of_the_program(name: str) -> None:
     verdict = models.verdict_on(case(name))
     assert f"| {verdict.state.partition(' ')[0]}" in row(name)
     assert models._cell(verdict.cut) in row(name)
 
 
-def test_the_refusal_is_what_the_program_says() -> None:
+def test_the_row_shows_the_refusal_of_the_program() -> None:
     name = "refused_branch_on_item"
     assert models._cell(models.refusal_of(case(name)).reason) in row(name)
 

@@ -85,7 +85,7 @@ def _text(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [_in_one_worker(name) for name in WITH_CODE])
-def test_what_the_page_shows_is_what_happens(
+def test_commands_and_code_of_the_page_work(
     name: str,
     costs: Path,
     empty_folder: Path,
@@ -154,7 +154,7 @@ def test_names_are_shared_by_the_blocks_of_a_page() -> None:
         "```c\nint x;\n```\n",
     ],
 )  # fmt: skip
-def test_what_is_not_so_is_noticed(page: str) -> None:
+def test_wrong_output_on_a_page_is_detected(page: str) -> None:
     with pytest.raises((AssertionError, KeyError)):
         read(page)
 

@@ -60,12 +60,12 @@ _SHOWN = _shown()
 
 
 @pytest.mark.parametrize(("module", "name"), sorted(_SHOWN))
-def test_what_the_docs_import_is_there(module: str, name: str) -> None:
+def test_every_import_of_the_docs_works(module: str, name: str) -> None:
     home = import_module(module)
     assert not name or hasattr(home, name), f"{_SHOWN[module, name]}: {module}.{name}"
 
 
-def test_every_public_name_is_there_and_shown() -> None:
+def test_every_public_name_exists_and_is_documented() -> None:
     shown = {name for module, name in _SHOWN if module == "steelyard"}
     for name in steelyard.__all__:
         assert hasattr(steelyard, name)

@@ -42,7 +42,7 @@ def _losses(step: Any, batch: Any, count: int = 4) -> list[float]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_plan_keeps_its_budget_there_and_its_losses(gpu: torch.device, dropout: float) -> None:
+def test_a_plan_on_a_gpu_keeps_its_budget_and_losses(gpu: torch.device, dropout: float) -> None:
     model, batch = _gpt(gpu, dropout=dropout)
     plain, optimizer = copy.deepcopy(model), partial(torch.optim.AdamW, lr=1e-3)
     free = sy.plan(plain, next_token_loss, batch, optimizer=optimizer)
@@ -62,7 +62,7 @@ def test_a_plan_keeps_its_budget_there_and_its_losses(gpu: torch.device, dropout
 
 
 @pytest.mark.gpu
-def test_memory_is_that_of_the_device(gpu: torch.device) -> None:
+def test_memory_of_a_gpu_is_that_of_the_device(gpu: torch.device) -> None:
     cluster = local_cluster(gpu, Cluster.here(), cache=CostCache())
     seen = torch.cuda.get_device_properties(gpu)
     assert cluster.device.memory_bytes == seen.total_memory
@@ -90,7 +90,7 @@ def test_more_ranks_than_gpus_are_refused_or_share_one(
     assert (hosts.num_devices, hosts.hosts, hosts.fastest) == (3 * count, 3, alone)
 
 
-def test_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
+def test_offload_and_compilers_are_refused_on_gpus(tmp_path: Path) -> None:
     there, cache = torch.device("cuda", 0), CostCache()
     offload_memory = OffloadMemory(tmp_path, "1GB/s", "1MiB")
     with pytest.raises(BadInput, match="is on cuda:0, but offload memory was given"):
@@ -102,7 +102,7 @@ def test_far_memory_and_compilers_are_refused_there(tmp_path: Path) -> None:
     assert local_cluster(CPU, Cluster.here(ranks=2), cache=cache) == Cluster.here(ranks=2)
 
 
-def test_a_model_is_in_one_place() -> None:
+def test_a_model_on_several_devices_is_refused() -> None:
     assert torch_device_of(nn.Linear(2, 2, device="meta")) == CPU
     assert torch_device_of(nn.ReLU()) == CPU
 

@@ -43,7 +43,7 @@ _KEEPS = ("ternary", "rank 4")
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_comes_is_the_mean_and_what_is_lost_comes_later(count: int, device: str) -> None:
+def test_hooks_give_the_mean_and_feed_errors_back(count: int, device: str) -> None:
     ranks = _found("added_up", device, count)
     for code, one in ranks[0].items():
         assert {rank[code]["digest"] for rank in ranks} == {one["digest"]}, code
@@ -65,7 +65,7 @@ def _saved_of(code: str) -> list[str]:
 
 @pytest.mark.parametrize("code", ["int8", "ternary", "bfloat16", "rank 4"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_model_trains_as_without(code: str, parts: int, device: str) -> None:
+def test_a_model_with_hooks_trains_as_without_them(code: str, parts: int, device: str) -> None:
     """Clipped, and with gradients added up over two batches before they go."""
     for rank in _found("trains", device):
         plain, coded = rank[str(parts)], rank[f"{code} {parts}"]
@@ -75,7 +75,7 @@ def test_a_model_trains_as_without(code: str, parts: int, device: str) -> None:
         assert coded[-1] == pytest.approx(plain[-1], rel=near)
 
 
-def test_a_step_that_is_not_finite_poisons_nothing(device: str) -> None:
+def test_a_non_finite_step_leaves_no_residuals(device: str) -> None:
     for rank in _found("scaled", device):
         assert rank["skipped"] == [False, False, True, False, False, False]
         assert rank["scales"] == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0]
@@ -85,7 +85,7 @@ def test_a_step_that_is_not_finite_poisons_nothing(device: str) -> None:
         assert rank["rest"] < 1.0
 
 
-def test_parameters_that_nobody_came_by(device: str) -> None:
+def test_unused_parameters_keep_their_residuals(device: str) -> None:
     for rank in _found("unused", device):
         assert rank["alike"]
         assert rank["finite"]
@@ -99,7 +99,7 @@ def test_parameters_that_nobody_came_by(device: str) -> None:
 @pytest.mark.parametrize(
     ("scenario", "code"), [("resumes", "ternary"), ("resumes_factors", "rank 4")]
 )
-def test_what_was_lost_is_saved_and_comes_after_all(
+def test_residuals_are_saved_and_restored_by_checkpoints(
     count: int, scenario: str, code: str, device: str
 ) -> None:
     for rank in _found(scenario, device, count):
@@ -111,7 +111,7 @@ def test_what_was_lost_is_saved_and_comes_after_all(
         assert rank["refused"].startswith("the saved residual of first has shape (2, 2)")
 
 
-def test_what_cannot_be_is_refused_on_every_rank(device: str) -> None:
+def test_impossible_settings_are_refused_on_every_rank(device: str) -> None:
     for rank in _found("refusals", device):
         assert all(len(said.splitlines()) == 3 for said in rank.values()), rank
         assert rank["another code"].startswith("rank 1 has another codec")
@@ -121,14 +121,14 @@ def test_what_cannot_be_is_refused_on_every_rank(device: str) -> None:
         assert rank["sparse"].startswith("the gradient of 0 is sparse")
 
 
-def test_an_exchange_that_fails_is_told_by_the_backward_pass(device: str) -> None:
+def test_a_failed_exchange_raises_in_the_backward_pass(device: str) -> None:
     for said in _found("breaks", device):
         assert "gradients of some ranks did not arrive: connection closed by peer" in said
         assert "read the output of the rank that ended first" in said
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_shards_in_codes_are_the_mean(count: int, device: str) -> None:
+def test_compressed_reduce_scatters_give_the_mean(count: int, device: str) -> None:
     for rank in _found("shards", device, count):
         plain, coded = rank["losses"]
         assert max(rank["apart"]) < 0.03

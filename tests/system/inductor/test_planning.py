@@ -62,7 +62,7 @@ def test_the_measured_peak_is_within_the_budget(name: str) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_each_point_of_the_curve_is_what_inductor_makes_of_its_rules() -> None:
+def test_each_frontier_point_is_predicted_from_its_compiled_program() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Sigmoid())]
     batch = torch.randn(512, 32)
     session = sy.plan(
@@ -100,7 +100,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sy.Planne
 
 
 @_WITH_ONE_PLAN
-def test_ranks_are_planned_for_as_what_inductor_makes_of_them(on_two_ranks: sy.Planned) -> None:
+def test_plans_for_ranks_are_predicted_from_compiled_programs(on_two_ranks: sy.Planned) -> None:
     session, plan = on_two_ranks.session, on_two_ranks.plan
     assert plan.decisions.target.decomposition == "inductor-2"
     assert "stages are run by generated Python" in on_two_ranks.why_not("shard_pipeline")
@@ -122,7 +122,7 @@ def test_ranks_are_planned_for_as_what_inductor_makes_of_them(on_two_ranks: sy.P
 
 
 @_WITH_ONE_PLAN
-def test_a_budget_on_ranks_holds_of_what_inductor_makes(on_two_ranks: sy.Planned) -> None:
+def test_compiled_ranks_keep_the_memory_budget(on_two_ranks: sy.Planned) -> None:
     whole = on_two_ranks.plan.predicted.peak
     limit = whole.nbytes - (whole.nbytes - whole.resident_bytes) // 5
     within = on_two_ranks.what_if(memory=limit).plan
@@ -132,7 +132,7 @@ def test_a_budget_on_ranks_holds_of_what_inductor_makes(on_two_ranks: sy.Planned
         on_two_ranks.what_if(memory=floor_bytes(on_two_ranks))
 
 
-def test_inductor_is_for_ranks_that_are_here() -> None:
+def test_inductor_is_refused_for_declared_clusters() -> None:
     declared = sy.Cluster.named("dgx-h100")
     with pytest.raises(
         BadInput, match="the Inductor runner is not supported for declared clusters"

@@ -163,7 +163,7 @@ def test_buffers_are_updated_before_the_backward_pass_and_gradients_after(case: 
     assert [*early, *late] == sinks
 
 
-def test_what_is_drawn_is_one_opaque_call(case: Case) -> None:
+def test_random_draws_are_opaque_calls(case: Case) -> None:
     """Upstream's own bernoulli was fused with its readers: they read before it was drawn."""
     with _torch.inductor_settings() as mode:
         program = case.programs["plain"]
@@ -173,7 +173,7 @@ def test_what_is_drawn_is_one_opaque_call(case: Case) -> None:
     assert not [t for t in targets if t.startswith("aten.bernoulli") or "empty" in t]
 
 
-def test_a_draw_that_nothing_reads_still_moves_the_generator_on() -> None:
+def test_an_unread_random_draw_still_advances_the_generator() -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         torch.nn.functional.dropout(batch, 0.5)
         return model(batch).square().mean()
@@ -212,7 +212,7 @@ def _channels_last(fake: torch.Tensor) -> tuple[int, ...]:
     return like.contiguous(memory_format=layout).stride()
 
 
-def test_what_is_summed_where_it_lies_may_lie_on_nothing_that_stays() -> None:
+def test_in_place_sums_never_alias_kept_storage() -> None:
     """And of what a stretch reads last, nothing is held while that is looked at."""
     alive: list[bool] = []
 
@@ -235,7 +235,7 @@ def test_what_is_summed_where_it_lies_may_lie_on_nothing_that_stays() -> None:
 
 
 @pytest.mark.parametrize("use", [compile_program, lower])
-def test_without_a_compiler_it_says_so_before_it_starts(
+def test_a_missing_compiler_is_reported_before_the_run(
     case: Case, use: Callable[[Program], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_torch, "cpp_compiler", lambda: None)
@@ -248,7 +248,7 @@ def test_without_a_compiler_it_says_so_before_it_starts(
 
 
 @pytest.mark.slow
-def test_it_computes_what_eager_does(case: Case, compiled: dict[str, Emitted]) -> None:
+def test_compiled_steps_equal_eager_ones(case: Case, compiled: dict[str, Emitted]) -> None:
     eager = case.results(case.eager)
     ours = case.results(case.step("plain", compiled["plain"]))
     for name, value in eager.items():
@@ -256,13 +256,15 @@ def test_it_computes_what_eager_does(case: Case, compiled: dict[str, Emitted]) -
 
 
 @pytest.mark.slow
-def test_recomputing_changes_no_bit(case: Case, compiled: dict[str, Emitted]) -> None:
+def test_recomputing_is_bitwise_equal_when_compiled(
+    case: Case, compiled: dict[str, Emitted]
+) -> None:
     plain, copies = (case.results(case.step(w, compiled[w])) for w in ("plain", "copies"))
     assert [n for n in plain if not torch.equal(plain[n], copies[n])] == []
 
 
 @pytest.mark.slow
-def test_nor_does_it_where_fusion_changes_with_what_is_saved() -> None:
+def test_recomputing_is_bitwise_equal_where_fusion_changes() -> None:
     """Rows of 16 and of 4: whether such a loop had vectors once hung on its neighbours."""
     torch.manual_seed(0)
     # With the heuristic that it was, one layer rounds otherwise as two do.
@@ -284,7 +286,7 @@ def test_nor_does_it_where_fusion_changes_with_what_is_saved() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_own_their_storage_and_lie_like_their_parameters(
+def test_gradients_own_their_storage_and_have_the_strides_of_their_parameters(
     case: Case, compiled: dict[str, Emitted]
 ) -> None:
     case.step("copies", compiled["copies"])()
@@ -295,7 +297,7 @@ def test_gradients_own_their_storage_and_lie_like_their_parameters(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["plain", "copies"])
-def test_its_peak_is_predicted_without_running_it(
+def test_compiled_peak_is_predicted_without_a_run(
     case: Case, compiled: dict[str, Emitted], which: str
 ) -> None:
     described = lower(case.programs[which])
@@ -309,7 +311,9 @@ def test_its_peak_is_predicted_without_running_it(
 
 
 @pytest.mark.slow
-def test_what_is_lowered_is_what_runs(case: Case, compiled: dict[str, Emitted]) -> None:
+def test_the_lowered_graph_has_the_kernels_that_run(
+    case: Case, compiled: dict[str, Emitted]
+) -> None:
     """The same kernels and library calls, so the second compile decided as the first did."""
     described = lower(case.programs["copies"])
     calls = re.findall(

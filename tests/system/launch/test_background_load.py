@@ -51,7 +51,7 @@ def is_soon(what: Callable[[], bool]) -> bool:
     return False
 
 
-def test_another_is_at_work_while_one_measures_and_then_rests(two: BackgroundLoad) -> None:
+def test_background_load_runs_only_during_measurements(two: BackgroundLoad) -> None:
     with two.at_work():
         other = the_other(two)
         before = worked_seconds(other)
@@ -70,7 +70,7 @@ def test_another_is_at_work_while_one_measures_and_then_rests(two: BackgroundLoa
         assert is_soon(lambda: worked_seconds(other) > before)
 
 
-def test_who_has_nothing_to_do_goes_and_is_begun_anew(
+def test_an_idle_worker_exits_and_is_restarted(
     two: BackgroundLoad, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(company, "_PATIENCE_SECONDS", 0.1)
@@ -83,7 +83,7 @@ def test_who_has_nothing_to_do_goes_and_is_begun_anew(
         assert not the_other(two).has_ended
 
 
-def test_one_that_goes_just_when_it_is_told_is_begun_anew(two: BackgroundLoad) -> None:
+def test_a_worker_that_exits_on_a_request_is_restarted(two: BackgroundLoad) -> None:
     with two.at_work():
         first = the_other(two)
     first._socket.close()  # it hears that nobody is there
@@ -94,7 +94,7 @@ def test_one_that_goes_just_when_it_is_told_is_begun_anew(two: BackgroundLoad) -
         assert the_other(two) is not first
 
 
-def test_one_that_cannot_work_is_named_with_its_last_words(
+def test_a_failing_worker_is_named_with_its_stderr(
     two: BackgroundLoad, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "python"
@@ -109,7 +109,7 @@ def test_one_that_cannot_work_is_named_with_its_last_words(
     assert len(str(error.value).splitlines()) == 3
 
 
-def test_a_killed_one_is_replaced(two: BackgroundLoad) -> None:
+def test_a_killed_worker_is_replaced(two: BackgroundLoad) -> None:
     with two.at_work():
         first = the_other(two)
     first._process.kill()
@@ -118,7 +118,7 @@ def test_a_killed_one_is_replaced(two: BackgroundLoad) -> None:
         assert the_other(two) is not first
 
 
-def test_nothing_is_measured_beside_one_that_died(two: BackgroundLoad) -> None:
+def test_a_worker_that_dies_fails_the_measurement(two: BackgroundLoad) -> None:
     def measured() -> None:
         with two.at_work():
             the_other(two)._process.kill()
@@ -128,7 +128,7 @@ def test_nothing_is_measured_beside_one_that_died(two: BackgroundLoad) -> None:
         measured()
 
 
-def test_who_is_dismissed_leaves_nothing_open(two: BackgroundLoad) -> None:
+def test_a_dismissed_worker_leaves_no_open_files(two: BackgroundLoad) -> None:
     with two.at_work():
         other = the_other(two)
     two.dismiss()
@@ -138,7 +138,7 @@ def test_who_is_dismissed_leaves_nothing_open(two: BackgroundLoad) -> None:
         assert the_other(two) is not other
 
 
-def test_what_is_too_large_for_others_to_do_is_said() -> None:
+def test_operators_too_large_for_the_background_load_are_reported() -> None:
     huge = torch.empty(1 << 46, device="meta")
     idle = BackgroundLoad(2, DEVICE)
     idle.is_given([graph_of(("aten.relu.default", [huge], [torch.empty_like(huge)]))])
@@ -148,7 +148,7 @@ def test_what_is_too_large_for_others_to_do_is_said() -> None:
 
 
 @pytest.mark.parametrize("world", ["1", "2", "many"])
-def test_there_are_none_beside_one_rank_nor_beside_ranks(
+def test_one_rank_and_launched_ranks_have_no_background_load(
     world: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", world)
@@ -158,7 +158,7 @@ def test_there_are_none_beside_one_rank_nor_beside_ranks(
         assert not beside._processes
 
 
-def test_what_is_measured_beside_others_is_not_what_is_measured_alone(
+def test_loaded_and_unloaded_measurements_are_kept_apart(
     two: BackgroundLoad, tmp_path: Path
 ) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
@@ -171,7 +171,7 @@ def test_what_is_measured_beside_others_is_not_what_is_measured_alone(
         assert bool(survey.measured) == (survey.known == 0)
 
 
-def test_what_is_measured_beside_other_hosts_is_remembered_apart(tmp_path: Path) -> None:
+def test_measurements_beside_other_hosts_are_stored_separately(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     for hosts, is_new in ((1, True), (2, True), (3, True), (2, False)):
         _, survey = measure_operators([some_graph()], DEVICE, cache=cache, hosts=hosts)

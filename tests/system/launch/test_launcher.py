@@ -146,13 +146,13 @@ def test_an_exception_is_named_with_its_words_and_line(
 
 
 @pytest.mark.parametrize(("scenario", "cause"), [("stop", "stopped"), ("sleep", "hanging")])
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path, scenario: str, cause: str) -> None:
+def test_a_missing_rank_is_named(tmp_path: Path, scenario: str, cause: str) -> None:
     failed = named(tmp_path, scenario)
     assert (failed.rank, failed.cause) == (CULPRIT, cause)
     assert f"{SHORT_SECONDS} s" in failed.happened
 
 
-def test_other_amounts_in_an_exchange_are_told(tmp_path: Path) -> None:
+def test_mismatched_sizes_in_a_collective_are_reported(tmp_path: Path) -> None:
     assert named(tmp_path, "amount").cause == "other exchange"
 
 
@@ -164,7 +164,7 @@ def test_ranks_with_other_plans_do_not_start(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("pid-1-*")), "they would differ again"
 
 
-def test_a_command_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_command_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pid-none").write_text("0")
     with pytest.raises(BadInput):
         launch(["no-such-program"], num_ranks=2, logs=tmp_path, timeout_seconds=1)
@@ -222,9 +222,7 @@ def test_ranks_listen_on_loopback_alone_and_do_not_outlive_a_killed_launcher(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_launcher_that_is_asked_to_stop_ends_its_ranks(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_terminated_launcher_ends_its_ranks(tmp_path: Path, number: signal.Signals) -> None:
     def ask_once_they_run() -> None:
         until(lambda: are_up(tmp_path))
         os.kill(os.getpid(), number)

@@ -47,7 +47,7 @@ SRUN = {
 }
 
 
-def test_alone_without_any_variable() -> None:
+def test_a_process_without_variables_is_alone() -> None:
     assert rank_info({"PATH": "/bin", "MASTER_ADDR": "host"}) == RankInfo(rank=0, size=1)
 
 
@@ -57,7 +57,7 @@ def test_under_torchrun() -> None:
     assert (who.address, who.port, who.agent_holds_store) == ("10.0.0.1", 29500, True)
 
 
-def test_torchrun_under_srun_is_believed_first() -> None:
+def test_torchrun_takes_precedence_over_srun() -> None:
     assert rank_info({**SRUN, **TORCHRUN, "RANK": "5"}).rank == 5
 
 
@@ -123,13 +123,13 @@ def test_a_plan_for_four_ranks_is_not_run_on_two() -> None:
         RankInfo(size=2).check_size(4)
 
 
-def test_hosts_are_as_many_as_the_starter_says() -> None:
+def test_the_number_of_hosts_is_that_of_the_launcher() -> None:
     assert rank_info(TORCHRUN).hosts == 1
     assert rank_info({**TORCHRUN, "GROUP_WORLD_SIZE": "4"}).hosts == 4
     assert rank_info({**SRUN, "SLURM_STEP_NUM_NODES": "8"}).hosts == 8
 
 
-def test_a_host_is_reached_over_the_interface_that_leads_there() -> None:
+def test_a_host_is_reached_over_the_routed_interface() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("") == interface_of("192.0.2.1") == ""
@@ -137,7 +137,7 @@ def test_a_host_is_reached_over_the_interface_that_leads_there() -> None:
 
 
 @pytest.mark.parametrize("own", ["", "lo7"])
-def test_the_first_looks_towards_the_second_and_nobody_overrules_who_knows_better(own: str) -> None:
+def test_the_first_host_uses_the_interface_to_the_second_unless_set_by_the_user(own: str) -> None:
     store, given = HashStore(), {"GLOO_SOCKET_IFNAME": own} if own else {}
     environs = [dict(given), dict(given)]
     for rank in (1, 0):
@@ -147,7 +147,7 @@ def test_the_first_looks_towards_the_second_and_nobody_overrules_who_knows_bette
     assert environs == [{"GLOO_SOCKET_IFNAME": own or "lo"}] * 2
 
 
-def test_all_ranks_of_the_first_host_look_towards_the_second(
+def test_all_ranks_of_the_first_host_use_the_interface_to_the_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To the first host its name may be its loopback, for whichever rank asks."""
@@ -203,7 +203,7 @@ def all_agree(
     return found
 
 
-def test_ranks_that_hold_the_same_agree() -> None:
+def test_ranks_with_equal_values_agree() -> None:
     assert all_agree([held()] * 4) == [None] * 4
 
 
@@ -219,7 +219,7 @@ def test_ranks_that_hold_the_same_agree() -> None:
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_the_odd_one_of_three_is_named_by_all(
+def test_the_differing_rank_of_three_is_named_by_all(
     odd: dict[str, str], item: str, said: str, rank: int
 ) -> None:
     words = [held(), held(), held()]
@@ -230,26 +230,26 @@ def test_the_odd_one_of_three_is_named_by_all(
         assert said in error.happened
 
 
-def test_of_two_the_second_is_the_odd_one() -> None:
+def test_of_two_differing_ranks_the_second_is_named() -> None:
     for error in all_agree([held(rows=5), held()]):
         assert isinstance(error, RanksDiffer)
         assert error.rank == 1
 
 
-def test_another_number_of_ranks_is_told_before_anybody_waits_for_the_missing() -> None:
+def test_a_wrong_number_of_ranks_is_reported_without_waiting() -> None:
     for error in all_agree([held(), held()], [2, 4]):
         assert isinstance(error, RanksDiffer)
         assert error.item == "number of ranks"
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     (error,) = all_agree([held()], [2], seconds=0.2)
     assert isinstance(error, RankFailed)
     assert (error.rank, error.cause) == (1, "absent")
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=5), st.lists(st.sampled_from("abc"), max_size=5))
-def test_what_differs_is_shown_different(here: list[str], there: list[str]) -> None:
+def test_differing_values_are_shown(here: list[str], there: list[str]) -> None:
     if "\n".join(here) != "\n".join(there):
         mine, theirs = first_difference("\n".join(here), "\n".join(there))
         assert mine != theirs

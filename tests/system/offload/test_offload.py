@@ -81,7 +81,7 @@ def _between(model: nn.Module, x: Tensor, offload_memory: sy.OffloadMemory) -> i
     return (without + with_it) // 2
 
 
-def test_it_fits_where_nothing_else_does(planned: sy.Planned) -> None:
+def test_the_offloading_plan_fits_where_no_other_does(planned: sy.Planned) -> None:
     taken = [t for t in planned.plan.taken if t.trade == "offload"]
     assert taken
     assert sum(t.buys_bytes for t in taken) > 0
@@ -136,7 +136,9 @@ def test_losses_and_weights_are_those_of_the_unplanned_step(
     assert list(folder.iterdir()) == []
 
 
-def test_the_plan_file_says_where_and_is_read_back(planned: sy.Planned, tmp_path: Path) -> None:
+def test_the_plan_file_names_the_offload_folder_and_is_read_back(
+    planned: sy.Planned, tmp_path: Path
+) -> None:
     path = tmp_path / "train.plan.toml"
     planned.save(path)
     text = path.read_text()
@@ -155,7 +157,7 @@ def test_the_plan_file_says_where_and_is_read_back(planned: sy.Planned, tmp_path
     assert float(again.apply(model)(x)) > 0
 
 
-def test_a_plan_that_moves_values_and_does_not_say_where_is_refused(
+def test_an_offloading_plan_without_a_folder_is_refused(
     planned: sy.Planned, tmp_path: Path
 ) -> None:
     path = tmp_path / "train.plan.toml"
@@ -168,7 +170,7 @@ def test_a_plan_that_moves_values_and_does_not_say_where_is_refused(
         sy.load(path, model, loss, x, optimizer=ADAM)
 
 
-def test_a_folder_that_has_gone_is_named_before_anything_runs(
+def test_a_missing_offload_folder_is_named_before_the_run(
     planned: sy.Planned, folder: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "train.plan.toml"
@@ -179,9 +181,7 @@ def test_a_folder_that_has_gone_is_named_before_anything_runs(
         sy.load(path, model, loss, x, optimizer=ADAM)
 
 
-def test_what_far_memory_cannot_hold_is_said_by_the_check(
-    planned: sy.Planned, tmp_path: Path
-) -> None:
+def test_plan_check_reports_too_little_offload_memory(planned: sy.Planned, tmp_path: Path) -> None:
     path = tmp_path / "train.plan.toml"
     planned.save(path)
     path.write_text(path.read_text().replace('size = "1 GiB"', 'size = "64 KiB"'))
@@ -195,7 +195,7 @@ def test_a_smaller_batch_moves_the_same_values(planned: sy.Planned) -> None:
 
 
 @pytest.mark.parametrize("rate", ["2 GB/s", "50 MB/s"])
-def test_whether_it_fits_does_not_hang_on_the_rate(
+def test_fitting_does_not_depend_on_the_offload_rate(
     planned: sy.Planned, folder: Path, rate: str
 ) -> None:
     model, x = made()
@@ -212,7 +212,7 @@ def test_whether_it_fits_does_not_hang_on_the_rate(
     assert {t.trade for t in other.plan.taken} >= {"offload"}
 
 
-def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
+def test_without_offload_memory_the_reason_names_the_option() -> None:
     model, x = made()
     bare = sy.plan(model, loss, x)
     assert "--offload-dir" in bare.why_not("offload")
@@ -229,12 +229,12 @@ def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
         ({"rate": "1 GB/s", "size": "1000B"}, "a size of 1000 B is too small to hold a value"),
     ],
 )
-def test_an_amount_that_is_none_is_refused(given: dict[str, Any], said: str) -> None:
+def test_an_invalid_amount_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         sy.OffloadMemory("/scratch", **given)
 
 
-def test_inductor_moves_nothing_and_says_why(folder: Path) -> None:
+def test_inductor_plans_offload_nothing_and_explain_why(folder: Path) -> None:
     model, x = made()
     offload_memory = sy.OffloadMemory(folder, rate="1 GB/s", size="1 GiB")
     planned = sy.plan(

@@ -146,7 +146,7 @@ def assert_same_weights(ours: Step, theirs: Step) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_comes_to_the_same_bits_in_the_bytes_that_were_said(
+def test_every_optimizer_gives_the_same_bits_within_the_predicted_bytes(
     name: str, offload_memory: sy.OffloadMemory
 ) -> None:
     planned = plan(OPTIMIZERS[name], offload_memory)
@@ -165,7 +165,7 @@ def test_every_optimizer_comes_to_the_same_bits_in_the_bytes_that_were_said(
         assert_same_state(optimizer_of(ours), optimizer_of(theirs))
 
 
-def test_less_ahead_is_less_memory(adam: sy.Planned) -> None:
+def test_less_prefetching_takes_less_memory(adam: sy.Planned) -> None:
     peaks = [told(adam, rules(lead)).predicted.memory_bytes.value for lead in (0, 1, 2)]
     assert peaks == sorted(set(peaks))
     assert peaks[0] < adam.predicted.memory_bytes.value
@@ -184,7 +184,7 @@ def test_a_transfer_that_is_waited_for_slows_nothing(adam: sy.Planned) -> None:
     assert calls - late - 1e-9 <= more <= calls + 1e-9
 
 
-def test_waiting_longer_than_a_transfer_takes_spares_no_more(adam: sy.Planned) -> None:
+def test_waiting_longer_than_a_transfer_saves_no_more_time(adam: sy.Planned) -> None:
     session = adam.session
     costs = session.prices.costs
     slow = {a: replace(k, latency_seconds=1.0, disturbs=0.9) for a, k in costs.links.items()}
@@ -193,7 +193,7 @@ def test_waiting_longer_than_a_transfer_takes_spares_no_more(adam: sy.Planned) -
     assert late.computation_seconds.value >= adam.predicted.computation_seconds.value
 
 
-def test_it_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) -> None:
+def test_state_offload_is_chosen_where_nothing_else_fits(adam: sy.Planned, tmp_path: Path) -> None:
     near = plan(ADAM, None)
     with pytest.raises(Infeasible, match="--offload-dir") as refusal:
         near.what_if(memory=floor_bytes(near))
@@ -248,7 +248,7 @@ def test_hooks_and_schedulers_see_one_step(adam: sy.Planned) -> None:
     assert_same_weights(ours, theirs)
 
 
-def test_a_loop_of_ones_own_steps_the_optimizer_itself(adam: sy.Planned) -> None:
+def test_a_user_loop_steps_the_optimizer(adam: sy.Planned) -> None:
     ours, theirs, x = pair(adam, rules())
     for step in (ours, theirs):
         for _ in range(3):
@@ -259,7 +259,7 @@ def test_a_loop_of_ones_own_steps_the_optimizer_itself(adam: sy.Planned) -> None
     assert_same_weights(ours, theirs)
 
 
-def test_what_lies_far_says_so_when_it_is_read_and_comes_home_when_asked(
+def test_offloaded_state_is_marked_and_can_be_fetched(
     adam: sy.Planned,
 ) -> None:
     ours, theirs, x = pair(adam, rules())
@@ -317,9 +317,7 @@ def assert_same_checkpoints(ours: Step, theirs: Step, x: Tensor, folder: Path) -
     assert_same_weights(ours, theirs)
 
 
-def test_a_checkpoint_is_saved_and_read_back_without_holding_it_all(
-    adam: sy.Planned, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_streamed_when_saved_and_loaded(adam: sy.Planned, tmp_path: Path) -> None:
     assert_same_checkpoints(*pair(adam, rules()), tmp_path)
 
 
@@ -370,9 +368,7 @@ class Drawing(torch.optim.SGD):
         *((make, "") for make in OPTIMIZERS.values()),
     ],
 )
-def test_an_optimizer_that_needs_all_parameters_at_once_is_told_from_others(
-    make: Any, said: str
-) -> None:
+def test_optimizers_that_need_all_parameters_at_once_are_recognized(make: Any, said: str) -> None:
     before = torch.random.get_rng_state()
     found = why_undivided(make, [2, 1, 0, 4])
     assert (said in found) if said else found == ""
@@ -388,7 +384,7 @@ def test_an_optimizer_that_needs_all_parameters_at_once_is_told_from_others(
         (None, "there is no optimizer in the plan"),
     ],
 )
-def test_why_it_is_not_offered_is_said(
+def test_the_reason_for_no_offer_is_given(
     make: Any, said: str, offload_memory: sy.OffloadMemory
 ) -> None:
     planned = plan(make, offload_memory)
@@ -397,7 +393,7 @@ def test_why_it_is_not_offered_is_said(
         told(planned, rules())
 
 
-def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
+def test_without_offload_memory_the_reason_names_the_option() -> None:
     assert "--offload-dir" in plan(ADAM, None).why_not("offload_state")
 
 
@@ -412,14 +408,14 @@ def test_without_far_memory_the_reason_says_how_to_have_it() -> None:
         ),
     ],
 )
-def test_rules_that_do_not_hold_are_refused(
+def test_inapplicable_offload_rules_are_refused(
     chosen: tuple[Rule, ...], said: str, adam: sy.Planned
 ) -> None:
     with pytest.raises(Mismatch, match=said):
         told(adam, chosen)
 
 
-def test_a_plan_file_without_far_memory_is_refused(adam: sy.Planned, tmp_path: Path) -> None:
+def test_a_plan_file_without_offload_memory_is_refused(adam: sy.Planned, tmp_path: Path) -> None:
     path = tmp_path / "a.plan.toml"
     told(adam, rules()).save(path)
     text = path.read_text()
@@ -434,7 +430,7 @@ def made_with_loss() -> tuple[nn.Module, Any, Tensor]:
     return model, loss, x
 
 
-def test_a_far_memory_that_is_too_small_is_said_before_it_runs(
+def test_too_little_offload_memory_is_reported_before_the_run(
     adam: sy.Planned, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.plan.toml"

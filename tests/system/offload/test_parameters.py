@@ -78,7 +78,7 @@ def rules(*whats: str, lead: int = 1) -> tuple[Rule, ...]:
 
 @pytest.mark.parametrize("lead", [0, 1, 2, 5])
 @pytest.mark.parametrize("whats", [("weight",), ("gradient",), ("gradient", "weight"), MOVABLE])
-def test_the_same_bits_in_the_bytes_that_were_said(
+def test_training_gives_the_same_bits_within_the_predicted_bytes(
     whats: Sequence[str], lead: int, adam: sy.Planned
 ) -> None:
     chosen = rules(*whats, lead=lead)
@@ -104,7 +104,7 @@ def test_the_same_bits_in_the_bytes_that_were_said(
     assert_same_state(optimizer_of(ours), optimizer_of(theirs))
 
 
-def test_micro_batches_add_to_what_was_sent(adam: sy.Planned) -> None:
+def test_micro_batches_accumulate_into_offloaded_gradients(adam: sy.Planned) -> None:
     split = AccumulateRule(micro_batches=2)
     ours, x = made()
     theirs = copy.deepcopy(ours)
@@ -131,7 +131,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", [c.name for c in zoo.CASES if c.name in MODELS])
-def test_with_copies_and_transfers_at_random_every_model_trains_the_same(
+def test_random_copies_and_transfers_do_not_change_any_model(
     name: str, parts: int, tmp_path: Path
 ) -> None:
     case, rng = zoo.case(name), random.Random(name)
@@ -184,7 +184,7 @@ def _at_random(before: Program, rng: random.Random) -> Program:
     return program
 
 
-def test_it_is_read_and_written_between_steps_as_ever(adam: sy.Planned) -> None:
+def test_offloaded_parameters_are_readable_and_writable_between_steps(adam: sy.Planned) -> None:
     ours, theirs, x = pair(adam, rules(*MOVABLE))
     kept = {}
     for step in (ours, theirs):
@@ -204,7 +204,7 @@ def test_it_is_read_and_written_between_steps_as_ever(adam: sy.Planned) -> None:
     assert_same_weights(ours, theirs)
 
 
-def test_a_loop_of_ones_own_clips_adds_up_and_reads_gradients(adam: sy.Planned) -> None:
+def test_a_user_loop_clips_accumulates_and_reads_gradients(adam: sy.Planned) -> None:
     ours, theirs, x = pair(adam, rules(*MOVABLE))
     norms = []
     for step in (ours, theirs):
@@ -219,7 +219,7 @@ def test_a_loop_of_ones_own_clips_adds_up_and_reads_gradients(adam: sy.Planned) 
     assert_same_weights(ours, theirs)
 
 
-def test_gradients_of_ones_own_are_added_to_where_they_are(adam: sy.Planned) -> None:
+def test_user_gradients_are_accumulated_in_place(adam: sy.Planned) -> None:
     ours, theirs, x = pair(adam, rules("gradient"))
     for step in (ours, theirs):
         tall = step.live.model.get_parameter("tall.weight")
@@ -229,7 +229,7 @@ def test_gradients_of_ones_own_are_added_to_where_they_are(adam: sy.Planned) -> 
     assert_same_weights(ours, theirs)
 
 
-def test_hooks_of_parameters_run_and_change_what_they_change(adam: sy.Planned) -> None:
+def test_parameter_hooks_run_and_may_change_gradients(adam: sy.Planned) -> None:
     ours, theirs, x = pair(adam, rules(*MOVABLE))
     seen: list[str] = []
     for step in (ours, theirs):
@@ -276,7 +276,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
         assert a.grad is None or b.grad is None or torch.equal(a.grad, b.grad), name
 
 
-def test_it_is_chosen_where_moving_what_the_optimizer_keeps_is_not_enough(
+def test_parameter_offload_is_chosen_where_state_offload_is_not_enough(
     adam: sy.Planned, tmp_path: Path
 ) -> None:
     least = adam.what_if(memory=10 * MIB)
@@ -308,7 +308,7 @@ class Twice(Wide):
         return out
 
 
-def test_what_8_bits_would_buy_is_said_beside_it(offload_memory: sy.OffloadMemory) -> None:
+def test_the_plan_reports_the_saving_of_8_bit_activations(offload_memory: sy.OffloadMemory) -> None:
     torch.manual_seed(0)
     model, cluster = Twice(), sy.Cluster.here(offload_memory=offload_memory)
     planned = sy.plan(model, loss, torch.randn(16, 256), optimizer=ADAM, cluster=cluster)
@@ -321,7 +321,7 @@ def test_what_8_bits_would_buy_is_said_beside_it(offload_memory: sy.OffloadMemor
     assert "the accuracy budget is 0" in least.why_not("quantize_activations")
 
 
-def test_a_plan_of_before_moves_what_the_optimizer_keeps(adam: sy.Planned, tmp_path: Path) -> None:
+def test_an_older_plan_file_offloads_the_optimizer_state(adam: sy.Planned, tmp_path: Path) -> None:
     path = tmp_path / "a.plan.toml"
     told(adam, rules("optimizer")).save(path)
     path.write_text(path.read_text().replace('what = "optimizer"\n', ""))
@@ -356,7 +356,7 @@ def test_a_disk_that_fails_is_named(adam: sy.Planned, monkeypatch: pytest.Monkey
         ours(x)
 
 
-def test_an_update_that_is_broken_off_leaves_nothing_on_its_way(
+def test_an_aborted_update_leaves_no_pending_transfers(
     adam: sy.Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs, x = pair(adam, rules(*MOVABLE))
@@ -462,7 +462,7 @@ def test_products_read_a_frozen_weight_slice_by_slice(
     )
 
 
-def test_slices_in_half_precision_take_the_bytes_that_were_said(
+def test_slices_in_half_precision_take_the_predicted_bytes(
     offload_memory: sy.OffloadMemory,
 ) -> None:
     torch.manual_seed(0)
@@ -479,7 +479,9 @@ def test_slices_in_half_precision_take_the_bytes_that_were_said(
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
 
 
-def test_what_not_only_products_read_is_fetched_whole(offload_memory: sy.OffloadMemory) -> None:
+def test_weights_read_by_other_operators_are_fetched_whole(
+    offload_memory: sy.OffloadMemory,
+) -> None:
     class Both(Frozen):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.turned.sum()
@@ -523,7 +525,7 @@ def states_offered(planned: sy.Planned) -> list[Rule]:
     return [rule for o in offers if o.trade == "offload_state" for rule in o.rules]
 
 
-def test_what_an_update_left_half_done_is_not_taken_for_news(
+def test_a_partial_update_is_not_taken_for_new_values(
     adam: sy.Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next update begins anew: nothing that was on its way then arrives in it."""
@@ -552,13 +554,13 @@ def test_what_an_update_left_half_done_is_not_taken_for_news(
     assert_same_state(optimizer, optimizer_of(theirs))
 
 
-def test_a_checkpoint_holds_what_it_holds_without_and_is_read_back(
+def test_checkpoints_are_the_same_with_and_without_offload(
     adam: sy.Planned, tmp_path: Path
 ) -> None:
     assert_same_checkpoints(*pair(adam, rules(*MOVABLE)), tmp_path)
 
 
-def test_no_page_of_what_a_step_moved_stays_in_memory(adam: sy.Planned) -> None:
+def test_offloaded_values_bypass_the_page_cache(adam: sy.Planned) -> None:
     """It goes past the page cache: only who reads a weight between steps brings it there."""
     ours, _, x = pair(adam, rules(*MOVABLE))
     for _ in range(2):

@@ -99,7 +99,7 @@ LAYERS = {"linear": nn.Linear, "no bias": bare, "turned": Turned}
 @pytest.mark.parametrize(
     ("name", "shape"), [("linear", (600,)), ("no bias", (3, 200)), ("turned", (3, 200))]
 )
-def test_products_add_up_what_comes_back_in_slices(name: str, shape: tuple[int, ...]) -> None:
+def test_sliced_products_are_accumulated(name: str, shape: tuple[int, ...]) -> None:
     tried = tower(LAYERS[name], *shape)
     chosen = able(tried.plain)
     # What two layers read of the norm, and what is dropped.
@@ -119,7 +119,7 @@ def test_products_add_up_what_comes_back_in_slices(name: str, shape: tuple[int, 
 @pytest.mark.parametrize(
     ("rows", "count"), [(1, 4), (63, 2), (64, 9), (129, 2), (257, 4), (577, 3)]
 )
-def test_rows_that_slices_do_not_divide(rows: int, count: int) -> None:
+def test_slices_need_not_divide_the_rows(rows: int, count: int) -> None:
     tried = tower(nn.Linear, rows)
     chosen = able(tried.plain)
     times = dict.fromkeys(chosen, (0, count % 3))
@@ -147,7 +147,7 @@ def test_half_precision_is_added_up_in_single() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_beside_all_else_that_a_step_can_be(seed: int) -> None:
+def test_sliced_activations_combine_with_all_other_trades(seed: int) -> None:
     """A GPT-2 in micro-batches, some of it streamed, some made again, some in 8 bits."""
     transformers = pytest.importorskip("transformers")
     rng = random.Random(seed)
@@ -233,7 +233,7 @@ def sliced_rule(planned: sy.Planned) -> Any:
     return rule
 
 
-def test_where_what_comes_back_is_the_peak_less_is_enough(
+def test_slicing_lowers_the_memory_floor_set_by_fetched_values(
     fitting: sy.Planned, offload_memory: sy.OffloadMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "_LEAST_SLICED_BYTES", 1 << 40)
@@ -245,7 +245,7 @@ def test_where_what_comes_back_is_the_peak_less_is_enough(
     assert "in 4 slices" in str(fitting)
 
 
-def test_it_trains_as_without_and_holds_what_was_said(
+def test_training_is_unchanged_and_memory_is_as_predicted(
     fitting: sy.Planned, offload_memory: sy.OffloadMemory
 ) -> None:
     ours, x = pooled()
@@ -269,7 +269,7 @@ def test_it_trains_as_without_and_holds_what_was_said(
     assert not any(Path(offload_memory.folder).iterdir())
 
 
-def test_a_disk_that_fails_is_named_and_the_next_step_begins_anew(
+def test_a_failing_disk_is_named_and_the_next_step_starts_clean(
     fitting: sy.Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = pooled()
@@ -291,7 +291,7 @@ def test_a_disk_that_fails_is_named_and_the_next_step_begins_anew(
     assert torch.equal(weight.grad, first)
 
 
-def test_a_plan_file_says_in_how_many(fitting: sy.Planned, tmp_path: Path) -> None:
+def test_the_plan_file_holds_the_number_of_slices(fitting: sy.Planned, tmp_path: Path) -> None:
     path = tmp_path / "a.plan.toml"
     fitting.save(path)
     text = path.read_text()
@@ -307,7 +307,7 @@ def test_a_plan_file_says_in_how_many(fitting: sy.Planned, tmp_path: Path) -> No
         sy.load(path, model, square, x, optimizer=SGD)
 
 
-def test_what_is_read_whole_is_refused_in_slices() -> None:
+def test_slicing_values_that_are_read_whole_is_refused() -> None:
     """A tanh asks for its own result again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
@@ -338,7 +338,7 @@ class Otherwise(nn.Module):
 
 
 @pytest.mark.parametrize("across", [False, True])
-def test_what_is_no_sum_over_rows_one_behind_the_other_is_not_offered(across: bool) -> None:
+def test_slicing_is_not_offered_unless_the_product_sums_over_contiguous_rows(across: bool) -> None:
     torch.manual_seed(0)
     tried = Trial(Otherwise(across=across), square, torch.randn(4, 12, 64))
     assert "mul" in saved_for_backward(tried.plain)

@@ -131,7 +131,9 @@ def assert_close_weights(ours: Step, theirs: Step, *, within: float = 1e-5) -> N
 
 
 @pytest.mark.parametrize(("slices", "lead"), [(4, 0), (3, 3), (7, 1)])
-def test_a_trained_weight_is_never_near_whole(slices: int, lead: int, adam: sy.Planned) -> None:
+def test_a_sliced_weight_is_never_resident_as_a_whole(
+    slices: int, lead: int, adam: sy.Planned
+) -> None:
     chosen = rules(*LAYERS, slices=slices, lead=lead)
     ours, theirs, x = pair(adam, chosen)
     for _ in range(3):
@@ -205,7 +207,7 @@ def test_an_update_in_slices_comes_to_the_same_bits(
     assert_as_said(fitting, ours)
 
 
-def test_micro_batches_add_slices_to_what_was_sent(adam: sy.Planned) -> None:
+def test_micro_batches_accumulate_into_offloaded_slices(adam: sy.Planned) -> None:
     split = AccumulateRule(micro_batches=2)
     for lead in (0, 2):
         planned = told(adam, (split, *rules(*LAYERS, lead=lead)))
@@ -218,7 +220,7 @@ def test_micro_batches_add_slices_to_what_was_sent(adam: sy.Planned) -> None:
         assert_as_said(planned, a)
 
 
-def test_half_precision_is_rounded_as_ever(offload_memory: sy.OffloadMemory) -> None:
+def test_sliced_updates_round_half_precision_as_before(offload_memory: sy.OffloadMemory) -> None:
     model, x = made(torch.bfloat16)
     planned = plan(partial(torch.optim.SGD, lr=1e-2, momentum=0.9), offload_memory, model, x)
     twin = copy.deepcopy(model)
@@ -234,7 +236,7 @@ def test_half_precision_is_rounded_as_ever(offload_memory: sy.OffloadMemory) -> 
     assert measured <= fitting.predicted.memory_bytes.value + 4 <= 1.03 * measured
 
 
-def test_a_loop_of_ones_own_adds_up_clips_and_schedules(adam: sy.Planned) -> None:
+def test_a_user_loop_accumulates_clips_and_schedules(adam: sy.Planned) -> None:
     ours, theirs, x = pair(adam, ALL)
     norms = []
     for step in (ours, theirs):
@@ -253,7 +255,7 @@ def test_a_loop_of_ones_own_adds_up_clips_and_schedules(adam: sy.Planned) -> Non
         assert {float(state["step"]) for state in kept.values()} == {4.0}
 
 
-def test_gradients_of_ones_own_are_added_to_where_they_are(adam: sy.Planned) -> None:
+def test_user_gradients_are_accumulated_in_place(adam: sy.Planned) -> None:
     ours, theirs, x = pair(adam, ALL)
     for step in (ours, theirs):
         bare = step.live.model.get_parameter("bare.weight")
@@ -274,7 +276,9 @@ def test_without_a_gradient_nothing_is_updated(adam: sy.Planned) -> None:
     assert len(optimizer_of(ours).state_dict()["state"]) == 4
 
 
-def test_it_is_read_written_and_loaded_between_steps_as_ever(adam: sy.Planned) -> None:
+def test_sliced_parameters_are_readable_writable_and_loadable_between_steps(
+    adam: sy.Planned,
+) -> None:
     ours, theirs, x = pair(adam, ALL)
     seen: list[str] = []
     for step in (ours, theirs):
@@ -299,7 +303,7 @@ def test_it_is_read_written_and_loaded_between_steps_as_ever(adam: sy.Planned) -
         optimizer_of(ours).state[bare]["exp_avg"]
 
 
-def test_a_checkpoint_holds_what_it_holds_without_and_is_read_back(
+def test_checkpoints_are_the_same_with_and_without_offload(
     offload_memory: sy.OffloadMemory, tmp_path: Path
 ) -> None:
     """Of one layer whose products are alike to the bit in slices and whole."""
@@ -395,7 +399,7 @@ class Sized(torch.optim.SGD):
         (torch.optim.Rprop, "in its update is not"),
     ],
 )
-def test_an_update_that_is_another_in_slices_is_refused(
+def test_an_update_that_would_differ_in_slices_is_refused(
     make: Any, said: str, offload_memory: sy.OffloadMemory
 ) -> None:
     planned = plan(partial(make, lr=1e-3), offload_memory)
@@ -519,13 +523,13 @@ def test_a_layer_larger_than_the_budget_is_trained_within_it(
     assert whole.predicted.memory_bytes.value > 64 * MIB
 
 
-def test_why_a_large_layer_is_whole_is_said(offload_memory: sy.OffloadMemory) -> None:
+def test_the_reason_for_not_slicing_a_layer_is_given(offload_memory: sy.OffloadMemory) -> None:
     torch.manual_seed(0)
     planned = plan(partial(Normed, lr=1e-2), offload_memory, Head(), torch.randn(4, 256))
     assert "head.weight in slices: aten.linalg_vector_norm" in planned.why_not("offload_state")
 
 
-def test_slices_are_looked_at_where_all_of_a_parameter_moves(adam: sy.Planned) -> None:
+def test_slices_are_considered_where_all_of_a_parameter_is_offloaded(adam: sy.Planned) -> None:
     levels = offload_levels(adam.session.base, [*ALL, *rules("biased.bias", slices=0)])
     for level in levels:
         whats = {r.what for r in level if r.parameter == "turned"}
@@ -535,7 +539,7 @@ def test_slices_are_looked_at_where_all_of_a_parameter_moves(adam: sy.Planned) -
 
 # Products with a bias and without, a head of its own, a cell that is called many times.
 @pytest.mark.parametrize(("name", "parts"), [("mlp", 1), ("gpt", 2), ("lstm", 2)])
-def test_every_model_trains_alike_with_all_in_slices_that_can_be(
+def test_every_model_trains_alike_with_all_possible_slices(
     name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for size in ("_LEAST_SLICED_BYTES", "_TRAINED_SLICE_BYTES", "_UPDATE_SLICE_BYTES"):

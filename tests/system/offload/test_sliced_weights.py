@@ -175,7 +175,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_behind_a_product_goes_through_its_slices(name: str, memory: OffloadFile) -> None:
+def test_operators_after_a_product_are_computed_per_slice(name: str, memory: OffloadFile) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     model = Block(case.between, bias=case.bias, up=case.up).to(case.dtype)
@@ -253,9 +253,7 @@ class Tower(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_with_copies_and_transfers_at_random_it_trains_the_same(
-    seed: int, memory: OffloadFile
-) -> None:
+def test_random_copies_and_transfers_do_not_change_training(seed: int, memory: OffloadFile) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model, batch = Tower(), torch.randn(24, WIDTH)
@@ -295,7 +293,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
             assert (a.grad - b.grad).abs().max() <= 1e-5 * b.grad.abs().max() + 1e-9, name
 
 
-def test_what_nothing_else_reads_is_never_whole(memory: OffloadFile) -> None:
+def test_values_read_only_in_slices_are_never_whole(memory: OffloadFile) -> None:
     """Behind frozen layers alone no backward pass reads what is between product and result."""
     torch.manual_seed(0)
     model, batch = Block(gated), torch.randn(512, WIDTH)
@@ -319,7 +317,9 @@ def test_what_nothing_else_reads_is_never_whole(memory: OffloadFile) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
-def test_a_frozen_transformer(name: str, memory: OffloadFile) -> None:
+def test_a_frozen_transformer_is_trained_with_sliced_weights(
+    name: str, memory: OffloadFile
+) -> None:
     """What is trained are its norms and what stands before and behind it."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -391,7 +391,7 @@ class Large(nn.Module):
         pytest.param(0.0, 16, id="where none does, in many: little waits for the first of them"),
     ],
 )
-def test_slices_are_chosen_by_what_is_predicted(latency: float, slices: int) -> None:
+def test_slices_are_chosen_by_their_prediction(latency: float, slices: int) -> None:
     trial = Trial(Large(), loss, torch.randn(64, 1024))
     link = Link(kind="declared", latency_seconds=latency, bytes_per_second=1e9, doubt=0.0)
     costs = replace(trial.costs(), links={OFFLOAD_IN: link, OFFLOAD_OUT: link}, far_bytes=1 << 30)
@@ -405,7 +405,7 @@ def test_slices_are_chosen_by_what_is_predicted(latency: float, slices: int) -> 
     assert rule.slices == 16
 
 
-def test_a_loop_takes_what_its_slices_and_its_work_take_together() -> None:
+def test_a_sliced_loop_takes_the_sum_of_its_transfers_and_work() -> None:
     """The first slice is waited for, and the last one computed with alone."""
     trial = Trial(Large(), loss, torch.randn(64, 1024))
     before = trial.plain
@@ -429,7 +429,7 @@ def test_a_loop_takes_what_its_slices_and_its_work_take_together() -> None:
 
 
 @pytest.mark.parametrize("between", [gelu, gated, scaled], ids=lambda f: f.__name__)
-def test_of_the_same_product_what_is_behind_it_has_the_same_bits(
+def test_operators_after_the_same_product_give_the_same_bits(
     between: Callable[[Any, Tensor], Tensor],
 ) -> None:
     torch.manual_seed(0)

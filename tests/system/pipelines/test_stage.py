@@ -59,7 +59,7 @@ _KINDS = frozenset({
         if c.name not in _HOOKED and c.name in _KINDS
     ],
 )
-def test_stages_one_after_the_other_are_the_whole_step(case: Case) -> None:
+def test_stages_in_sequence_equal_the_whole_step(case: Case) -> None:
     model, loss, batch = case.make()
     if case.name not in _AS_THEY_COME:
         model, batch = model.double(), _double(batch)
@@ -180,14 +180,14 @@ def test_a_stage_holds_its_own_parameters_and_tied_ones_are_shared() -> None:
     assert not second & third
 
 
-def test_one_activation_goes_on_and_its_gradient_comes_back() -> None:
+def test_a_stage_sends_an_activation_and_receives_its_gradient() -> None:
     """Cut between blocks: no mask, no saved value and no part of a tied gradient crosses."""
     stages = _stages_of_gpt()
     assert [len(s.sends) for s in stages.stages] == [1, 1, 0]
     assert [len(s.sends_back) for s in stages.stages] == [0, 1, 1]
 
 
-def test_the_two_parts_of_a_backward_pass_are_the_whole_of_it() -> None:
+def test_input_and_weight_gradients_together_are_the_backward_pass() -> None:
     for stage in _stages_of_gpt().stages:
         parts = (stage.back_to_inputs, stage.back_to_weights)
         assert sum(part.flops for part in parts) == stage.backward.flops
@@ -206,7 +206,7 @@ def test_the_two_parts_of_a_backward_pass_are_the_whole_of_it() -> None:
         (["nowhere"], "computes nothing"),
     ],
 )
-def test_ends_that_make_no_stages_are_refused(ends: list[str], says: str) -> None:
+def test_invalid_stage_ends_are_refused(ends: list[str], says: str) -> None:
     model, loss, batch = zoo.case("gpt").make()
     graph = CapturedStep(model=model, loss=loss, batch=batch).graph(micro_batches=1)
     with pytest.raises(BadInput, match=says) as caught:

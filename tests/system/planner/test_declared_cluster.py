@@ -109,7 +109,7 @@ def planned(where: DeclaredClusterPlanner) -> PlannedForCluster:
 
 
 @pytest.mark.parametrize("is_deep", [True, False])
-def test_no_accuracy_is_lost_where_nobody_can_probe_it_and_the_plan_says_so(
+def test_lossy_trades_are_refused_where_they_cannot_be_probed(
     is_deep: bool, where: DeclaredClusterPlanner
 ) -> None:
     lossy, exact = sy.Budget(accuracy_loss="1%"), sy.Budget()
@@ -135,7 +135,7 @@ def test_no_accuracy_is_lost_where_nobody_can_probe_it_and_the_plan_says_so(
             assert "cannot run here cannot be probed" in plan.why_not(trade)
 
 
-def test_the_public_call_plans_a_deep_model_so(planned: PlannedForCluster) -> None:
+def test_plan_of_a_deep_model_uses_the_cluster_search(planned: PlannedForCluster) -> None:
     request = _request()
     found = sy.plan(
         request.model,
@@ -149,7 +149,7 @@ def test_the_public_call_plans_a_deep_model_so(planned: PlannedForCluster) -> No
     assert str(found) == str(planned)
 
 
-def test_it_fits_the_device_and_says_what_was_not_taken(planned: PlannedForCluster) -> None:
+def test_the_plan_fits_the_device_and_lists_refused_trades(planned: PlannedForCluster) -> None:
     assert planned.predicted.memory_bytes.value <= 1100 * 1024
     assert planned.baseline.memory_bytes.value > 1100 * 1024
     said = str(planned)
@@ -180,7 +180,7 @@ def test_the_next_cent_is_what_larger_devices_would_save(
     assert cent.saved_seconds > 0
 
 
-def test_stages_on_a_slower_class_hold_no_more_than_it_has() -> None:
+def test_stages_on_a_slower_device_class_fit_its_memory() -> None:
     old = """
 [device.old]
 memory = "700 KiB"
@@ -211,7 +211,7 @@ link = "l"
     assert "700 KiB on devices with less memory" in said
 
 
-def test_it_says_what_is_reached_and_takes_longer_by_that(planned: PlannedForCluster) -> None:
+def test_the_plan_states_the_reached_share_and_is_slower_by_it(planned: PlannedForCluster) -> None:
     half = _request(cluster=_cluster(more='reached = { share = "50 %" }'))
     found = [plan_for_cluster(DeclaredClusterPlanner(request=half), sy.Budget()), planned]
     computing = [plan.predicted.computation_seconds.value for plan in found]
@@ -222,7 +222,7 @@ def test_it_says_what_is_reached_and_takes_longer_by_that(planned: PlannedForClu
     assert "as declared in the cluster file" in scaling_study(half, fewest=8, most=8).notes[0]
 
 
-def test_the_error_outside_of_what_was_fitted_is_said_and_widens_the_interval() -> None:
+def test_extrapolation_is_reported_and_widens_the_interval() -> None:
     """A small GPT in single precision on 8 H100, whose share was fitted on a Llama in bfloat16."""
     joined = """
     [device.small]
@@ -250,7 +250,7 @@ host_link = "pcie4-x16"
 """
 
 
-def test_what_hosts_hold_makes_room_on_fewer_devices(
+def test_host_memory_lets_a_model_fit_fewer_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both kinds of what may lie there; plans say so, and read back."""
@@ -275,7 +275,9 @@ def test_what_hosts_hold_makes_room_on_fewer_devices(
         assert few.why_not(trade)
 
 
-def test_its_file_reads_back(planned: PlannedForCluster, tmp_path: Path) -> None:
+def test_the_plan_file_of_a_declared_cluster_reads_back(
+    planned: PlannedForCluster, tmp_path: Path
+) -> None:
     planned.save(tmp_path / "gpt.plan.toml")
     found = read_decisions(tmp_path / "gpt.plan.toml")
     assert found == replace(
@@ -284,12 +286,12 @@ def test_its_file_reads_back(planned: PlannedForCluster, tmp_path: Path) -> None
     assert found.target.ranks == 8
 
 
-def test_it_cannot_be_run_here(planned: PlannedForCluster) -> None:
+def test_a_plan_for_a_declared_cluster_cannot_be_run_here(planned: PlannedForCluster) -> None:
     with pytest.raises(BadInput, match="is for 8 devices of cluster, and cannot be"):
         planned.apply()
 
 
-def test_its_file_is_checked_drawn_and_held_to_its_cluster(
+def test_the_plan_file_is_checked_against_its_cluster(
     planned: PlannedForCluster, tmp_path: Path
 ) -> None:
     path, request = tmp_path / "gpt.plan.toml", _request()
@@ -315,7 +317,7 @@ def test_its_file_is_checked_drawn_and_held_to_its_cluster(
     assert any(note.startswith("does not fit") for note in loaded().plan.notes)
 
 
-def test_no_fewer_devices_would_do(where: DeclaredClusterPlanner) -> None:
+def test_minimize_devices_finds_the_smallest_number(where: DeclaredClusterPlanner) -> None:
     fewest = plan_for_cluster(where, sy.Budget(), "devices")  # type: ignore[arg-type]
     (title,) = (fewest.plan.fewest,)
     ranks = int(title.split()[0])
@@ -331,7 +333,7 @@ def test_no_fewer_devices_would_do(where: DeclaredClusterPlanner) -> None:
     assert quicker.predicted.step_seconds.value <= seconds * 0.9
 
 
-def test_a_refusal_of_memory_says_that_the_batch_cannot_be_cut_and_why() -> None:
+def test_a_memory_refusal_gives_the_reason_for_not_splitting_the_batch() -> None:
     def pairing(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         out = model(batch["x"]).mean(1)
         return (out @ out.T).square().mean()
@@ -357,14 +359,16 @@ def test_another_budget_is_another_plan(planned: PlannedForCluster) -> None:
         (sy.Budget(step_time="1 ns"), "has a step time <= 1.00 ns: the fastest takes"),
     ],
 )
-def test_what_cannot_be_is_said_with_what_could(
+def test_an_infeasible_request_is_refused_with_a_possible_one(
     where: DeclaredClusterPlanner, budget: sy.Budget, said: str
 ) -> None:
     with pytest.raises(Infeasible, match=said):
         plan_for_cluster(where, budget)
 
 
-def test_a_number_of_devices_that_divides_nothing_is_said(where: DeclaredClusterPlanner) -> None:
+def test_a_number_of_devices_that_divides_nothing_is_reported(
+    where: DeclaredClusterPlanner,
+) -> None:
     # 11 divides neither the batch nor any tensor, and there are only 7 blocks.
     assert where.search.leanest_bytes(11) is None
     other = DeclaredClusterPlanner(request=_request(cluster=_cluster(12)))
@@ -372,7 +376,7 @@ def test_a_number_of_devices_that_divides_nothing_is_said(where: DeclaredCluster
         other.best(sy.Budget(), 11)
 
 
-def test_the_fewest_of_a_model_without_blocks() -> None:
+def test_minimize_devices_works_for_a_model_without_blocks() -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
     found = sy.plan(
         model, lambda m, b: m(b).square().mean(), torch.randn(16, 64), optimizer=_ADAMW,
@@ -389,13 +393,13 @@ def test_the_fewest_of_a_model_without_blocks() -> None:
         ({"minimize": "ranks", "cluster": _cluster()}, "minimize is 'ranks'"),
     ],
 )
-def test_a_wish_that_makes_no_sense_is_refused(wish: dict[str, Any], said: str) -> None:
+def test_contradictory_goals_are_refused(wish: dict[str, Any], said: str) -> None:
     request = _request()
     with pytest.raises(BadInput, match=said):
         sy.plan(request.model, request.loss, request.batch, **wish)
 
 
-def test_more_and_more_devices_beside_two_laws(where: DeclaredClusterPlanner) -> None:
+def test_scaling_is_compared_with_two_scaling_laws(where: DeclaredClusterPlanner) -> None:
     request = _request(cluster=_cluster(memory="8 MiB"))
     found = scaling_study(request, fewest=1, most=8, tokens=32 * 16 * 3600)
     assert [p.devices for p in found.points] == [1, 2, 4, 8]
@@ -425,7 +429,7 @@ def test_more_and_more_devices_beside_two_laws(where: DeclaredClusterPlanner) ->
         ({"fewest": 1, "most": 16}, "devices 1..16 are not in a cluster of 8"),
     ],
 )
-def test_devices_that_are_not_there_are_refused(asked: dict[str, int], said: str) -> None:
+def test_more_devices_than_the_cluster_has_are_refused(asked: dict[str, int], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         scaling_study(_request(), **asked)
 
@@ -460,9 +464,7 @@ link = "l"
 
 
 @pytest.mark.parametrize("is_read_back", [False, True])
-def test_a_run_of_a_plan_for_a_declared_cluster_is_told_apart(
-    tmp_path: Path, is_read_back: bool
-) -> None:
+def test_a_measured_run_of_a_declared_plan_is_marked(tmp_path: Path, is_read_back: bool) -> None:
     model, loss, batch = _small()
     planned: Any = sy.plan(model, loss, batch, cluster=_one_declared())
     if is_read_back:

@@ -95,7 +95,7 @@ def rules_of(planned: sy.Planned) -> list[Rule]:
     return [r for r in planned.plan.decisions.rules if r.trade == "quantize_activations"]
 
 
-def test_it_fits_where_nothing_exact_does(planned: sy.Planned) -> None:
+def test_a_lossy_plan_fits_where_no_exact_one_does(planned: sy.Planned) -> None:
     taken = [t for t in planned.plan.taken if t.trade == "quantize_activations"]
     assert sum(t.buys_bytes for t in taken) > 0
     assert sum(t.pays_seconds for t in taken) > 0
@@ -112,7 +112,7 @@ def test_it_fits_where_nothing_exact_does(planned: sy.Planned) -> None:
     assert document["amounts"]["accuracy_loss"]["plan"] == word.partition(" (")[0]
 
 
-def test_the_receipt_is_inside_and_the_first_loss_is_that_of_eager_pytorch(
+def test_the_receipt_is_within_its_intervals_and_the_first_loss_equals_eager(
     planned: sy.Planned,
 ) -> None:
     model, x = made()
@@ -131,7 +131,9 @@ def test_the_receipt_is_inside_and_the_first_loss_is_that_of_eager_pytorch(
     assert planned.predicted.accuracy_loss.partition(" (")[0] in str(receipt)
 
 
-def test_losses_stay_as_near_as_the_probe_saw(planned: sy.Planned, plain: sy.Planned) -> None:
+def test_losses_drift_no_further_than_the_probe_measured(
+    planned: sy.Planned, plain: sy.Planned
+) -> None:
     """The probe again, by other means: on the user's own steps, from another seed."""
     lost = []
     for of in (planned, plain):
@@ -162,7 +164,7 @@ def test_planning_leaves_the_model_and_the_random_state_alone(tight: int) -> Non
     assert torch.equal(x, batch)
 
 
-def test_a_budget_of_no_loss_says_what_it_would_buy(
+def test_an_exact_budget_reports_what_lossy_trades_would_save(
     plain: sy.Planned, tight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*args: Any, **kwargs: Any) -> Any:
@@ -182,9 +184,7 @@ def test_a_budget_of_no_loss_says_what_it_would_buy(
         plain.what_if(memory=tight)
 
 
-def test_plenty_of_memory_asks_for_no_probe(
-    plain: sy.Planned, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_roomy_budget_needs_no_probe(plain: sy.Planned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy, "quantization_errors", None)
     roomy = plain.what_if(memory="1 GiB", accuracy_loss="1%")
     assert roomy.predicted.accuracy_loss == "exact"
@@ -194,7 +194,9 @@ def test_plenty_of_memory_asks_for_no_probe(
     )
 
 
-def test_a_drift_beyond_the_budget_gives_up_what_loses_most(plain: sy.Planned, tight: int) -> None:
+def test_drift_beyond_the_budget_drops_the_lossiest_values_first(
+    plain: sy.Planned, tight: int
+) -> None:
     with pytest.raises(Infeasible):
         plain.what_if(memory=tight, accuracy_loss=1e-12)
     exact = least(plain)
@@ -204,7 +206,7 @@ def test_a_drift_beyond_the_budget_gives_up_what_loses_most(plain: sy.Planned, t
     assert "and the accuracy budget is 0.0000000001 %" in refused.why_not("quantize_activations")
 
 
-def test_values_too_far_from_themselves_are_named(
+def test_values_with_too_large_a_quantization_error_are_named(
     tight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accuracy, "_MAX_ERROR", 1e-9)
@@ -219,7 +221,7 @@ def test_values_too_far_from_themselves_are_named(
     assert ("of its norm in 8 bits" in reasons) is not roomy
 
 
-def test_a_value_that_is_not_finite_is_never_coded() -> None:
+def test_a_non_finite_value_is_never_quantized() -> None:
     class Masked(Rows):
         def forward(self, x: Tensor) -> Tensor:
             open_to = torch.where(torch.ones(4096, 128).tril() > 0, 0.0, float("-inf"))
@@ -236,7 +238,7 @@ def test_a_value_that_is_not_finite_is_never_coded() -> None:
     assert all(r.trade == "quantize_activations" for r in bad)
 
 
-def test_without_an_optimizer_nothing_can_be_probed() -> None:
+def test_lossy_trades_need_an_optimizer_for_the_probe() -> None:
     model, x = made()
     whole = sy.plan(model, loss, x)
     between = (least(whole) + whole.plan.predicted.peak.nbytes) // 2
@@ -245,7 +247,7 @@ def test_without_an_optimizer_nothing_can_be_probed() -> None:
     assert "without an optimizer the drift of the loss" in refused.why_not("quantize_activations")
 
 
-def test_a_loss_that_is_not_finite_anyway_is_said_once() -> None:
+def test_a_non_finite_loss_is_reported_once() -> None:
     model, x = made()
 
     def broken(model: nn.Module, x: Tensor) -> Tensor:
@@ -258,7 +260,7 @@ def test_a_loss_that_is_not_finite_anyway_is_said_once() -> None:
     assert "the loss is not finite within" in refused.why_not("quantize_activations")
 
 
-def test_a_loss_that_is_not_finite_is_no_small_drift() -> None:
+def test_a_non_finite_loss_is_no_small_drift() -> None:
     assert not probing._share(float("nan"), float("nan")) <= 1
     assert not probing._share(float("inf"), float("inf")) <= 1
     assert not probing._share(1.0, float("nan")) <= 1
@@ -266,7 +268,7 @@ def test_a_loss_that_is_not_finite_is_no_small_drift() -> None:
     assert probing._share(0.0, 0.0) == 0
 
 
-def test_the_plan_file_holds_them_and_is_probed_anew(planned: sy.Planned, tmp_path: Path) -> None:
+def test_a_lossy_plan_file_is_probed_again_when_loaded(planned: sy.Planned, tmp_path: Path) -> None:
     path = tmp_path / "train.plan.toml"
     planned.save(path)
     text = path.read_text()
@@ -287,7 +289,7 @@ def test_the_plan_file_holds_them_and_is_probed_anew(planned: sy.Planned, tmp_pa
     assert "its accuracy loss is unknown" in " ".join(str(blind).split())
 
 
-def test_a_file_whose_budget_allows_no_loss_is_a_stated_breach(
+def test_a_lossy_plan_file_with_an_exact_budget_is_reported(
     planned: sy.Planned, tmp_path: Path
 ) -> None:
     path = tmp_path / "train.plan.toml"
@@ -325,7 +327,7 @@ def test_a_smaller_last_batch_runs_by_the_same_rules(planned: sy.Planned) -> Non
     assert all(map(torch.isfinite, map(torch.tensor, losses)))
 
 
-def test_the_curve_of_a_lossy_plan_says_what_nobody_probed(planned: sy.Planned) -> None:
+def test_the_frontier_of_a_lossy_plan_marks_unprobed_points(planned: sy.Planned) -> None:
     words = {p.accuracy_loss for p in planned.frontier}
     assert words <= {"exact", "unknown"}
     for point in planned.frontier:
@@ -340,7 +342,7 @@ def test_inductor_is_refused_with_the_reason() -> None:
     assert "only plans for generated Python are probed" in other.why_not("quantize_activations")
 
 
-def test_the_largest_batch_is_found_without(tight: int) -> None:
+def test_maximize_batch_uses_no_lossy_trades(tight: int) -> None:
     model, x = made()
     found = sy.plan(
         model, loss, x.expand(2, -1, -1).clone(), optimizer=ADAM, maximize="batch",
@@ -360,7 +362,7 @@ def beside_far(tight: int, tmp_path_factory: pytest.TempPathFactory) -> sy.Plann
     )  # fmt: skip
 
 
-def test_far_memory_and_8_bits_are_chosen_together(beside_far: sy.Planned) -> None:
+def test_offload_and_8_bit_activations_are_chosen_together(beside_far: sy.Planned) -> None:
     model, x = made()
     step = beside_far.apply(model)
     assert [float(step(x)) for _ in range(3)][-1] > 0
@@ -368,7 +370,7 @@ def test_far_memory_and_8_bits_are_chosen_together(beside_far: sy.Planned) -> No
     assert measured == pytest.approx(beside_far.predicted.memory_bytes.value, rel=0.01)
 
 
-def test_a_probe_holds_weights_where_the_plan_does(beside_far: sy.Planned) -> None:
+def test_a_probe_keeps_weights_in_the_memory_that_the_plan_uses(beside_far: sy.Planned) -> None:
     planned = beside_far
     session = planned.session
     coded = tuple(r for r in planned.plan.decisions.rules if r.trade == "quantize_activations")
@@ -426,7 +428,7 @@ def workload():
 """
 
 
-def test_from_the_command_line(
+def test_a_lossy_plan_from_the_command_line(
     tight: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -18,8 +18,8 @@ from steelyard.plans.budget import Budget
 from steelyard.predict.cost_table import CostTable
 from steelyard.search import Floor, LayoutSearch, StepSearch
 from steelyard.trades import TRADES
-from tests.harness import looking_less_far
 from tests.support.graphs import Whole, random_step
+from tests.support.short_search import looking_less_far
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -31,7 +31,7 @@ FAR = Link(kind="offload memory", latency_seconds=1e-5, bytes_per_second=1e9)
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(min_value=0, max_value=10**6), room=st.sampled_from([0, 1 << 14, 1 << 24]))
-def test_no_plan_of_a_random_step_is_below_it(seed: int, room: int) -> None:
+def test_no_plan_of_a_random_step_is_below_the_memory_floor(seed: int, room: int) -> None:
     graph = random_step(seed)
     program = Program.plain(graph)
     links = {OFFLOAD_OUT: FAR, OFFLOAD_IN: FAR} if room else {}
@@ -46,7 +46,9 @@ def test_no_plan_of_a_random_step_is_below_it(seed: int, room: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1)])
 @pytest.mark.parametrize("room", [0, MIB // 4, 1 << 40])
-def test_no_plan_of_a_model_is_below_it(make: type[torch.optim.Optimizer], room: int) -> None:
+def test_no_plan_of_a_model_is_below_the_memory_floor(
+    make: type[torch.optim.Optimizer], room: int
+) -> None:
     source, program = _step(make)
     links = {OFFLOAD_OUT: FAR, OFFLOAD_IN: FAR} if room else {}
     costs = CostTable(device=DEVICE, links=links, far_bytes=room)
@@ -63,7 +65,7 @@ def test_no_plan_of_a_model_is_below_it(make: type[torch.optim.Optimizer], room:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_no_plan_on_ranks_is_below_it(ranks: int) -> None:
+def test_no_plan_on_ranks_is_below_the_memory_floor(ranks: int) -> None:
     source, program = _step(torch.optim.AdamW)
     costs = CostTable(device=DEVICE, links={DATA: LINK, TENSOR: LINK, PIPELINE: LINK})
 
@@ -94,7 +96,7 @@ WEIGHTS = Floor(
 )  # fmt: skip
 
 
-def test_a_refusal_lists_what_stays() -> None:
+def test_a_refusal_lists_the_tensors_that_stay_in_memory() -> None:
     with pytest.raises(Infeasible, match=r"memory <= 50\.0 MiB: .* at least 80\.0 MiB") as refused:
         WEIGHTS.check(Budget(memory="50 MiB"))
     said = str(refused.value)
@@ -105,7 +107,7 @@ def test_a_refusal_lists_what_stays() -> None:
     assert "--offload-dir" in refused.value.remedy
 
 
-def test_far_memory_and_ranks_lower_it() -> None:
+def test_offload_memory_and_ranks_lower_the_memory_floor() -> None:
     assert WEIGHTS.least_bytes(far_bytes=1 << 40) == 8192
     assert WEIGHTS.least_bytes(ranks=4) == 20 * MIB + 2048
     WEIGHTS.check(Budget(memory="50 MiB"), ranks=2)
@@ -117,7 +119,7 @@ def test_far_memory_and_ranks_lower_it() -> None:
     assert "larger offload memory" in refused.value.remedy
 
 
-def test_what_is_exactly_enough_is_not_refused() -> None:
+def test_a_budget_equal_to_the_floor_is_not_refused() -> None:
     least = WEIGHTS.least_bytes()
     WEIGHTS.check(Budget(memory_bytes=least))
     WEIGHTS.check(Budget())
@@ -125,7 +127,7 @@ def test_what_is_exactly_enough_is_not_refused() -> None:
         WEIGHTS.check(Budget(memory_bytes=least - 1))
 
 
-def test_a_number_without_a_unit_is_asked_for_one() -> None:
+def test_a_refused_amount_without_a_unit_names_the_unit_as_remedy() -> None:
     with pytest.raises(Infeasible) as refused:
         WEIGHTS.check(Budget(memory="40"))
     assert "with its unit" in refused.value.remedy

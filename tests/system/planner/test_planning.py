@@ -71,7 +71,7 @@ def tight(unplanned: sy.Planned) -> sy.Planned:
     return unplanned.what_if(memory=(least + most) // 2)
 
 
-def test_a_second_plan_of_a_step_says_the_same_of_it_and_runs_no_step(tight: sy.Planned) -> None:
+def test_planning_again_gives_the_same_plan_without_a_run(tight: sy.Planned) -> None:
     model, ids = made()
     done: list[str] = []
     again = sy.plan(
@@ -99,7 +99,7 @@ def trained(step: Any, ids: Tensor, steps: int = 3) -> list[float]:
 # --- planning -------------------------------------------------------------------------------------
 
 
-def test_a_budget_is_kept_and_what_it_costs_is_said(
+def test_a_plan_keeps_its_budget_and_reports_its_cost(
     unplanned: sy.Planned, tight: sy.Planned
 ) -> None:
     assert tight.predicted.memory_bytes.value <= limit(tight)
@@ -135,7 +135,7 @@ def test_a_plan_trains_as_the_step_without_trades_does(
         assert actual[0] == pytest.approx(expected[0], rel=0.02)
 
 
-def test_every_point_of_the_frontier_can_be_had(unplanned: sy.Planned) -> None:
+def test_every_point_of_the_frontier_can_be_planned(unplanned: sy.Planned) -> None:
     points = unplanned.frontier
     assert len(points) >= 3
     assert sorted(points, key=lambda p: p.memory_bytes) == list(points) or sorted(
@@ -167,7 +167,7 @@ def test_steps_in_micro_batches_are_checked_and_get_slower_once_for_good(
     assert slower == sorted(slower)
 
 
-def test_less_than_the_least_is_refused_with_the_least_and_what_sets_it(
+def test_a_budget_below_the_least_is_refused_with_the_least_and_its_cause(
     unplanned: sy.Planned,
 ) -> None:
     with_frontier = unplanned.with_frontier()
@@ -182,21 +182,23 @@ def test_less_than_the_least_is_refused_with_the_least_and_what_sets_it(
 
 
 @pytest.mark.parametrize("budget", ["0", "-1 GiB", "1 GB per rank", "2 gigs", "nan GiB", ""])
-def test_a_budget_that_means_nothing_is_refused(unplanned: sy.Planned, budget: str) -> None:
+def test_a_meaningless_budget_is_refused(unplanned: sy.Planned, budget: str) -> None:
     with pytest.raises(sy.SteelyardError) as refused:
         unplanned.what_if(memory=budget)
     assert refused.value.exit_code == 2
     assert refused.value.remedy
 
 
-def test_reasons_are_given_by_trade(tight: sy.Planned) -> None:
+def test_why_not_gives_the_reason_of_a_trade(tight: sy.Planned) -> None:
     assert tight.why_not("recompute") or tight.why_not("accumulate")
     with pytest.raises(sy.SteelyardError, match="unknown trade 'prune'"):
         tight.why_not("prune")
 
 
 @pytest.mark.parametrize("what", ["batch", "sequence"])
-def test_the_largest_fits_and_the_next_does_not(tight: sy.Planned, what: str, costs: Path) -> None:
+def test_the_largest_batch_fits_and_the_next_does_not(
+    tight: sy.Planned, what: str, costs: Path
+) -> None:
     model, ids = made()
     budget = sy.Budget(memory=limit(tight))
     with in_a_hurry(costs):
@@ -244,7 +246,7 @@ def test_a_plan_file_of_another_model_is_refused(tight: sy.Planned, tmp_path: Pa
         sy.load(path, model, loss, ids, optimizer=ADAM)
 
 
-def test_a_plan_that_a_larger_batch_takes_over_its_budget_is_shown_and_not_run(
+def test_a_plan_over_its_budget_at_a_larger_batch_is_not_run(
     tight: sy.Planned, tmp_path: Path
 ) -> None:
     path = tmp_path / "words.plan.toml"
@@ -274,7 +276,7 @@ def test_a_step_with_other_arguments_or_another_machine_is_noted(
     assert "another machine" in said
 
 
-def test_a_plan_file_is_loaded_under_the_operators_that_it_names(
+def test_a_plan_file_is_loaded_with_its_own_decomposition(
     unplanned: sy.Planned, tmp_path: Path
 ) -> None:
     model, ids = made()
@@ -301,7 +303,7 @@ def test_the_same_rules_are_predicted_at_another_batch(tight: sy.Planned, tmp_pa
 # --- the live step --------------------------------------------------------------------------------
 
 
-def test_a_plan_is_applied_to_another_model_of_the_kind(tight: sy.Planned) -> None:
+def test_a_plan_is_applied_to_another_model_object_of_the_class(tight: sy.Planned) -> None:
     first, ids = made()
     other = copy.deepcopy(first)
     assert trained(tight.apply(first), ids) == trained(tight.apply(other), ids)
@@ -339,7 +341,7 @@ def _other_dtype(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_eval, _replaced, _frozen, _other_dtype])
-def test_a_model_that_is_another_now_is_refused(tight: sy.Planned, change: Any) -> None:
+def test_a_changed_model_is_refused(tight: sy.Planned, change: Any) -> None:
     model, ids = made()
     step = tight.apply(model)
     step(ids)

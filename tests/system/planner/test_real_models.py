@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [on_its_worker(name) for name in ("gpt", "resnet_bn", "hf_t5", "hf_gpt2")]
 )
-def test_plans_compute_what_eager_pytorch_does_in_the_memory_promised(name: str) -> None:
+def test_plans_compute_the_eager_results_within_the_predicted_memory(name: str) -> None:
     trial = trial_of(name)
     costs = trial.costs()
     searching = trial.searching(costs)
@@ -49,7 +49,7 @@ def test_plans_compute_what_eager_pytorch_does_in_the_memory_promised(name: str)
 
 # The first has an operator whose large result alone is worth keeping, read by a copy otherwise.
 @pytest.mark.parametrize("name", [on_its_worker(name) for name in ("convnet_bn", "resnet_bn")])
-def test_nothing_is_made_again_that_could_as_well_be_kept(name: str) -> None:
+def test_no_value_is_recomputed_that_could_be_kept(name: str) -> None:
     trial = trial_of(name)
     explored = trial.searching(trial.costs()).explored()
     for point in explored.chain:
@@ -75,7 +75,7 @@ def test_a_batch_is_cut_where_recomputing_alone_does_not_fit() -> None:
 
 
 @pytest.mark.xdist_group("gpt")
-def test_parts_hold_not_a_byte_more_than_is_predicted() -> None:
+def test_micro_batches_hold_no_more_than_predicted() -> None:
     trial = trial_of("gpt")
     program = trial.apply_rules([AccumulateRule(micro_batches=4)])
     costs = trial.costs(micro_batches=(1, 4))
@@ -115,7 +115,7 @@ def in_no_time(trial: Trial) -> dict[str, OperatorCost]:
     }
 
 
-def test_slices_that_are_faster_are_taken_where_memory_asks_for_none() -> None:
+def test_faster_slices_are_taken_without_a_memory_budget() -> None:
     trial = wordy()
     costs = CostTable(device=DEVICE, operators=in_no_time(trial))
     searching = trial.searching(costs, trades=(Chunk(),))
@@ -124,7 +124,7 @@ def test_slices_that_are_faster_are_taken_where_memory_asks_for_none() -> None:
     assert all(seconds_of(tight) >= seconds_of(loose) for tight, loose in pairwise(found))
 
 
-def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None:
+def test_micro_batches_are_tried_without_the_slices_of_the_whole_batch() -> None:
     trial = wordy()
     halved = {2: Estimate.exactly(0.1)}
     costs = CostTable(device=DEVICE, operators=in_no_time(trial), cut_steps=halved)
@@ -137,7 +137,7 @@ def test_parts_are_tried_without_the_slices_that_serve_the_whole_batch() -> None
         assert peak > limit or seconds_of(planned) == seconds_of(fastest), "it would have fitted"
 
 
-def test_a_step_in_micro_batches_takes_what_was_found_of_it_in_slices_too() -> None:
+def test_the_measured_slowdown_of_micro_batches_applies_to_sliced_steps_too() -> None:
     trial = wordy()
     offers, _ = Chunk().offers(trial.plain, trial.source)
     cut = trial.apply_rules([AccumulateRule(micro_batches=2), *offers[-1].rules])

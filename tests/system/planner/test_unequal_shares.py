@@ -34,8 +34,10 @@ from steelyard.search import LayoutSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
 from steelyard.trades.accumulate import AccumulateRule
 from steelyard.trades.shard_batch import ShardBatchRule
-from tests.harness import Trial, looking_less_far
-from tests.torch.trades.test_shard_batch import DEVICE, batch_rows
+from tests.harness import Trial
+from tests.support.declared import DEVICE
+from tests.support.short_search import looking_less_far
+from tests.unit.trades.test_shard_batch import batch_rows
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -68,7 +70,7 @@ def shared(shares: tuple[int, ...], *more: Rule) -> Program:
 
 
 @pytest.mark.parametrize("shares", [(2, 1), (1, 2), (3, 2, 1), (7, 5), (1, 1, 4)])
-def test_each_rank_works_on_its_share_and_all_exchange_alike(shares: tuple[int, ...]) -> None:
+def test_ranks_compute_their_share_and_issue_equal_collectives(shares: tuple[int, ...]) -> None:
     program = shared(shares)
     ones = (program, *program.sibling_programs)
     assert [one.share for one in ones] == sorted({*shares}, reverse=True)
@@ -84,7 +86,7 @@ def test_each_rank_works_on_its_share_and_all_exchange_alike(shares: tuple[int, 
         )
 
 
-def test_equal_shares_are_those_that_were() -> None:
+def test_equal_shares_give_the_plan_without_shares() -> None:
     plain = trial().apply_rules([ShardBatchRule(ranks=2, bucket=16 * KIB)])
     for program in (shared((3, 3)), shared((1, 1))):
         assert (program.layout, program.sibling_programs) == (plain.layout, ())
@@ -92,7 +94,7 @@ def test_equal_shares_are_those_that_were() -> None:
         assert program.graph.nodes == plain.graph.nodes
 
 
-def test_micro_batches_are_of_each_ranks_own_share() -> None:
+def test_micro_batches_split_the_share_of_each_rank() -> None:
     program = shared((2, 1), AccumulateRule(micro_batches=2))
     (other,) = program.sibling_programs
     assert (program.repeats, program.units) == (other.repeats, other.units) == (2, 6)
@@ -111,7 +113,7 @@ def test_shares_that_do_not_add_up_to_the_batch_are_refused(shares: tuple[int, .
 # --- the prediction -------------------------------------------------------------------------------
 
 
-def test_ranks_that_are_alike_play_as_one_does_alone() -> None:
+def test_equal_ranks_take_the_time_of_one() -> None:
     program, price = shared((1, 1)), costs()
     one = RankClass(rank=0, program=program, costs=price)
     assert play_synchronized([one, one], begins=[0.0, 0.0]) == [play(program, price)] * 2
@@ -120,7 +122,7 @@ def test_ranks_that_are_alike_play_as_one_does_alone() -> None:
     assert predict(program, alike).metrics == predict(program, price).metrics
 
 
-def test_a_slower_rank_never_makes_a_step_faster_and_is_waited_for() -> None:
+def test_a_slower_rank_never_makes_a_step_faster() -> None:
     program = shared((1, 1))
     seconds = [step_seconds(program, costs(1, speed)).value for speed in (1, 0.9, 0.5, 0.1)]
     assert seconds == sorted(seconds)
@@ -128,7 +130,7 @@ def test_a_slower_rank_never_makes_a_step_faster_and_is_waited_for() -> None:
     assert seconds[2] == pytest.approx(step_seconds(program, both).value, rel=0.01)
 
 
-def test_all_arrive_together_and_who_has_less_to_do_waits() -> None:
+def test_faster_ranks_wait_for_the_slowest() -> None:
     program, price = shared((1, 1)), costs(1, 0.5)
     fast, slow = play_synchronized(rank_classes(program, price), begins=[0.0, 0.0])
     assert fast.exposed_seconds > slow.exposed_seconds
@@ -138,7 +140,7 @@ def test_all_arrive_together_and_who_has_less_to_do_waits() -> None:
 
 
 @pytest.mark.parametrize("more", [(), (AccumulateRule(micro_batches=2),)])
-def test_shares_by_speed_leave_nobody_waiting(more: tuple[Rule, ...]) -> None:
+def test_shares_in_proportion_to_speed_leave_no_rank_waiting(more: tuple[Rule, ...]) -> None:
     price = costs(1, 0.5, rate=1e12)
     by_speed, even, wrong = (
         predict(shared(shares, *more), price).metrics for shares in ((2, 1), (1, 1), (1, 2))
@@ -156,7 +158,7 @@ def test_shares_by_speed_leave_nobody_waiting(more: tuple[Rule, ...]) -> None:
         assert estimate.value >= metrics.computation_seconds.value
 
 
-def test_memory_is_that_of_the_largest_share() -> None:
+def test_predicted_memory_is_that_of_the_largest_share() -> None:
     program, price = shared((1, 3)), costs()
     ones = [replace(one, sibling_programs=()) for one in (program, *program.sibling_programs)]
     peaks = [peak_bytes(one, price) for one in ones]
@@ -167,7 +169,7 @@ def test_memory_is_that_of_the_largest_share() -> None:
 
 @pytest.mark.parametrize("more", [(), (AccumulateRule(micro_batches=2),)])
 @pytest.mark.parametrize("shares", [(2, 1), (1, 1), (1, 2)])
-def test_the_picture_ends_where_the_figure_does(
+def test_the_drawn_timeline_ends_at_the_predicted_step_time(
     shares: tuple[int, ...], more: tuple[Rule, ...]
 ) -> None:
     program = shared(shares, *more)
@@ -197,7 +199,7 @@ def of_batch(found: SearchResult) -> ParallelLayout:
 
 
 @looking_less_far()
-def test_the_batch_is_shared_by_declared_speeds_and_it_is_said_why() -> None:
+def test_the_batch_is_shared_by_declared_speeds_with_the_reason() -> None:
     found = layouts(costs(1, 0.5, rate=1e12), num_ranks=2).find(Budget())
     assert of_batch(found) == ParallelLayout(data=2, shares=(2, 1))
     (taken,) = (t for t in found.taken if t.trade == "shard_batch")
@@ -221,13 +223,13 @@ def test_equal_speeds_have_equal_shares(speeds: tuple[float, ...]) -> None:
 
 
 @looking_less_far()
-def test_a_rank_that_is_hardly_any_help_is_left_out() -> None:
+def test_a_much_slower_rank_is_left_out() -> None:
     found = layouts(costs(1, 0.001), num_ranks=2).find(Budget())
     assert of_batch(found).num_ranks == 1
 
 
 @looking_less_far()
-def test_a_budget_holds_on_the_rank_that_has_most() -> None:
+def test_the_budget_holds_on_the_rank_with_the_largest_share() -> None:
     ways = layouts(costs(1, 0.5, rate=1e12), num_ranks=2)
     largest = peak_bytes(shared((2, 1)), costs())
     found = ways.find(Budget(memory_bytes=round(0.9 * largest)))

@@ -90,7 +90,7 @@ _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 @pytest.mark.xdist_group("coded")
-def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
+def test_gradients_are_compressed_where_the_link_is_slow_and_the_probe_allows_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_gentler: list[CompressedCandidate] = []
@@ -123,7 +123,7 @@ def test_codes_are_sent_where_the_link_is_slow_and_a_probe_allows_it(
 
 
 @pytest.mark.xdist_group("coded")
-def test_codes_are_not_weighed_where_no_accuracy_may_be_lost(
+def test_compression_is_not_considered_with_an_exact_budget(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def weighed(*args: Any, **how: Any) -> Any:
@@ -144,7 +144,7 @@ def test_codes_are_not_weighed_where_no_accuracy_may_be_lost(
 
 
 @pytest.mark.xdist_group("coded")
-def test_ranks_of_unequal_speed_send_codes_too(
+def test_ranks_of_unequal_speed_compress_gradients_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD, second=0.6)
@@ -160,7 +160,7 @@ def test_ranks_of_unequal_speed_send_codes_too(
 
 
 @pytest.mark.xdist_group("coded")
-def test_a_bound_on_memory_holds_in_milder_codes_too(
+def test_the_memory_budget_holds_for_fallback_codecs_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where codes hold back too much, training continues in those that lose less."""
@@ -188,7 +188,7 @@ def test_a_bound_on_memory_holds_in_milder_codes_too(
 
 
 @pytest.mark.xdist_group("coded")
-def test_compiled_steps_send_codes_and_are_judged_as_they_are_compiled(
+def test_compiled_steps_compress_gradients_and_are_priced_as_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lowering, "_NUM_ALTERNATIVES", 1)
@@ -211,7 +211,7 @@ def test_compiled_steps_send_codes_and_are_judged_as_they_are_compiled(
 
 
 @pytest.mark.xdist_group("coded")
-def test_where_the_link_is_fast_they_cost_and_the_plan_says_so(
+def test_compression_is_refused_with_its_cost_where_the_link_is_fast(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_gentler: list[object] = []
@@ -226,7 +226,7 @@ def test_where_the_link_is_fast_they_cost_and_the_plan_says_so(
         assert "computation" in why or "within the prediction error" in why
 
 
-def test_without_a_compiler_there_are_those_alone_that_need_none_and_the_plan_says_so(
+def test_without_a_compiler_only_codecs_that_need_none_are_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_torch, "cpp_compiler", lambda: None)

@@ -45,7 +45,7 @@ def _planned(
     )
 
 
-def test_where_it_is_faster_it_is_in_the_plan_with_what_it_buys(
+def test_shared_memory_transfer_is_taken_where_it_is_faster(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = _planned(folder, monkeypatch, _FAST)
@@ -64,7 +64,7 @@ def test_where_it_is_faster_it_is_in_the_plan_with_what_it_buys(
     assert read_decisions(path).rules == plan.plan.decisions.rules
 
 
-def test_where_it_is_slower_the_plan_says_by_how_much(
+def test_shared_memory_transfer_is_refused_with_its_cost_where_it_is_slower(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = _planned(folder, monkeypatch, _SLOW)
@@ -77,7 +77,7 @@ def test_where_it_is_slower_the_plan_says_by_how_much(
     assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
 
 
-def test_ranks_that_share_no_memory_are_told_so(
+def test_ranks_without_shared_memory_get_the_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = _planned(folder, monkeypatch, {})

@@ -47,7 +47,7 @@ def _planned(folder: Path, monkeypatch: pytest.MonkeyPatch, words: int) -> sy.Pl
     return sy.plan(Bag(words), _loss, batch, optimizer=_OPTIMIZER, cluster=sy.Cluster.here(ranks=2))
 
 
-def test_few_rows_of_a_large_table_are_sent_by_themselves(
+def test_few_rows_of_a_large_embedding_are_sent_as_sparse_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = _planned(tmp_path, monkeypatch, 25_000)

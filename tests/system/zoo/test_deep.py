@@ -110,7 +110,7 @@ def shape_of(graph: Graph) -> dict[str, Any]:
 
 @on_one_worker
 @pytest.mark.parametrize("name", CUT)
-def test_a_graph_grown_from_three_blocks_is_the_whole_trace(name: str) -> None:
+def test_a_graph_expanded_from_three_blocks_equals_the_full_trace(name: str) -> None:
     _, stretches = CUT[name]
     whole, planned = (source.captured() for source in sources(name))
     assert planned.is_grown
@@ -126,7 +126,7 @@ def test_a_graph_grown_from_three_blocks_is_the_whole_trace(name: str) -> None:
 
 
 @on_one_worker
-def test_each_line_of_a_grown_graph_belongs_to_its_own_block() -> None:
+def test_each_node_of_an_expanded_graph_belongs_to_its_block() -> None:
     whole, grown = (source.captured().graph for source in sources("gpt"))
 
     def per_module(graph: Graph) -> dict[str, int]:
@@ -145,7 +145,7 @@ def test_the_eager_peak_of_a_deep_model_is_extrapolated_to_the_byte() -> None:
         assert planned == whole
 
 
-def test_cutting_leaves_the_users_model_alone() -> None:
+def test_truncating_leaves_the_users_model_unchanged() -> None:
     model, _, _ = gpt()
     blocks = list(model.blocks)
     shortened = cut(model)
@@ -158,7 +158,7 @@ def test_cutting_leaves_the_users_model_alone() -> None:
 
 
 @on_one_worker
-def test_what_is_run_is_traced_whole() -> None:
+def test_a_step_to_be_run_is_traced_in_full() -> None:
     _, source = sources("gpt")
     assert source.captured().is_grown
     assert not source.whole().captured().is_grown
@@ -424,7 +424,7 @@ UNLIKE: dict[str, Callable[[], Sample]] = {
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_what_only_looks_alike_is_planned_as_it_is(name: str) -> None:
+def test_blocks_that_only_look_alike_are_traced_in_full(name: str) -> None:
     """If it is ever grown from three blocks, nothing may differ from the whole trace."""
     sample = UNLIKE[name]()
     planned = source_of(sample, for_planning=True).captured()

@@ -85,7 +85,7 @@ def new_fakes() -> Callable[[], list[Any]]:
     return new
 
 
-def test_what_was_planned_can_die() -> None:
+def test_planned_models_can_be_garbage_collected() -> None:
     model, loss, batch = case("gpt").make()
     plan_everything((model, loss, batch))
     alive = weakref.ref(model)
@@ -144,7 +144,7 @@ def broken(model: Once, x: Tensor) -> Tensor:
     ("effect", "error"),
     [(counted, CaptureRefused), (broken, CaptureRefused), (interrupted, KeyboardInterrupt)],
 )
-def test_a_planning_that_ends_early_leaves_no_trace(effect: Any, error: Any) -> None:
+def test_aborted_planning_leaves_no_trace(effect: Any, error: Any) -> None:
     model = Once(effect)
     batch = {"x": torch.randn(4, 8)}
     before = state_of(model)

@@ -65,7 +65,7 @@ def _marked(cases: tuple[Case, ...]) -> list[object]:
 # torch says so of the eager step, and as an error it would end that too.
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("case", _marked(zoo.CASES))
-def test_a_step_is_that_of_plain_pytorch_and_its_peak_is_the_predicted_one(
+def test_a_step_equals_plain_pytorch_and_its_peak_is_predicted(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of(case.make())
@@ -138,7 +138,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("case", [c for c in zoo.REFUSED if "on_meta" not in c.name], ids=str)
-def test_what_cannot_be_captured_is_refused_in_three_lines(case: Case) -> None:
+def test_models_that_cannot_be_captured_are_refused_in_three_lines(case: Case) -> None:
     """The model on the meta device can be planned; it is refused where a plan is applied."""
     source = source_of(case.make())
     with pytest.raises(SteelyardError) as caught:

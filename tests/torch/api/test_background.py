@@ -20,7 +20,7 @@ def ended(beside: BackgroundProcess) -> BackgroundProcess:
     return beside
 
 
-def test_it_answers_and_changes_nothing_here() -> None:
+def test_a_background_process_answers_and_changes_nothing_here() -> None:
     weights, state = torch.ones(1000), torch.random.get_rng_state()
     pid, own = os.getpid(), os.nice(0)
 
@@ -38,20 +38,20 @@ def test_it_answers_and_changes_nothing_here() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_what_goes_wrong_there_is_told_and_ends_nothing_here() -> None:
+def test_errors_in_the_background_process_are_reported() -> None:
     found = ended(BackgroundProcess(lambda: str(1 // 0)))
     assert found.answer is None
     assert found.failure.startswith("ZeroDivisionError")
 
 
-def test_one_that_is_killed_is_a_failure() -> None:
+def test_a_killed_background_process_is_a_failure() -> None:
     beside = BackgroundProcess(lambda: str(time.sleep(60)))
     assert not beside.is_done()
     os.kill(beside.pid, signal.SIGKILL)
     assert "without an answer" in ended(beside).failure
 
 
-def test_it_is_ended_with_what_began_it() -> None:
+def test_ending_a_background_process_kills_it() -> None:
     beside = BackgroundProcess(lambda: str(time.sleep(60)))
     pid = beside.pid
     beside.end()
@@ -63,7 +63,7 @@ def test_it_is_ended_with_what_began_it() -> None:
     raise AssertionError("it still runs")
 
 
-def test_it_ends_when_its_parent_is_gone() -> None:
+def test_the_background_process_ends_when_its_parent_is_gone() -> None:
     """A run that is killed leaves nothing behind."""
     answers, own = os.pipe()
     parent = os.fork()

@@ -95,7 +95,7 @@ def test_a_scheduled_profiler_gets_all_of_its_cycles(
     )
 
 
-def test_a_profiler_that_is_over_or_never_began_is_no_reason(step: Step) -> None:
+def test_an_inactive_profiler_has_no_effect(step: Step) -> None:
     never, over = profiled(schedule=schedule(wait=0, warmup=1, active=1)), profiled()
     with over:
         step(BATCH)
@@ -104,7 +104,7 @@ def test_a_profiler_that_is_over_or_never_began_is_no_reason(step: Step) -> None
     del never
 
 
-def test_a_profiler_started_in_the_middle_gets_its_steps_in_ones_own_loop(step: Step) -> None:
+def test_a_profiler_started_in_a_user_loop_gets_its_steps(step: Step) -> None:
     assert step.optimizer is not None
     counts = []
     for number in range(6):

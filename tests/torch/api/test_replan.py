@@ -46,7 +46,7 @@ def adapting(*, hosts: int = 2, each: int = 1, members: tuple[int, ...] = (0,)) 
     ("members", "weigher"),
     [((0, 1, 2, 3, 4, 5), 0), ((0, 1, 2, 3), 4), ((0, 1, 4, 5), 2), ((0, 1), 2)],
 )
-def test_a_host_that_stands_by_weighs_other_plans(members: tuple[int, ...], weigher: int) -> None:
+def test_an_idle_host_searches_other_plans(members: tuple[int, ...], weigher: int) -> None:
     own = adapting(hosts=3, each=2, members=members)
     assert own._least_busy(50) == weigher
     assert own._least_busy(5000) == 0, "its weights are those of long ago"
@@ -54,7 +54,7 @@ def test_a_host_that_stands_by_weighs_other_plans(members: tuple[int, ...], weig
     assert own._least_busy(50) == 0
 
 
-def test_links_that_change_while_plans_are_weighed_are_weighed_anew() -> None:
+def test_a_link_that_changes_during_the_search_is_searched_again() -> None:
     own = adapting()
     own._rank = own._search_rank = 1  # of the host that stands by
     weighed = mock.Mock(**{"is_done.return_value": False})
@@ -79,7 +79,7 @@ def test_links_that_change_while_plans_are_weighed_are_weighed_anew() -> None:
     assert turned.call_args.args == (6, FAST, _LinkState(link=FAST))
 
 
-def test_a_slow_step_is_looked_at_while_plans_are_weighed() -> None:
+def test_slow_steps_are_examined_while_plans_are_searched() -> None:
     own = adapting(members=(0, 1))
     own._rank = 1
     own._pending, own._coordinator.flagged = (SLOW, _LinkState(link=SLOW)), 1
@@ -118,7 +118,7 @@ def test_a_restored_link_brings_all_hosts_back_to_the_plan_of_the_beginning(gave
         turned.assert_called_once_with(7, session, "1 ± 0.1 %")
 
 
-def test_a_turn_says_which_link_became_another() -> None:
+def test_a_replan_names_the_link_that_changed() -> None:
     own = adapting()
     slow, fast = _LinkState(link=SLOW), _LinkState(link=FAST)
     assert own._change_text(fast, slow) == (

@@ -26,7 +26,7 @@ def square(model: nn.Module, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_are_kept_are_metered_and_noted(set_to_none: bool) -> None:
+def test_kept_gradients_are_measured_and_noted(set_to_none: bool) -> None:
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(4)])
     batch = torch.randn(8, 128)
     planned = sy.plan(model, square, batch)
@@ -56,7 +56,7 @@ def test_the_default_dtype_is_that_of_the_capture_and_not_of_apply() -> None:
     assert torch.isfinite(planned.apply().backward(batch))
 
 
-def test_a_tensor_that_the_loss_reads_is_held_and_metered() -> None:
+def test_tensors_read_by_the_loss_are_measured() -> None:
     model, table = nn.Linear(64, 64), torch.randn(64, 2048)
     planned = sy.plan(model, lambda m, b: (m(b) @ table).square().mean(), torch.randn(4, 64))
     step = planned.apply()
@@ -67,7 +67,7 @@ def test_a_tensor_that_the_loss_reads_is_held_and_metered() -> None:
     assert measured == pytest.approx(planned.predicted.memory_bytes.value, rel=0.01)
 
 
-def test_a_last_batch_that_is_no_multiple_of_the_parts_is_cut_otherwise() -> None:
+def test_a_last_batch_of_another_size_is_split_differently() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16))
     plain = copy.deepcopy(model)
@@ -90,7 +90,7 @@ def test_a_last_batch_that_is_no_multiple_of_the_parts_is_cut_otherwise() -> Non
     assert re.search(r"also ran batches of \[7, 16\]", str(step.receipt()))
 
 
-def test_arguments_of_another_kind_are_named() -> None:
+def test_arguments_of_a_wrong_type_are_named() -> None:
     batch = torch.ones(4, 4)
     model = nn.Linear(4, 4)
 

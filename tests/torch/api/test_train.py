@@ -30,7 +30,7 @@ def planned() -> tuple[Planned, Workload]:
     return plan_workload(workload, budget=Budget()), workload
 
 
-def test_a_resumed_run_tells_of_its_own_steps_only(tmp_path: Path) -> None:
+def test_a_resumed_run_reports_its_own_steps_only(tmp_path: Path) -> None:
     losses: dict[int, float] = {}
     said = []
     for steps in (3, 5, 5):
@@ -45,7 +45,7 @@ def test_a_resumed_run_tells_of_its_own_steps_only(tmp_path: Path) -> None:
     assert said[2].startswith("ran         0 steps, the whole process")
 
 
-def test_a_cold_or_metered_step_says_nothing_about_time() -> None:
+def test_cold_and_metered_steps_report_no_time() -> None:
     made, workload = planned()
     assert run_workload(made, workload, steps=2).measured.step_seconds is None
     receipt = run_workload(made, workload, steps=3)

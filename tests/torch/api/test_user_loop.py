@@ -60,7 +60,7 @@ def note_of(measured: RunMeasurement, start: str) -> str:
     return found
 
 
-def test_passes_are_counted_timed_and_metered_as_steps_are() -> None:
+def test_passes_of_a_user_loop_are_counted_timed_and_measured_like_steps() -> None:
     step = planned()
     measured = trained(step, adamw(step.live.model.parameters()))
     assert (measured.steps, measured.passes) == (6, 6)
@@ -78,7 +78,7 @@ def test_passes_are_counted_timed_and_metered_as_steps_are() -> None:
     assert tree_of(step.receipt().receipt).ran[0] == "6 steps"
 
 
-def test_what_the_users_optimizer_holds_is_measured_beside_the_plan() -> None:
+def test_the_users_optimizer_state_is_measured_apart_from_the_plan() -> None:
     """As a plan that knows it predicts."""
     known = sy.plan(planned().live.model, square, BATCH, optimizer=adamw)
     step = planned()
@@ -106,7 +106,7 @@ def test_a_plan_with_an_optimizer_is_compared_with_passes_and_updates(whose: str
         assert said == []
 
 
-def test_an_update_by_hand_leaves_the_step_of_such_a_plan_unmeasured_and_says_so() -> None:
+def test_a_manual_update_leaves_the_step_unmeasured_with_a_note() -> None:
     step = planned(adamw)
     for _ in range(4):
         step.backward(BATCH)
@@ -122,7 +122,7 @@ def test_an_update_by_hand_leaves_the_step_of_such_a_plan_unmeasured_and_says_so
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_passes_that_add_up_are_one_step(set_to_none: bool) -> None:
+def test_accumulated_passes_are_one_step(set_to_none: bool) -> None:
     step = planned()
     optimizer = sgd(step.live.model.parameters())
     measured = trained(step, optimizer, steps=4, accumulated=3, set_to_none=set_to_none)
@@ -134,7 +134,7 @@ def test_passes_that_add_up_are_one_step(set_to_none: bool) -> None:
     assert note_of(measured, "gradients kept between steps add")
 
 
-def test_steps_of_several_optimizers_are_of_one_update() -> None:
+def test_steps_of_several_optimizers_count_as_one_update() -> None:
     step = planned()
     model: Any = step.live.model
     first, second = adamw(model[:2].parameters()), sgd(model[2:].parameters(), momentum=0.9)
@@ -165,7 +165,7 @@ def test_a_closure_that_calls_the_pass_is_no_update_with_a_peak() -> None:
     assert "and updates" not in note_of(measured, "your LBFGS holds")
 
 
-def test_an_optimizer_of_another_model_is_none_of_the_steps() -> None:
+def test_an_optimizer_of_another_model_is_ignored() -> None:
     step, other = planned(), nn.Linear(8, 8)
     optimizer = adamw(other.parameters())
     for _ in range(4):
@@ -192,7 +192,7 @@ def test_an_optimizer_whose_step_fails_leaves_no_profiler_on() -> None:
     assert any(event.name == "aten::add" for event in seen.events())
 
 
-def test_hooks_of_optimizers_go_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_hooks_are_removed_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     removed: list[bool] = []
 
     class Handle:

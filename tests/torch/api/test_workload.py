@@ -53,9 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (MAKER, ""),
     ],
 )
-def test_whatever_can_be_called_by_that_name_is_the_workload(
-    folder: Path, text: str, name: str
-) -> None:
+def test_any_callable_of_that_name_is_the_workload(folder: Path, text: str, name: str) -> None:
     Path("elsewhere.py").write_text(SCRIPT)
     Path("script.py").write_text(text)
     assert isinstance(load_workload(f"script.py{name}"), Workload)
@@ -79,7 +77,7 @@ def test_a_script_does_not_see_the_arguments_of_steelyard(
 
 
 @pytest.mark.parametrize("batches", [torch.ones(4, 2), lambda: torch.ones(4, 2)])
-def test_one_tensor_is_no_list_of_batches(batches: Any) -> None:
+def test_a_single_tensor_is_refused_as_a_list_of_batches(batches: Any) -> None:
     workload = Workload(torch.nn.Linear(2, 2), lambda m, b: m(b).sum(), batches)
     with pytest.raises(BadInput, match=r"one tensor of shape \[4, 2\]"):
         workload.first_batch()
@@ -94,7 +92,7 @@ def test_one_tensor_is_no_list_of_batches(batches: Any) -> None:
         ("def workload(): return 3", r"returned a int"),
     ],
 )
-def test_what_is_no_workload_is_refused(folder: Path, text: str, said: str) -> None:
+def test_an_invalid_workload_is_refused(folder: Path, text: str, said: str) -> None:
     Path("script.py").write_text(text)
     with pytest.raises(BadInput, match=said):
         load_workload("script.py")

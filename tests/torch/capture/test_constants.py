@@ -45,7 +45,7 @@ READS: dict[str, tuple[Tensor, Callable[[nn.Module, Any], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_constant_is_read_anew_at_each_step(name: str) -> None:
+def test_a_constant_is_read_again_in_each_step(name: str) -> None:
     torch.manual_seed(0)
     constant, loss = READS[name]
     model = nn.Linear(4, 4)

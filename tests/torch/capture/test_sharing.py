@@ -44,7 +44,7 @@ def normed(**said: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("loss", "reduction"), [(class_loss, Reduction.COUNTED), (sum_loss, Reduction.SUM)]
 )
-def test_ranks_can_take_statistics_together(
+def test_batch_statistics_can_be_computed_over_all_ranks(
     said: dict[str, Any], loss: Any, reduction: Reduction
 ) -> None:
     sample = normed(**said), loss, data()
@@ -52,12 +52,12 @@ def test_ranks_can_take_statistics_together(
     assert shared(sample) == Splitting(reduction=reduction)
 
 
-def test_ranks_count_steps_alike() -> None:
+def test_step_counters_are_equal_on_all_ranks() -> None:
     assert shared((Counting(), class_loss, data())).reason == ""
 
 
 @pytest.mark.parametrize("loss", [squared_mean_loss, spread_loss, weighed_loss])
-def test_what_else_lets_samples_see_each_other_is_seen_beside_statistics(loss: Any) -> None:
+def test_other_coupling_is_found_beside_batch_statistics(loss: Any) -> None:
     assert shared((normed(), loss, data())).reason
 
 
@@ -75,12 +75,12 @@ class Folded(nn.Module):
         return out
 
 
-def test_statistics_along_another_dim_are_seen() -> None:
+def test_statistics_along_another_dim_are_found() -> None:
     assert "computes statistics over samples" in shared((Folded(), class_loss, data())).reason
     assert verdict((Folded(), class_loss, data())).reason
 
 
-def test_a_buffer_of_what_a_rank_saw_is_no_statistic() -> None:
+def test_a_buffer_of_per_rank_values_is_no_statistic() -> None:
     assert "buffer seen is updated" in shared((Remembering(), class_loss, data())).reason
     behind = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), Remembering())
     assert "buffer 3.seen is updated" in shared((behind, class_loss, data())).reason

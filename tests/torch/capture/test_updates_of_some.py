@@ -44,7 +44,9 @@ def told(program: Program) -> Any:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("held", [("0.", "1."), ("2.", "3."), ("0.weight", "3."), ("1.bias",)])
-def test_it_is_what_would_be_captured(name: str, held: tuple[str, ...]) -> None:
+def test_an_update_restricted_to_some_parameters_equals_its_capture(
+    name: str, held: tuple[str, ...]
+) -> None:
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = OPTIMIZERS[name]
     names = [n for n, _ in model().named_parameters()]
     ours = {n for n in names if n.startswith(held)}
@@ -55,6 +57,6 @@ def test_it_is_what_would_be_captured(name: str, held: tuple[str, ...]) -> None:
     assert told(some) == told(captured)
 
 
-def test_lines_of_several_parameters_are_nobodys() -> None:
+def test_nodes_of_several_parameters_cannot_be_restricted() -> None:
     joint = capture_update(model(), partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True))
     assert update_of(joint, {"0.weight"}) is None

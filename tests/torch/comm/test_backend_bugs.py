@@ -46,7 +46,7 @@ def channel(backend: str, *, num_ranks: int = 2) -> Channel:
 
 
 @pytest.mark.parametrize("ops", [(_PLAIN, _PLAIN), (_PLAIN, ""), ("", _PLAIN)])
-def test_a_plain_gather_beside_another_is_refused_on_gloo(ops: tuple[str, str]) -> None:
+def test_concurrent_plain_gathers_are_refused_on_gloo(ops: tuple[str, str]) -> None:
     program = two_gathers(*ops, overlapping=True)
     with pytest.raises(Mismatch, match="while parameter:p0_gathered is in flight"):
         emit(program, channels={"data": channel("gloo")})
@@ -54,12 +54,12 @@ def test_a_plain_gather_beside_another_is_refused_on_gloo(ops: tuple[str, str]) 
     refuse_hazards(two_gathers(*ops, overlapping=False), backends={"data": "gloo"})
 
 
-def test_a_group_that_nobody_named_might_be_gloo() -> None:
+def test_a_group_of_unknown_backend_is_treated_as_gloo() -> None:
     with pytest.raises(Mismatch, match="corrupts memory"):
         refuse_hazards(two_gathers(_PLAIN, _PLAIN, overlapping=True), backends={})
 
 
-def test_our_gather_goes_by_way_of_the_other_operator() -> None:
+def test_our_gather_uses_the_operator_without_the_bug() -> None:
     program = two_gathers("", "", overlapping=True)
     emitted = emit(issued_ahead(program, 3), channels={"data": channel("gloo")})
     assert emitted.source.count("all_gather") == 2

@@ -19,7 +19,7 @@ from steelyard.comm.tcp_counters import SentBytesCounter
 from steelyard.comm.tcp_quickack import QuickAcks
 
 
-def test_what_took_long_to_arrive_is_let_go_of_before_the_step_goes_on(
+def test_late_messages_are_released_before_the_step_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gloo's thread says that it is done, and holds on for a moment: as long after a slow link as
@@ -60,7 +60,7 @@ def test_threads_that_listen_for_gloo_take_turns(
     assert sorted(told) == [(12, turns.os.SCHED_BATCH), (13, turns.os.SCHED_BATCH)]
 
 
-def test_who_gives_way_does_so_the_more_seldom_the_longer_others_take(
+def test_a_rank_yields_less_often_the_longer_others_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With another program on that core a turn takes a slice of time: it has a fifth, not all."""
@@ -89,7 +89,7 @@ def test_who_gives_way_does_so_the_more_seldom_the_longer_others_take(
         assert all(after - before > 0.99e-4 for before, after in pairwise(calls))
 
 
-def test_what_was_sent_is_counted_once_and_nothing_is_closed() -> None:
+def test_sent_bytes_are_counted_once_without_closing_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         ours = socket.create_connection(listening.getsockname())
         theirs, _ = listening.accept()
@@ -110,7 +110,7 @@ def test_what_was_sent_is_counted_once_and_nothing_is_closed() -> None:
         ours.close()
 
 
-def test_receipts_are_asked_for_of_connections_alone_and_nothing_is_closed() -> None:
+def test_counters_are_read_of_connections_only_without_closing_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as unused:
         ours = socket.create_connection(listening.getsockname())
         theirs, _ = listening.accept()

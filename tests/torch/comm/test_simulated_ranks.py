@@ -8,7 +8,7 @@ import torch
 from steelyard.comm.simulated_ranks import SimulatedRanks
 
 
-def test_exchanges_are_those_of_as_many_processes() -> None:
+def test_simulated_collectives_equal_those_of_processes() -> None:
     together = SimulatedRanks(3)
 
     def work(rank: int) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ def test_exchanges_are_those_of_as_many_processes() -> None:
         assert handed.flatten().tolist() == [rank, 10 + rank, 20 + rank]
 
 
-def test_each_draws_as_if_it_were_alone() -> None:
+def test_each_simulated_rank_draws_its_own_random_numbers() -> None:
     torch.manual_seed(3)
     alone = [float(torch.rand(())) for _ in range(3)]
     torch.manual_seed(3)
@@ -50,7 +50,7 @@ def test_each_draws_as_if_it_were_alone() -> None:
     assert together.run(work) == [alone, alone]
 
 
-def test_what_fails_on_one_rank_is_what_is_raised() -> None:
+def test_the_error_of_one_simulated_rank_is_raised() -> None:
     together = SimulatedRanks(3)
 
     def work(rank: int) -> None:

@@ -16,7 +16,7 @@ _SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4).m
 
 
 @given(shape=_SIZES, viewed=_SIZES, dim=st.integers(0, 3), groups=st.sampled_from([1, 2, 3]))
-def test_a_part_seen_through_a_view_is_the_part_of_what_is_viewed(
+def test_a_shard_of_a_view_is_the_view_of_the_shard(
     shape: tuple[int, ...], viewed: tuple[int, ...], dim: int, groups: int
 ) -> None:
     count = math.prod(shape)
@@ -43,7 +43,7 @@ def test_a_part_seen_through_a_view_is_the_part_of_what_is_viewed(
 
 
 @given(shape=_SIZES, order=st.permutations(range(4)), dim=st.integers(0, 3))
-def test_a_part_lies_dense_in_the_order_of_the_whole(
+def test_a_shard_is_dense_in_the_dim_order_of_the_whole(
     shape: tuple[int, ...], order: list[int], dim: int
 ) -> None:
     order = [d for d in order if d < len(shape)]

@@ -27,7 +27,7 @@ def by_name(rows: tuple[DoctorRow, ...]) -> dict[str, DoctorRow]:
     return {row.name: row for row in rows}
 
 
-def test_every_row_that_is_not_ok_says_what_to_do() -> None:
+def test_every_row_that_is_not_ok_has_a_remedy() -> None:
     rows = diagnose()
     assert {row.name for row in rows} == ROWS
     for row in rows:
@@ -35,7 +35,7 @@ def test_every_row_that_is_not_ok_says_what_to_do() -> None:
         assert (row.verdict is Verdict.OK) == (row.remedy == ""), row
 
 
-def test_what_was_measured_is_forgotten_when_asked_for(cache: Path) -> None:
+def test_stored_measurements_are_removed_on_request(cache: Path) -> None:
     found = Estimate(value=0.5, low=0.4, high=0.75)
     CostCache(cache).write_whole("here", "step", found)
     diagnose()
@@ -45,7 +45,7 @@ def test_what_was_measured_is_forgotten_when_asked_for(cache: Path) -> None:
     assert CostCache(cache).read_whole("here", "step") is None
 
 
-def test_what_is_wrong_is_said(
+def test_problems_are_reported(
     monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
 ) -> None:
     cache.mkdir()

@@ -22,7 +22,7 @@ def _in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_ROUNDS", 1)
 
 
-def test_two_plans_are_told_the_same_of_a_link(
+def test_two_plans_get_the_same_measured_offload_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offload_memory = sy.OffloadMemory(tmp_path, rate="50 MB/s", size="20 KiB")

@@ -15,14 +15,14 @@ def test_a_long_step_is_run_seldom_and_one_beyond_all_bounds_never() -> None:
     assert counts == [9, 6, 3, 1, 0]
 
 
-def test_a_check_leaves_a_doubt() -> None:
+def test_a_calibration_keeps_an_uncertainty() -> None:
     found = whole_step(Runnable(run=lambda: None, operator_seconds=6.0), seconds_budget=12.0)
     assert found is not None
     assert found.low <= found.value * 0.95
     assert found.high >= found.value * 1.05
 
 
-def test_two_programs_take_turns() -> None:
+def test_two_programs_are_timed_in_turns() -> None:
     calls: list[str] = []
     programs = [
         Runnable(run=lambda name=name: calls.append(name), operator_seconds=SHORT) for name in "ab"
@@ -31,7 +31,7 @@ def test_two_programs_take_turns() -> None:
     assert calls == list("ab") * 9
 
 
-def test_the_same_work_said_to_be_less_is_so_many_times_its_sum() -> None:
+def test_an_underpredicted_step_scales_the_sum_of_its_operators() -> None:
     def run() -> int:
         return sum(range(20000))
 

@@ -42,7 +42,9 @@ FAST = "100 GB/s"
     ],
     ids=["small", "pieces", "odd", "turned", "channels last", "bool", "bfloat16", "nan", "empty"],
 )
-def test_the_same_bits_come_back_laid_out_alike(tmp_path: Path, x: torch.Tensor) -> None:
+def test_offloaded_tensors_return_with_the_same_bits_and_strides(
+    tmp_path: Path, x: torch.Tensor
+) -> None:
     memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="64 MiB"))
     slots = Slots.of(memory, [100, x.nbytes])
     assert slots.sent(1, slots.send(1, x), x) is None
@@ -55,13 +57,15 @@ def test_the_same_bits_come_back_laid_out_alike(tmp_path: Path, x: torch.Tensor)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(8, 8)[:, :4], torch.zeros(4, 1).expand(4, 3)])
-def test_what_has_gaps_or_overlaps_is_not_copied_wrongly(tmp_path: Path, x: torch.Tensor) -> None:
+def test_tensors_with_gaps_or_overlaps_are_copied_correctly(
+    tmp_path: Path, x: torch.Tensor
+) -> None:
     memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
     with pytest.raises(RunFailed, match="has gaps"):
         Slots.of(memory, [x.nbytes]).send(0, x)
 
 
-def test_slots_do_not_touch_each_other(tmp_path: Path) -> None:
+def test_slots_do_not_overlap(tmp_path: Path) -> None:
     memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="64 MiB"))
     values = [torch.full((n,), float(n)) for n in (1000, 5000, 7, 300_000)]
     slots = Slots.of(memory, [v.nbytes for v in values])
@@ -121,7 +125,7 @@ def summing(weight: torch.Tensor, x: torch.Tensor, *, each: int) -> Body:
     )
 
 
-def test_a_forked_process_is_told_that_it_has_no_threads(tmp_path: Path) -> None:
+def test_a_forked_process_without_threads_is_refused(tmp_path: Path) -> None:
     memory = OffloadFile(OffloadMemory(tmp_path, rate="1 GB/s", size="1 MiB"))
     slots = Slots.of(memory, [4096])
     x = torch.zeros(1024)
@@ -136,7 +140,7 @@ def test_a_forked_process_is_told_that_it_has_no_threads(tmp_path: Path) -> None
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_it_is_no_faster_than_declared(tmp_path: Path) -> None:
+def test_the_declared_rate_is_not_exceeded(tmp_path: Path) -> None:
     """A lower bound on time holds on any machine."""
     memory = OffloadFile(OffloadMemory(tmp_path, rate="50 MB/s", size="64 MiB"))
     x = torch.zeros(5_000_000, dtype=torch.uint8)
@@ -149,7 +153,7 @@ def test_it_is_no_faster_than_declared(tmp_path: Path) -> None:
     assert 0 < memory.waited_seconds <= time.perf_counter() - begin
 
 
-def test_what_it_holds_is_not_in_memory(tmp_path: Path) -> None:
+def test_offloaded_values_are_not_in_memory(tmp_path: Path) -> None:
     """The file's pages are not in the page cache: mincore says of each whether it is."""
     memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="64 MiB"))
     x = torch.ones(16 << 20, dtype=torch.uint8)
@@ -194,7 +198,7 @@ def open_files() -> set[str]:
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
-def test_closed_in_the_middle_it_touches_no_other_file(tmp_path: Path) -> None:
+def test_a_file_closed_midway_touches_no_other_file(tmp_path: Path) -> None:
     before = open_files()
     memory = OffloadFile(OffloadMemory(tmp_path, rate="20 MB/s", size="64 MiB"))
     x = torch.ones(8 << 20, dtype=torch.uint8)
@@ -222,7 +226,7 @@ def test_a_folder_in_memory_is_refused() -> None:
         OffloadFile(OffloadMemory(shared, rate=FAST, size="1 MiB"))
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"the folder .* does not exist"):
         OffloadFile(OffloadMemory(tmp_path / "absent", rate=FAST, size="1 MiB"))
 
@@ -239,13 +243,13 @@ def test_a_folder_that_cannot_be_used_is_named(
         OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
 
 
-def test_a_full_disk_is_said_before_anything_runs(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_the_run(tmp_path: Path) -> None:
     memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="4000 TiB"))
     with pytest.raises(BadInput, match="cannot hold"):
         Slots.of(memory, [3 << 50])
 
 
-def test_more_than_it_may_hold_is_refused(tmp_path: Path) -> None:
+def test_more_than_the_declared_size_is_refused(tmp_path: Path) -> None:
     memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
     with pytest.raises(BadInput, match=r"moves 2\.00 MiB"):
         Slots.of(memory, [2 << 20])
@@ -295,7 +299,7 @@ def test_a_long_queue_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert time.perf_counter() - begin > 2 * 0.5
 
 
-def test_a_step_after_it_was_closed_is_told_so(tmp_path: Path) -> None:
+def test_using_a_closed_file_is_refused(tmp_path: Path) -> None:
     memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
     slots = Slots.of(memory, [400])
     memory.close()
@@ -303,7 +307,7 @@ def test_a_step_after_it_was_closed_is_told_so(tmp_path: Path) -> None:
         slots.send(0, torch.ones(100))
 
 
-def test_a_process_that_is_interrupted_does_not_wait_for_what_is_queued(tmp_path: Path) -> None:
+def test_an_interrupted_process_does_not_wait_for_queued_transfers(tmp_path: Path) -> None:
     """Twenty seconds are queued at the declared rate; what else an end takes is far less."""
     script = f"""
         import torch

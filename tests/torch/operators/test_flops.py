@@ -45,7 +45,7 @@ def half(*shape: int) -> torch.Tensor:
 
 @given(offs=offsets())
 @settings(deadline=None, max_examples=20)
-def test_a_grouped_product_counts_what_its_groups_count_however_offsets_divide_them(
+def test_flops_of_a_grouped_product_are_independent_of_its_offsets(
     offs: torch.Tensor,
 ) -> None:
     parts = list(pairwise([0, *offs.tolist()]))
@@ -76,7 +76,7 @@ def test_a_grouped_product_counts_what_its_groups_count_however_offsets_divide_t
     ],
     ids=str,
 )
-def test_each_gradient_of_a_convolution_takes_what_its_forward_pass_took(layer: Any) -> None:
+def test_each_gradient_of_a_convolution_has_the_flops_of_the_forward_pass(layer: Any) -> None:
     dims = layer.weight.dim() - 2
     x = torch.randn(2, 8, *(7,) * dims)
     graph = captured(layer, x, trains_input=True)
@@ -180,7 +180,7 @@ def test_mixtral_counts_the_work_of_its_active_parameters() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_small_mixture_of_experts_that_lies_here_counts_the_same(dtype: torch.dtype) -> None:
+def test_a_small_mixture_of_experts_on_this_machine_counts_the_same(dtype: torch.dtype) -> None:
     """In float32 transformers calls an operator of its own."""
     sizes = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64,

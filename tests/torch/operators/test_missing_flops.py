@@ -99,7 +99,7 @@ link = "l"
     return sy.Cluster(tree=tree)
 
 
-def test_its_share_of_what_was_measured_is_said() -> None:
+def test_the_share_of_operators_without_a_flop_formula_is_reported() -> None:
     found = [n for n in sy.plan(mixed(2), loss, BATCH).plan.notes if "FLOPs" in n]
     assert len(found) == 2
     first, second = found
@@ -109,7 +109,7 @@ def test_its_share_of_what_was_measured_is_said() -> None:
     assert second.startswith("steelyard_tests.mixed_backward in blocks.*.* ")
 
 
-def test_it_is_said_where_it_could_not_be_measured() -> None:
+def test_an_unmeasured_operator_without_a_formula_is_reported() -> None:
     graph = CapturedStep(model=mixed(1), loss=loss, batch=BATCH).captured().graph
     said = list(notes_on_uncounted([graph], CostTable(device=this_device())))
     assert said
@@ -119,7 +119,7 @@ def test_it_is_said_where_it_could_not_be_measured() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "devices"), [(8, 4), (2, 4), (2, 1)])
-def test_a_declared_cluster_is_not_planned_on_it(blocks: int, devices: int) -> None:
+def test_a_declared_cluster_refuses_operators_without_a_formula(blocks: int, devices: int) -> None:
     with pytest.raises(CaptureRefused) as caught:
         sy.plan(mixed(blocks), loss, BATCH, cluster=declared(devices))
     happened, expected, remedy = str(caught.value).splitlines()
@@ -128,7 +128,7 @@ def test_a_declared_cluster_is_not_planned_on_it(blocks: int, devices: int) -> N
     assert "register_flop_formula(torch.ops.steelyard_tests.mixed)" in remedy
 
 
-def test_with_a_formula_it_is_planned_at_its_work() -> None:
+def test_an_operator_with_a_formula_is_priced_by_its_flops() -> None:
     packets = torch.ops.steelyard_tests.mixed, torch.ops.steelyard_tests.mixed_backward
     register_flop_formula(packets[0])(lambda x, w, *_, **__: 2 * x[0] * x[1] * w[1])
     register_flop_formula(packets[1])(lambda _, x, w, *__, **___: 4 * x[0] * x[1] * w[1])

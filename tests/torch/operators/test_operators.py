@@ -64,7 +64,7 @@ def test_each_element_is_off_by_half_a_scale_at_most_and_keeps_its_sign(
         lambda x: x[:1],
     ],
 )
-def test_any_dense_layout_comes_back_as_it_lay(dtype: torch.dtype, laid_out: object) -> None:
+def test_any_dense_layout_is_restored(dtype: torch.dtype, laid_out: object) -> None:
     torch.manual_seed(0)
     x = laid_out(torch.randn(3, 5, 7, 11)).to(dtype)  # type: ignore[operator]
     assert torch.allclose(there_and_back(x).float(), x.float(), atol=0.06)
@@ -75,7 +75,7 @@ def test_any_dense_layout_comes_back_as_it_lay(dtype: torch.dtype, laid_out: obj
     assert torch.equal(quantization_error(x), quantization_error(flat))
 
 
-def test_a_kernels_own_layout_comes_back_and_not_the_one_that_was_planned() -> None:
+def test_the_actual_layout_of_a_kernel_is_restored() -> None:
     """Without a copy of it, which nobody planned either."""
     x = torch.randn(64, 64, 512).to(torch.bfloat16)
     planned = (1, 64 * 512, 64)
@@ -86,7 +86,7 @@ def test_a_kernels_own_layout_comes_back_and_not_the_one_that_was_planned() -> N
     assert metered.peak_bytes - metered.left_bytes <= 520 * 1024
 
 
-def test_what_is_not_dense_is_laid_out_as_planned() -> None:
+def test_non_dense_tensors_get_the_planned_layout() -> None:
     x = torch.randn(8, 16)[:, ::2]
     back = decode8(encode8(x, (8, 1)), x.shape, (8, 1), x.dtype)
     assert back.stride() == (8, 1)
@@ -95,7 +95,7 @@ def test_what_is_not_dense_is_laid_out_as_planned() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_never_comes_back_finite(dtype: torch.dtype, odd: float) -> None:
+def test_non_finite_values_stay_non_finite(dtype: torch.dtype, odd: float) -> None:
     x = torch.randn(3 * BLOCK + 5).to(dtype)
     x[BLOCK + 3] = odd
     back = there_and_back(x)
@@ -106,14 +106,14 @@ def test_what_is_not_finite_never_comes_back_finite(dtype: torch.dtype, odd: flo
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.3, 1e-30, 1e-42, 6e4])
-def test_blocks_of_one_value_keep_it(value: float) -> None:
+def test_constant_blocks_are_exact(value: float) -> None:
     back = there_and_back(torch.full((2 * BLOCK + 1,), value))
     # What is smaller than the least scale comes back as that.
     assert torch.allclose(back, torch.full_like(back, value), rtol=1e-6, atol=1.2e-38)
     assert float(quantization_error(torch.zeros(BLOCK))) == 0.0
 
 
-def test_the_same_comes_out_each_time_and_no_number_is_drawn() -> None:
+def test_quantization_is_deterministic_and_draws_no_numbers() -> None:
     x = torch.randn(100_000)
     state = torch.get_rng_state()
     assert torch.equal(there_and_back(x), there_and_back(x))
@@ -141,7 +141,7 @@ def test_the_error_is_the_share_of_the_norm_that_is_lost() -> None:
     assert float(quantization_error(x)) == pytest.approx(float(lost), rel=1e-3)
 
 
-def test_torch_knows_them_by_name_and_by_shape() -> None:
+def test_our_operators_are_registered_and_pass_opcheck() -> None:
     x = torch.randn(6, 300)
     args = (encode8(x, (300, 1)), [6, 300], [300, 1], torch.float32)
     assert torch.equal(operator_named(ENCODE)(x, [300, 1]), args[0])
@@ -164,7 +164,7 @@ def test_torch_knows_them_by_name_and_by_shape() -> None:
         ((4, 6), (6, 1), "bool", False),
     ],
 )
-def test_which_tensors_can_be_coded(
+def test_quantizable_tensors_are_recognized(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: str, able: bool
 ) -> None:
     assert can_be_coded(Tensor(shape=shape, stride=stride, dtype=dtype, storage=0)) is able

@@ -31,7 +31,9 @@ def in_pieces(
 @pytest.mark.parametrize("shape", [(12, 3), (12, 3, 5), (12, 3, 4, 4), (12, 3, 2, 3, 2)])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("is_affine", [True, False])
-def test_pieces_are_the_whole(shape: tuple[int, ...], ranks: int, is_affine: bool) -> None:
+def test_statistics_of_pieces_give_those_of_the_whole(
+    shape: tuple[int, ...], ranks: int, is_affine: bool
+) -> None:
     torch.manual_seed(0)
     # Far from zero, and each share somewhere else: what is between ranks counts too.
     x = torch.randn(shape, dtype=torch.float64) + torch.arange(12.0).view(
@@ -56,14 +58,14 @@ def test_pieces_are_the_whole(shape: tuple[int, ...], ranks: int, is_affine: boo
         torch.testing.assert_close(of_bias, norm.bias.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_nothing_cancels_where_means_are_far_larger_than_what_they_are_means_of() -> None:
+def test_large_means_cause_no_cancellation() -> None:
     x = torch.randn(64, 3, 4, dtype=torch.float64) + 1e6
     gathered = torch.cat([norms.batch_norm_stats(part) for part in x.chunk(2)])
     _, variance = norms.batch_norm_gather_stats(gathered, 2)
     torch.testing.assert_close(variance, x.var((0, 2), unbiased=False), rtol=1e-9, atol=0.0)
 
 
-def test_buffers_move_as_torch_moves_them() -> None:
+def test_running_statistics_equal_those_of_torch() -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 3, 4, dtype=torch.float64)
     norm = nn.BatchNorm1d(3, momentum=0.3, dtype=torch.float64)

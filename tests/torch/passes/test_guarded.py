@@ -98,7 +98,7 @@ def _apart(ours: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> flo
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_what_is_sent_and_what_is_paid_at_last_are_the_gradients(
+def test_sent_gradients_and_residuals_sum_to_the_exact_gradients(
     source: CapturedStep, kind: str, ranks: int
 ) -> None:
     """The weights stay as they are, so that each step has the same gradients."""
@@ -121,7 +121,7 @@ def test_what_is_sent_and_what_is_paid_at_last_are_the_gradients(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_sample_says_what_the_whole_is(
+def test_the_sampled_residual_ratio_estimates_the_whole(
     source: CapturedStep, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all there is, parts of sums that other ranks make too."""
@@ -144,7 +144,7 @@ def test_a_sample_says_what_the_whole_is(
         assert sampled == pytest.approx(own, rel=0.5)
 
 
-def test_first_steps_are_exact_and_codes_that_are_given_up_leave_nothing(
+def test_warm_up_is_exact_and_a_fallback_leaves_no_residual(
     source: CapturedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarding, "EVERY", 2)
@@ -172,7 +172,9 @@ def test_first_steps_are_exact_and_codes_that_are_given_up_leave_nothing(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_another_plan_lost_is_paid_in_the_first_step(source: CapturedStep, ranks: int) -> None:
+def test_residuals_of_another_plan_are_added_in_the_first_step(
+    source: CapturedStep, ranks: int
+) -> None:
     """Saved by two ranks whose gradients went in codes, resumed by ranks whose go as they are."""
 
     def lose(step: LiveStep, _: int) -> dict[str, torch.Tensor]:
@@ -208,7 +210,7 @@ def test_what_another_plan_lost_is_paid_in_the_first_step(source: CapturedStep, 
 
 
 @pytest.mark.parametrize("others", [2, 3])
-def test_what_is_owed_when_a_run_is_stopped_is_in_its_checkpoint(
+def test_residuals_of_a_stopped_run_are_in_its_checkpoint(
     source: CapturedStep, others: int
 ) -> None:
     """Between the step that ended a code and the next, which would have paid."""

@@ -73,7 +73,7 @@ def _drawn(rank: int) -> list[torch.Tensor]:
     return [torch.randn(n, rank) @ torch.randn(rank, m) for n, m in SHAPES]
 
 
-def test_nothing_is_lost_for_good() -> None:
+def test_low_rank_sums_and_residuals_give_the_exact_sum() -> None:
     """What all make of the sum, and what each still has, is what all gave."""
     torch.manual_seed(0)
     ranks, given, told = Ranks(3), torch.zeros(0), torch.zeros(0)
@@ -87,7 +87,7 @@ def test_nothing_is_lost_for_good() -> None:
         assert torch.allclose(told + sum(ranks.lost), given, atol=1e-4)
 
 
-def test_a_matrix_of_that_rank_comes_whole() -> None:
+def test_a_matrix_of_the_rank_is_sent_exactly() -> None:
     torch.manual_seed(0)
     ranks, own = Ranks(1), _drawn(RANK)
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_a_matrix_of_that_rank_comes_whole() -> None:
     assert ranks.lost[0].norm() < 1e-4 * made.norm()
 
 
-def test_of_any_other_the_best_of_that_rank_is_found_in_a_few_steps() -> None:
+def test_the_best_low_rank_approximation_is_found_in_a_few_steps() -> None:
     torch.manual_seed(0)
     ranks, own = Ranks(1), [x + 0.01 * torch.randn_like(x) for x in _drawn(5)]
     for _ in range(40):
@@ -108,7 +108,7 @@ def test_of_any_other_the_best_of_that_rank_is_found_in_a_few_steps() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_seen_by_all_and_stays_nowhere(bad: float) -> None:
+def test_non_finite_values_reach_all_ranks_and_leave_no_residual(bad: float) -> None:
     torch.manual_seed(0)
     ranks = Ranks(2)
     own = [[torch.randn(n, m) for n, m in SHAPES] for _ in range(2)]
@@ -126,7 +126,7 @@ def test_what_is_not_finite_is_seen_by_all_and_stays_nowhere(bad: float) -> None
     assert all(made.isfinite().all() for made in ranks.step(own))
 
 
-def test_nothing_at_all_comes_as_nothing() -> None:
+def test_zero_matrices_are_sent_as_zeros() -> None:
     ranks = Ranks(2)
     started = ranks.starts[0].clone()
     for made in ranks.step([[torch.zeros(n, m) for n, m in SHAPES]] * 2):
@@ -138,7 +138,7 @@ def test_nothing_at_all_comes_as_nothing() -> None:
     ("shape", "stride", "rows"),
     [((6, 4), (4, 1), 6), ((6, 4), (1, 6), 4), ((8, 3, 2, 2), (12, 1, 6, 3), 8), ((5,), (1,), 5)],
 )
-def test_rows_are_what_lies_furthest_apart(
+def test_matrix_rows_are_the_dim_with_the_largest_stride(
     shape: tuple[int, ...], stride: tuple[int, ...], rows: int
 ) -> None:
     tensor = Tensor(shape=shape, stride=stride, dtype="float32", storage=0)
@@ -146,7 +146,9 @@ def test_rows_are_what_lies_furthest_apart(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_factors_take_the_place_of_sums_of_those_alone(source: CapturedStep, ranks: int) -> None:
+def test_low_rank_collectives_replace_the_all_reduces_of_the_named_parameters_only(
+    source: CapturedStep, ranks: int
+) -> None:
     plain, program = _applied(source, _ruled(ranks)[:2]), _applied(source, _ruled(ranks))
     graph = program.graph
     assert not graph.problems()
@@ -172,13 +174,13 @@ def test_factors_take_the_place_of_sums_of_those_alone(source: CapturedStep, ran
 
 
 @pytest.mark.parametrize("lag", [1, 4])
-def test_both_are_waited_for_as_late_as_others(source: CapturedStep, lag: int) -> None:
+def test_both_factors_are_waited_for_as_late_as_others(source: CapturedStep, lag: int) -> None:
     later = issued_meanwhile(_applied(source, _ruled(2, bucket=1 << 14, lag=lag)))
     assert len(later) >= 4
     assert sum(later) >= len(later) // 2
 
 
-def test_what_has_no_smaller_factors_is_refused(source: CapturedStep) -> None:
+def test_matrices_without_smaller_factors_are_refused(source: CapturedStep) -> None:
     for rules in (
         [_rule("blocks.*.mlp.up.weight", 16, 2)],
         [_rule("blocks.*.mlp.up.bias", 1, 2)],
@@ -190,9 +192,7 @@ def test_what_has_no_smaller_factors_is_refused(source: CapturedStep) -> None:
 
 
 @pytest.mark.parametrize("others", [2, 3])
-def test_a_checkpoint_holds_what_was_lost_and_what_is_next(
-    source: CapturedStep, others: int
-) -> None:
+def test_a_checkpoint_holds_residuals_and_start_vectors(source: CapturedStep, others: int) -> None:
     """The same bits for as many ranks; for others shares of the same sum, and the same starts."""
     together = SimulatedRanks(2)
     program = _applied(source, _ruled(2))

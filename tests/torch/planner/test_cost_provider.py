@@ -74,13 +74,13 @@ def cut_into(parts: int) -> Program:
         ({2: (1.0, 1.1, 1.2), 4: (0.5, 0.6, 0.7)}, {2: 1.1, 4: 1.1}),
     ],
 )
-def test_a_cut_is_faster_only_beyond_every_doubt(
+def test_micro_batches_count_as_faster_only_beyond_their_uncertainty(
     checks: dict[int, tuple[float, float, float]], expected: dict[int, float]
 ) -> None:
     assert said(checks) == expected
 
 
-def test_a_cut_is_no_faster_where_its_operators_alone_are_not() -> None:
+def test_micro_batches_are_no_faster_if_their_operators_are_not() -> None:
     assert said({2: (0.8, 0.85, 0.9)}, operators=1.0) == {2: 1.0}
 
 
@@ -94,7 +94,7 @@ def test_a_cut_is_no_faster_where_its_operators_alone_are_not() -> None:
         (0.6, 2, 1, 1.0),
     ],
 )
-def test_what_is_timed_by_the_processor_takes_longer_where_it_is_withheld(
+def test_cpu_timings_are_scaled_by_withheld_cpu_time(
     quota: float, threads: int, ranks: int, longer: float
 ) -> None:
     prices = CostProvider.__new__(CostProvider)
@@ -104,7 +104,7 @@ def test_what_is_timed_by_the_processor_takes_longer_where_it_is_withheld(
     assert bool(prices.notes) == (longer > 1)
 
 
-def test_a_whole_prediction_takes_longer_where_the_processor_is_withheld(tmp_path: Path) -> None:
+def test_predictions_are_scaled_by_withheld_cpu_time(tmp_path: Path) -> None:
     def seconds(quota: float) -> float:
         with (
             mock.patch("steelyard.planner.cost_provider.quota_cores", return_value=quota),
@@ -122,7 +122,7 @@ def test_a_whole_prediction_takes_longer_where_the_processor_is_withheld(tmp_pat
     assert seconds(0.5) == pytest.approx(2 * seconds(math.inf))
 
 
-def test_a_plan_is_priced_whose_exchanges_alone_were_not_measured() -> None:
+def test_a_plan_with_unmeasured_collectives_is_priced() -> None:
     """``run --adapt`` compares plans with other buckets, and measures nothing for them."""
     torch.manual_seed(0)
     model = GPT(layers=2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0)

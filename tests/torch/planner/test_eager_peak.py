@@ -52,7 +52,7 @@ def metered_eager(model: nn.Module, batch: Batch) -> int:
     return meter(step).peak_bytes + sum(t.nbytes for t in held)
 
 
-def test_the_workspace_of_eager_kernels_is_in_before() -> None:
+def test_the_eager_peak_includes_kernel_workspace() -> None:
     torch.manual_seed(0)
     model, batch = Convolutions(), (torch.randn(8, 3, 24, 24), torch.randint(10, (8,)))
     planned = sy.plan(model, loss, batch)
@@ -63,6 +63,6 @@ def test_the_workspace_of_eager_kernels_is_in_before() -> None:
     assert without < 0.9 * true  # the workspace is what is tested
 
 
-def test_what_a_kernel_keeps_unseen_is_known_to_be_unknown() -> None:
+def test_memory_hidden_in_kernels_makes_the_eager_peak_unknown() -> None:
     assert run_eager_baseline(*case("lstm").make()).has_unknown
     assert not run_eager_baseline(*case("mlp").make()).has_unknown

@@ -64,7 +64,7 @@ def test_few_sizes_are_tried(
     assert len(tried) == len(set(tried)) <= 14, tried
 
 
-def test_where_nothing_fits_the_least_is_said_and_why_nothing_smaller_is_tried(
+def test_if_no_batch_fits_the_least_memory_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def capture_and_price(request: PlanRequest) -> Any:
@@ -92,7 +92,7 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return out.square().mean()
 
 
-def test_what_fits_at_the_largest_batch_is_applied_and_takes_such_batches(costs: Path) -> None:
+def test_the_plan_of_the_largest_batch_trains_such_batches(costs: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())))
     limit = 3 << 20

@@ -61,7 +61,7 @@ LOOK = (1e-4, 1e-1)
 _SECONDS = 60.0
 
 
-def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
+def test_the_link_between_hosts_is_stored_once_measured(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     with pytest.raises(BadInput, match="has not measured its links to 2 other"):
         measured_ranks(3, hosts=3, cache=cache)
@@ -75,7 +75,7 @@ def test_what_joins_hosts_is_known_once_they_have_met(tmp_path: Path) -> None:
     assert measured.slotted is None
 
 
-def test_other_hosts_are_not_taken_for_those_that_met(tmp_path: Path) -> None:
+def test_measurements_of_other_hosts_are_not_reused(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     remember_hosts([said_of(LINK, 2)] * 2, ["a", "b"], hosts=2, session=LOOK, cache=cache)
     assert remembered_probe(["a", "b"], hosts=2, cache=cache) == LOOK
@@ -86,7 +86,7 @@ def test_other_hosts_are_not_taken_for_those_that_met(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("products", [(2e-3, 1e-3), (1e-3, 2e-3)])
-def test_a_first_host_that_is_slow_is_remembered_like_any(
+def test_a_slow_first_host_is_stored_like_any_other(
     tmp_path: Path, products: tuple[float, ...]
 ) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
@@ -112,7 +112,7 @@ def test_the_fastest_host_measures_and_plans(
     assert planner_of(speeds, each=each) == planner
 
 
-def test_another_than_the_first_may_plan_and_all_hear_it() -> None:
+def test_another_host_than_the_first_may_plan_for_all() -> None:
     store = HashStore()
     one, two, three = (
         HostRendezvous(who=RankInfo(rank=n, size=3, hosts=3), store=store, planner=1)
@@ -133,7 +133,7 @@ def test_another_than_the_first_may_plan_and_all_hear_it() -> None:
     assert heard == ["a plan"] * 2
 
 
-def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
+def test_measurements_of_a_slow_first_host_do_not_replace_those_of_the_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same operators, measured on a host of half the speed: it takes as long as was measured
@@ -175,12 +175,12 @@ def test_what_a_slow_first_host_measures_is_not_taken_for_what_the_fastest_does(
         ((4e-4, 1e-1), True),  # what any two are off each other
     ],
 )
-def test_a_link_that_has_become_another_is_seen(now: tuple[float, float], is_same: bool) -> None:
+def test_a_changed_link_is_detected(now: tuple[float, float], is_same: bool) -> None:
     with mock.patch("steelyard.planner.multi_host.probe_link", return_value=now):
         assert _is_unchanged(LOOK, CPU) == is_same
 
 
-def test_a_list_that_cannot_be_written_to_loses_nothing_of_this_process(tmp_path: Path) -> None:
+def test_an_unwritable_cache_keeps_the_measurements_of_this_process(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     cache = CostCache(tmp_path / "a file" / "costs.sqlite")
     remember_hosts([said_of(LINK, 5)] * 5, list("abcde"), hosts=5, session=LOOK, cache=cache)
@@ -210,7 +210,7 @@ def test_ranks_of_a_host_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
         Cluster.here(ranks=51, hosts=3)
 
 
-def test_what_ranks_of_one_host_exchange_is_known_apart(tmp_path: Path) -> None:
+def test_links_within_a_host_are_stored_separately(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     near = Link(kind="", latency_seconds=1e-5, bytes_per_second=1e9)
     among = {f"near {name}": seconds for name, seconds in said_of(near, 3).items()}
@@ -231,7 +231,7 @@ def test_what_ranks_of_one_host_exchange_is_known_apart(tmp_path: Path) -> None:
         measured_ranks(6, hosts=6, cache=cache)
 
 
-def test_cores_are_a_ranks_own_while_it_measures_and_all_of_them_later() -> None:
+def test_cores_are_restricted_to_a_rank_only_while_it_measures() -> None:
     cores = os.sched_getaffinity(0)
     own = []
     for local_rank in range(2):
@@ -263,7 +263,7 @@ def test_ranks_that_are_not_neighbours_on_the_same_cores_are_refused_on_all(
         check_neighbours(who)
 
 
-def test_a_plan_runs_on_as_many_hosts_as_it_was_made_for() -> None:
+def test_a_plan_for_another_number_of_hosts_is_refused() -> None:
     RankInfo(size=2, hosts=2).check_size(2, planned_hosts=2)
     RankInfo(size=2).check_size(2)
     with pytest.raises(Mismatch, match="for 2 hosts, but the ranks are on 1"):
@@ -280,7 +280,7 @@ def _on_gpus(cluster: Cluster) -> Cluster:
 
 @pytest.mark.parametrize("at", [lambda cluster: cluster, _on_gpus])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_plan_that_lies_on_one_of_the_hosts_is_for_those_that_met(
+def test_a_plan_that_uses_one_of_the_hosts_belongs_to_all_that_met(
     at: Callable[[Cluster], Cluster], ranks: int
 ) -> None:
     """Also on GPUs, which Cluster.here() knows nothing of; one rank has all cores of its host."""
@@ -322,7 +322,7 @@ def test_ranks_of_one_host_or_of_some_more_than_of_others_are_not_planned_for(
         pass
 
 
-def test_all_hear_what_the_first_tells_and_that_it_has_gone() -> None:
+def test_all_hosts_receive_messages_of_the_first_and_notice_its_exit() -> None:
     store = HashStore()
     first, second = (
         HostRendezvous(who=RankInfo(rank=n, size=2, hosts=2), store=store) for n in range(2)
@@ -361,7 +361,9 @@ def _packed(text: bytes) -> str:
         ("1", _packed(bytes(2 << 20))),
     ],
 )
-def test_what_no_first_host_tells_is_refused_in_three_lines(count: str, piece: str) -> None:
+def test_malformed_messages_of_the_first_host_are_refused_in_three_lines(
+    count: str, piece: str
+) -> None:
     store = HashStore()
     second = HostRendezvous(who=RankInfo(rank=1, size=2, hosts=2), store=store)
     store.set("told/0", piece)
@@ -374,7 +376,7 @@ def test_what_no_first_host_tells_is_refused_in_three_lines(count: str, piece: s
     assert len(str(refused.value).splitlines()) == 3
 
 
-def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None:
+def test_other_hosts_run_a_background_load_only_during_measurements() -> None:
     store = HashStore()
     first, second, third = (
         HostRendezvous(who=RankInfo(rank=n, size=3, hosts=3), store=store) for n in range(3)
@@ -414,7 +416,7 @@ def test_the_others_are_at_work_while_the_first_measures_and_only_then() -> None
     assert alone.notes
 
 
-def test_all_measure_what_joins_them_once_the_first_asks_and_once_for_a_kind_of_device(
+def test_all_hosts_measure_the_link_once_for_each_device_kind(
     tmp_path: Path,
 ) -> None:
     store, cache = HashStore(), CostCache(tmp_path / "costs.sqlite")
@@ -443,7 +445,7 @@ def test_all_measure_what_joins_them_once_the_first_asks_and_once_for_a_kind_of_
     assert sorted(measuring) == [(0, 1, "cpu"), (1, 1, "cpu")]
 
 
-def test_who_could_not_measure_says_so_when_the_first_has_told() -> None:
+def test_a_host_that_could_not_measure_reports_it() -> None:
     store = HashStore()
     first, second = (
         HostRendezvous(who=RankInfo(rank=n, size=2, hosts=2), store=store) for n in range(2)
@@ -474,7 +476,7 @@ def test_who_could_not_measure_says_so_when_the_first_has_told() -> None:
     assert raised == [differs]
 
 
-def test_what_goes_between_gpus_of_hosts_is_of_sizes_that_a_network_carries(tmp_path: Path) -> None:
+def test_links_between_gpus_of_hosts_are_measured_at_network_sizes(tmp_path: Path) -> None:
     cache, gpu = CostCache(tmp_path / "costs.sqlite"), torch.device("cuda", 0)
     near = Link(kind="", latency_seconds=1e-5, bytes_per_second=1e11)
     of_a_host = said_of(near, 2, sizes=SIZES["cuda"]).items()
@@ -492,7 +494,7 @@ def test_what_goes_between_gpus_of_hosts_is_of_sizes_that_a_network_carries(tmp_
 
 
 @pytest.mark.parametrize("failure", ["absent", "stopped"])
-def test_where_not_all_come_to_work_those_that_did_hear_of_it(failure: str) -> None:
+def test_hosts_learn_that_another_did_not_join_the_background_load(failure: str) -> None:
     store = HashStore()
     first, second = (
         HostRendezvous(who=RankInfo(rank=n, size=3, hosts=3), store=store) for n in range(2)
@@ -514,7 +516,7 @@ def test_where_not_all_come_to_work_those_that_did_hear_of_it(failure: str) -> N
     assert heard == ["it failed"]
 
 
-def test_who_came_to_measure_hears_that_another_did_not() -> None:
+def test_hosts_learn_that_another_did_not_join_the_measurement() -> None:
     store = HashStore()
     first, second = (
         HostRendezvous(who=RankInfo(rank=n, size=3, hosts=3), store=store) for n in range(2)
@@ -616,7 +618,7 @@ def _three_of_which(slow: int, cache: CostCache) -> None:
 
 
 @pytest.mark.parametrize("slow", range(3))
-def test_of_three_hosts_it_is_known_which_is_behind_a_slow_link(tmp_path: Path, slow: int) -> None:
+def test_the_host_behind_a_slow_link_is_found_among_three(tmp_path: Path, slow: int) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     _three_of_which(slow, cache)
     measured = measured_ranks(3, hosts=3, cache=cache)
@@ -637,7 +639,7 @@ def test_of_three_hosts_it_is_known_which_is_behind_a_slow_link(tmp_path: Path, 
     assert remembered_probe(["a", "x"], hosts=2, cache=cache) is None
 
 
-def test_hosts_that_are_joined_alike_are_taken_in_their_order(tmp_path: Path) -> None:
+def test_equally_connected_hosts_are_taken_in_order(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     said = [said_of(LINK, 3)] * 3
     joins = _joins([1e7, 1.1e7, 0.9e7])
@@ -656,7 +658,7 @@ def test_figures_from_before_pairs_were_timed_are_measured_again(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_plan_lies_on_the_two_hosts_that_are_well_joined_and_names_the_third(
+def test_a_plan_uses_the_two_well_connected_hosts_and_names_the_third(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = tmp_path / "costs.sqlite"

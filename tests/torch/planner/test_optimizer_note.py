@@ -57,7 +57,7 @@ def planned() -> tuple[nn.Module, Program, Prediction]:
         (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "SGD with momentum {}"),
     ],
 )
-def test_the_state_is_what_torch_keeps_to_the_byte(make: Any, said: str) -> None:
+def test_the_noted_state_equals_that_of_torch_to_the_byte(make: Any, said: str) -> None:
     model, program, predicted = planned()
     without = frozenset(program.graph.unused) | {"unused.weight", "unused.bias"}
     update = capture_update(model, make, without_gradient=without)
@@ -67,7 +67,7 @@ def test_the_state_is_what_torch_keeps_to_the_byte(make: Any, said: str) -> None
     assert "fit" not in note
 
 
-def test_whether_the_budget_would_still_be_kept_is_said() -> None:
+def test_the_note_says_if_the_budget_would_still_hold() -> None:
     _, program, predicted = planned()
     peak = predicted.peak.nbytes
 
@@ -86,6 +86,6 @@ def test_whether_the_budget_would_still_be_kept_is_said() -> None:
     assert "within the budget" in note(peak + 3 * trained)
 
 
-def test_nothing_is_said_where_the_optimizer_is_known() -> None:
+def test_there_is_no_note_if_the_optimizer_is_known() -> None:
     _, program, predicted = planned()
     assert [*note_on_state(program, predicted, limit_bytes=None, is_known=True)] == []

@@ -76,7 +76,7 @@ def _asked() -> tuple[nn.Module, Any, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", [case.name for case in zoo.OWN + zoo.EDGE[::5]])
-def test_what_is_known_before_the_capture_is_part_of_what_is_known_after(name: str) -> None:
+def test_the_preflight_floor_is_at_most_the_captured_one(name: str) -> None:
     model, their_loss, batch = zoo.case(name).make()
     graph = CapturedStep(model=model, loss=their_loss, batch=batch).graph(micro_batches=1)
     before, after = floor_of(model, batch), Floor.of(Program.plain(graph))
@@ -95,7 +95,7 @@ def test_tensors_that_share_memory_count_once() -> None:
     assert found.batch_bytes == 64 * 4
 
 
-def test_a_far_memory_larger_than_its_disk_is_refused_at_once(
+def test_offload_memory_larger_than_its_disk_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CapturedStep, "graph", never("captured"))

@@ -81,26 +81,26 @@ def test_another_learning_rate_needs_the_same_memory_and_time(path: Path) -> Non
     sy.load(path, *made(), optimizer=partial(torch.optim.AdamW, lr=3e-4))
 
 
-def test_what_is_asked_later_is_measured_then(planned: sy.Planned, path: Path) -> None:
+def test_later_questions_are_measured_when_asked(planned: sy.Planned, path: Path) -> None:
     again = sy.load(path, *made(), optimizer=ADAM)
     assert again.simulated()
     assert again.what_if(memory="1 MiB").plan.decisions.rules == planned.plan.decisions.rules
 
 
-def test_without_predictions_they_are_made_anew(path: Path, told: list[str]) -> None:
+def test_missing_predictions_are_made_again(path: Path, told: list[str]) -> None:
     path.with_suffix(".json").unlink()
     again = sy.load(path, *made(), optimizer=ADAM, on_progress=told.append)
     assert "predicting again: the plan file has no predictions file beside it" in told
     assert again.plan.predicted.peak.nbytes > 0
 
 
-def test_damaged_predictions_are_made_anew(path: Path, told: list[str]) -> None:
+def test_damaged_predictions_are_made_again(path: Path, told: list[str]) -> None:
     path.with_suffix(".json").write_text("{}")
     sy.load(path, *made(), optimizer=ADAM, on_progress=told.append)
     assert any("cannot be used" in said for said in told)
 
 
-def test_predictions_that_promise_less_than_the_program_holds_are_made_anew(
+def test_predictions_below_the_programs_memory_are_made_again(
     planned: sy.Planned, path: Path, told: list[str]
 ) -> None:
     peak = planned.plan.predicted.peak.nbytes
@@ -113,7 +113,7 @@ def test_predictions_that_promise_less_than_the_program_holds_are_made_anew(
     assert again.plan.predicted.peak.nbytes == peak
 
 
-def test_another_optimizer_is_predicted_anew(path: Path, told: list[str]) -> None:
+def test_another_optimizer_is_predicted_again(path: Path, told: list[str]) -> None:
     sgd = partial(torch.optim.SGD, lr=0.1)
     again = sy.load(path, *made(), optimizer=sgd, on_progress=told.append)
     assert any("another step, machine or optimizer" in said for said in told)
@@ -121,7 +121,7 @@ def test_another_optimizer_is_predicted_anew(path: Path, told: list[str]) -> Non
     assert again.plan.predicted.peak == fresh.plan.predicted.peak
 
 
-def test_an_edited_plan_is_predicted_anew(path: Path, told: list[str]) -> None:
+def test_an_edited_plan_is_predicted_again(path: Path, told: list[str]) -> None:
     path.write_text(path.read_text().replace('memory = "1 MiB"', 'memory = "2 MiB"'))
     sy.load(path, *made(), optimizer=ADAM, on_progress=told.append)
     assert "predicting again: the plan was edited after it was predicted" in told

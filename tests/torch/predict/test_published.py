@@ -45,7 +45,7 @@ def test_a_constant_efficiency_is_right_where_efficiency_is_constant() -> None:
     assert naive_seconds(row, [row]) == pytest.approx(row.step_seconds)
 
 
-def test_presets_say_what_is_fitted_and_recorded() -> None:
+def test_presets_contain_the_recorded_fits() -> None:
     """Fitted anew by benchmarks/published/all.py, whose last line is recorded."""
     results = Path(published.__file__).parents[1] / "results" / "published.json"
     found = json.loads(results.read_text(encoding="utf-8").splitlines()[1])["reached"]
@@ -71,7 +71,7 @@ def test_known_steps_are_predicted_within_a_tenth(
     assert found == pytest.approx(row.step_seconds, rel=0.1)
 
 
-def test_what_is_measured_orders_itself_rightly_and_regrets_nothing() -> None:
+def test_measured_times_give_no_wrong_order_and_no_regret() -> None:
     plans: list[Row] = sailor_rows()
     right = {plan: plan.step_seconds for plan in plans}
     wrong = {plan: -plan.step_seconds for plan in plans}
@@ -82,13 +82,13 @@ def test_what_is_measured_orders_itself_rightly_and_regrets_nothing() -> None:
         assert regret(group, wrong) > 0
 
 
-def test_calibrations_are_what_the_recorded_predictions_say() -> None:
+def test_calibrations_follow_from_the_recorded_predictions() -> None:
     """No figure of them is written by hand: benchmarks/published/presets.py."""
     found = presets.calibration_toml(presets.read_record())
     assert found == presets.PRESET.read_text(encoding="utf-8"), "run that script"
 
 
-def test_software_is_named_whose_steps_lie_beyond_the_interval() -> None:
+def test_software_with_steps_beyond_the_interval_is_named() -> None:
     steps = [s for s in presets.read_record() if s.device.startswith("A100")]
     odd = [s for s in steps if s.software in ("DeepSpeed", "llm-foundry")]
     lines = list(presets._errors_toml(odd))
@@ -97,7 +97,7 @@ def test_software_is_named_whose_steps_lie_beyond_the_interval() -> None:
     assert not any(line.startswith("worst") for line in presets._errors_toml(even))
 
 
-def test_what_is_recorded_was_measured_so_and_nothing_held_out_was_fitted() -> None:
+def test_recorded_steps_match_their_tables_and_held_out_steps_were_not_fitted() -> None:
     recorded = {
         (step.table, step.name, step.measured_seconds): step for step in presets.read_record()
     }
@@ -124,7 +124,7 @@ _PREDICTED_ANEW = (
 
 
 @pytest.mark.slow
-def test_recorded_predictions_are_those_of_today() -> None:
+def test_recorded_predictions_are_reproduced() -> None:
     """A change of the model of costs has to be scored anew: presets.py --predict."""
     recorded = {(step.table, step.name): step for step in presets.read_record()}
     found = {row.name: (row, role) for row, role in presets.published_steps()}

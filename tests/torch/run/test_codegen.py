@@ -70,7 +70,7 @@ def test_views_that_change_nothing_are_not_called() -> None:
     assert "view_" in source
 
 
-def test_who_computes_gives_way_while_something_is_on_its_way_and_only_then() -> None:
+def test_computation_yields_only_while_a_transfer_is_pending() -> None:
     model, loss, batch = case("gpt").make(0)
     source = CapturedStep(model=model, loss=loss, batch=batch)
     channels = {"data": SimulatedRanks(2).channel(0)}
@@ -98,7 +98,7 @@ def test_who_computes_gives_way_while_something_is_on_its_way_and_only_then() ->
     assert turns > 10
 
 
-def test_what_compiled_lines_are_given_has_the_strides_they_were_told() -> None:
+def test_compiled_segments_receive_the_declared_strides() -> None:
     """Wherever on its storage it begins; a dim of one has any stride."""
     whole = torch.arange(24.0).view(4, 6)
     inside = whole[1:3]

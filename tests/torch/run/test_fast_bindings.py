@@ -71,7 +71,7 @@ def _shares(result: torch.Tensor, argument: Any) -> bool:
 
 
 @pytest.mark.parametrize("op", sorted(_BINDINGS))
-def test_a_binding_means_what_its_operator_means(op: str) -> None:
+def test_a_binding_computes_the_result_of_its_operator(op: str) -> None:
     assert ARGUMENTS[op]
     for args, kwargs in ARGUMENTS[op]:
         torch.manual_seed(1)

@@ -28,7 +28,7 @@ def stepped(watch: FiniteWatch, total: torch.Tensor, /, **seen: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, NAN.bfloat16(), INF.half(), NAN.double()])
-def test_what_is_not_finite_is_found_in_every_format(value: torch.Tensor) -> None:
+def test_non_finite_values_are_found_in_every_format(value: torch.Tensor) -> None:
     watch = FiniteWatch()
     stepped(watch, FINE[0], loss=FINE, gradients=torch.cat([FINE.to(value.dtype), value]))
     stepped(watch, NAN[1], loss=NAN)
@@ -36,7 +36,7 @@ def test_what_is_not_finite_is_found_in_every_format(value: torch.Tensor) -> Non
     assert watch.failed_at == 2
 
 
-def test_large_halves_are_finite() -> None:
+def test_large_half_precision_values_are_finite() -> None:
     watch = FiniteWatch()
     stepped(watch, NAN[1], gradients=torch.full((100,), 60000.0).half())
     assert watch.first is None
@@ -52,7 +52,7 @@ def test_gradients_that_a_scaler_has_skipped_are_not_to_blame() -> None:
     assert (watch.first, watch.failed_at, watch.code) == (None, 4, NOTHING)
 
 
-def test_passes_that_add_up_are_of_one_step() -> None:
+def test_accumulated_passes_belong_to_one_step() -> None:
     watch = FiniteWatch()
     stepped(watch, FINE[0], gradients=INF)
     watch.adds_up = True
@@ -62,7 +62,7 @@ def test_passes_that_add_up_are_of_one_step() -> None:
     assert (watch.first, watch.failed_at) == (NonFiniteValue(1, GRADIENTS), 2)
 
 
-def test_the_batch_comes_before_all_that_is_made_of_it() -> None:
+def test_a_non_finite_batch_is_blamed_before_its_results() -> None:
     watch = FiniteWatch()
     watch.begin()
     watch.saw(LOSS, NAN)
@@ -70,7 +70,7 @@ def test_the_batch_comes_before_all_that_is_made_of_it() -> None:
     assert watch.first == NonFiniteValue(1, BATCH)
 
 
-def test_the_first_in_time_is_to_blame_or_all_that_are_alike() -> None:
+def test_the_earliest_rank_is_blamed_or_all_equal_ones() -> None:
     def code(step: int, place: int) -> int:
         return NonFiniteValue(step, place).code
 

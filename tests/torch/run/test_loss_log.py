@@ -60,7 +60,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert all(a["time"] <= b["time"] for a, b in pairwise(found))
 
 
-def test_a_new_run_begins_anew_and_keeps_the_one_before(tmp_path: Path) -> None:
+def test_a_new_run_starts_a_new_log_and_keeps_the_old_one(tmp_path: Path) -> None:
     plan = tmp_path / "train.plan.toml"
     first = run(plan, steps=3, checkpoint=tmp_path / "a", resume=False)
     run(plan, steps=2, checkpoint=tmp_path / "b", resume=False)
@@ -69,7 +69,7 @@ def test_a_new_run_begins_anew_and_keeps_the_one_before(tmp_path: Path) -> None:
     assert [line["loss"] for line in before] == [*first.values()]
 
 
-def test_every_step_is_on_the_disk_at_once_and_others_may_read_it_as_the_user_allows(
+def test_every_step_is_written_at_once_with_the_mode_of_the_umask(
     tmp_path: Path,
 ) -> None:
     umask = os.umask(0o027)
@@ -91,7 +91,7 @@ def test_every_step_is_on_the_disk_at_once_and_others_may_read_it_as_the_user_al
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train.losses.jsonl"]
 
 
-def test_what_cannot_be_written_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
+def test_an_unwritable_loss_log_is_reported_once_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.losses.jsonl").mkdir()
     told: list[str] = []
     losses = Losses(tmp_path / "train.plan.toml", told.append)
@@ -101,7 +101,7 @@ def test_what_cannot_be_written_is_told_once_and_stops_nothing(tmp_path: Path) -
     assert told == ["losses are not written to train.losses.jsonl: it is not a regular file"]
 
 
-def test_a_full_disk_is_told_and_stops_nothing(
+def test_a_full_disk_is_reported_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, told = tmp_path / "train.plan.toml", list[str]()
@@ -134,7 +134,7 @@ class Writer:
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_tensorboard_gets_them_where_it_is_installed(
+def test_losses_are_written_to_tensorboard_if_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
     module = ModuleType("torch.utils.tensorboard")

@@ -173,7 +173,7 @@ def test_the_code_of_a_class_may_not_change_but_its_data_may() -> None:
     assert torch.equal(step(batch), expected)
 
 
-def test_torch_compile_meanwhile_makes_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_elsewhere_does_not_change_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = nn.Linear(4, 4), {"x": torch.randn(6, 4)}
     step = live(model, square, batch)
     expected = step(batch)
@@ -198,7 +198,7 @@ def test_hooks_that_transformers_leaves_behind_are_no_other_model() -> None:
     assert torch.equal(step(batches[0]), before)
 
 
-def test_what_nothing_looks_at_in_a_batch_may_be_anything() -> None:
+def test_unread_batch_entries_may_be_anything() -> None:
     model = Watched()
 
     def batch(**unread: Any) -> dict[str, Any]:
@@ -368,7 +368,7 @@ def test_a_program_of_another_model_is_refused() -> None:
         LiveStep(wider, program, constants=constants, batch=batch)
 
 
-def test_modes_that_the_graph_knows_nothing_of_are_refused() -> None:
+def test_unknown_torch_modes_are_refused() -> None:
     (model, loss, batch), plain, _ = both("mlp")
     step = live(model, loss, batch, optimizer=ADAMW)
     with torch.autocast("cpu"), pytest.raises(BadInput, match="autocast"):

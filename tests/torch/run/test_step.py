@@ -73,7 +73,7 @@ def test_evaluation_after_training_sees_the_batchnorm_statistics_of_plain_pytorc
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("name", ["gpt", "resnet_bn"])
-def test_accumulating_by_hand(name: str, to_none: bool) -> None:
+def test_manual_accumulation_equals_plain_pytorch(name: str, to_none: bool) -> None:
     (model, loss, batch), plain, batches = both(name, 4)
     step = live(model, loss, batch, optimizer=ADAMW)
     other = ADAMW(plain.parameters())
@@ -134,7 +134,7 @@ def test_a_gradient_kept_by_zero_grad_stays_the_same_tensor() -> None:
     assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
 
 
-def test_clipping_and_a_scheduler_of_the_users_own() -> None:
+def test_clipping_and_a_user_scheduler_equal_plain_pytorch() -> None:
     (model, loss, batch), plain, batches = both("gpt")
     step = live(model, loss, batch, optimizer=ADAMW)
 
@@ -153,7 +153,7 @@ def test_clipping_and_a_scheduler_of_the_users_own() -> None:
     assert_same_model(plain, model)
 
 
-def test_a_gradient_scaler_of_the_users_own() -> None:
+def test_a_user_gradient_scaler_equals_plain_pytorch() -> None:
     (model, loss, batch), plain, batches = both("mlp")
     step = live(model, loss, batch, optimizer=ADAMW)
 
@@ -315,7 +315,7 @@ def test_a_loss_in_thirds_is_scaled_as_eager_scales_it() -> None:
         assert_same(gradients(plain), gradients(model))
 
 
-def test_the_loss_is_plain_and_without_an_optimizer_only_gradients_change() -> None:
+def test_without_an_optimizer_only_gradients_change() -> None:
     (model, loss, batch), plain, _ = both("mlp")
     step = live(model, loss, batch)
     torch.manual_seed(1)
@@ -382,7 +382,7 @@ def test_another_shape_is_planned_once_or_refused() -> None:
         strict(small)
 
 
-def test_a_batch_of_other_shapes_than_the_last_is_told_of_before_it_is_taken() -> None:
+def test_a_batch_of_another_shape_is_reported_before_its_step() -> None:
     model, loss, batch = case("mlp").make(0)
     small = {key: value[:3] for key, value in batch.items()}
     told: list[str] = []
@@ -428,7 +428,7 @@ def _thinned_backward(ctx: Any, gradient: Tensor) -> Tensor:
 thinned.register_autograd(_thinned_backward, setup_context=_keep)
 
 
-def test_an_operator_of_somebody_elses_that_draws_without_a_word_is_never_made_again() -> None:
+def test_an_untagged_random_operator_is_never_recomputed() -> None:
     class Thinning(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -11,7 +11,7 @@ from steelyard.run.binding import _Gradient, _Sum
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_what_a_gradient_lay_on_is_free_once_ranks_have_summed_up(turned: bool) -> None:
+def test_gradient_storage_is_freed_after_the_all_reduce(turned: bool) -> None:
     """Also where the backward pass gave a view of what it made."""
     parameter = nn.Parameter(torch.zeros(64, 64))
     nbytes = 64 * 64 * 4

@@ -45,7 +45,7 @@ def _step(model: nn.Module, loss: object, batch: object, *, parts: int) -> LiveS
 
 @pytest.mark.parametrize("kept", [(10, 3, 7, 1), (5, 5, 5, 5), (10, 0, 4, 9)])
 @pytest.mark.parametrize("parts", [2, 4])
-def test_the_parts_weigh_what_they_count(kept: tuple[int, ...], parts: int) -> None:
+def test_micro_batches_are_weighted_by_their_counts(kept: tuple[int, ...], parts: int) -> None:
     model, twin, batch = _model(), _model(), _batch(*kept)
     loss = _step(model, _loss, batch, parts=parts).backward(batch)
     whole = _loss(twin, batch)
@@ -60,7 +60,7 @@ def test_the_reduction_is_read_off_the_graph() -> None:
     assert source.reduction() is Reduction.COUNTED
 
 
-def test_a_counted_mean_beside_other_terms_refuses_unequal_counts() -> None:
+def test_a_counted_mean_with_other_loss_terms_refuses_unequal_counts() -> None:
     def with_penalty(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return _loss(model, batch) + model(batch["x"]).pow(2).mean()
 

@@ -140,7 +140,7 @@ def test_resuming_from_an_older_checkpoint_sets_later_ones_aside(tmp_path: Path)
 
 
 @pytest.mark.parametrize("steps", [3, 4])
-def test_a_run_that_is_done_already_says_so_and_changes_nothing(steps: int, tmp_path: Path) -> None:
+def test_a_finished_run_is_reported_and_changes_nothing(steps: int, tmp_path: Path) -> None:
     done, again = a_run(), a_run()
     train(done, listed(), steps=4, seed=0, checkpoints=Checkpoints(folder=tmp_path, every=2))
     notes: list[str] = []
@@ -299,7 +299,7 @@ def test_a_second_interrupt_does_not_wait() -> None:
         train(a_run(), listed(), steps=9, on_step=act)
 
 
-def test_a_full_disk_on_the_way_is_noted_and_at_the_end_an_error(
+def test_a_full_disk_during_a_run_is_noted_and_at_its_end_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flush = folder._flush

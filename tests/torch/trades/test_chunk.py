@@ -140,7 +140,7 @@ def test_a_loss_over_many_words_is_computed_in_slices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_a_slice_holds_is_known_without_measuring(name: str) -> None:
+def test_memory_of_a_slice_is_known_without_measuring(name: str) -> None:
     torch.manual_seed(0)
     trial = Trial(Scores(), LOSSES[name], ids())
     for program in applied(trial):
@@ -151,7 +151,7 @@ def test_what_a_slice_holds_is_known_without_measuring(name: str) -> None:
         assert CostTable(device=DEVICE).workspace_bytes(node) == node.body.workspace_bytes
 
 
-def test_what_takes_long_is_measured_on_some_of_its_slices(
+def test_long_loops_are_measured_on_some_of_their_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
@@ -220,7 +220,7 @@ def test_half_precision_is_added_up_in_single() -> None:
         assert_same(plain, ours, within=2**-7)
 
 
-def test_a_batch_that_counts_nothing_gives_what_eager_gives() -> None:
+def test_a_batch_without_counted_targets_equals_eager() -> None:
     torch.manual_seed(0)
     batch = torch.full((8, 48), -100)
     trial = Trial(Scores(), LOSSES["mean"], batch)
@@ -231,7 +231,7 @@ def test_a_batch_that_counts_nothing_gives_what_eager_gives() -> None:
 
 
 @pytest.mark.parametrize("weight", [None, torch.linspace(0.5, 2, 8)])
-def test_the_weight_of_a_mean_is_what_the_kernel_says(weight: Tensor | None) -> None:
+def test_the_weight_of_a_mean_is_that_of_the_kernel(weight: Tensor | None) -> None:
     targets = torch.randint(8, (20,))
     targets[::3] = -100
     scores = torch.randn(20, 8)
@@ -250,7 +250,7 @@ def test_parts_of_the_batch_are_sliced_and_weighed_as_without() -> None:
         assert_same(expected, trial.run(program), within=1e-5)
 
 
-def test_what_is_left_outside_is_recomputed_as_before() -> None:
+def test_operators_outside_the_slices_are_recomputed_as_before() -> None:
     torch.manual_seed(0)
     trial = Trial(Scores(), LOSSES["mean"], ids())
     program = applied(trial)[0]
@@ -307,7 +307,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("use", REFUSED)
-def test_what_compares_rows_is_refused_with_the_reason(
+def test_losses_that_compare_rows_are_refused_with_the_reason(
     use: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     trial = Trial(Scores(), scored(use), ids())
@@ -316,7 +316,7 @@ def test_what_compares_rows_is_refused_with_the_reason(
     assert all(refusal.reason for refusal in refusals)
 
 
-def test_small_values_are_left_alone() -> None:
+def test_small_values_are_not_sliced() -> None:
     trial = Trial(Scores(words=WORDS), LOSSES["mean"], ids(2, 8))
     offers, (refusal,) = CHUNK.offers(trial.plain, trial.source)
     assert not offers
@@ -330,7 +330,7 @@ def test_small_values_are_left_alone() -> None:
         (ChunkRule(module="nowhere", op="aten.mm.default", slices=4), "matches 0"),
     ],
 )
-def test_a_rule_that_cannot_be_is_refused(rule: Rule, said: str) -> None:
+def test_an_impossible_rule_is_refused(rule: Rule, said: str) -> None:
     trial = Trial(Scores(), LOSSES["mean"], ids())
     with pytest.raises(Mismatch, match=said):
         CHUNK.rewrite(trial.plain, (rule,), trial.source)

@@ -123,7 +123,7 @@ every_trade = pytest.mark.parametrize("trade", OF_THE_PASS, ids=lambda t: t.name
 
 
 @every_trade
-def test_it_says_what_it_pays_and_buys(trade: Trade) -> None:
+def test_a_trade_declares_its_payments_and_gains(trade: Trade) -> None:
     assert trade.pays
     assert trade.buys
     assert set(trade.pays) | set(trade.buys) <= set(_AMOUNTS)
@@ -148,7 +148,7 @@ def test_a_rewrite_is_pure_and_valid(trade: Trade, name: str) -> None:
 
 @every_trade
 @pytest.mark.parametrize("name", [on_its_worker(name) for name in TRACED_TWICE])
-def test_its_rules_are_for_any_trace_of_the_model(trade: Trade, name: str) -> None:
+def test_rules_apply_to_any_trace_of_the_model(trade: Trade, name: str) -> None:
     again = traced_again(name)
     for offer, program in applied(trade, name):
         there = trade.rewrite(again.plain, offer.rules, again.source)
@@ -157,7 +157,7 @@ def test_its_rules_are_for_any_trace_of_the_model(trade: Trade, name: str) -> No
 
 @every_trade
 @every_model
-def test_no_offer_earns_what_its_trade_pays(trade: Trade, name: str) -> None:
+def test_no_offer_improves_what_its_trade_pays(trade: Trade, name: str) -> None:
     programs = [program for _, program in applied(trade, name)]
     if not programs:
         pytest.skip(f"{trade.name} offers nothing on this model")
@@ -170,7 +170,7 @@ def test_no_offer_earns_what_its_trade_pays(trade: Trade, name: str) -> None:
 
 @every_trade
 @pytest.mark.xdist_group("gpt")
-def test_it_buys_what_it_says_on_most_models(trade: Trade) -> None:
+def test_a_trade_improves_what_it_buys_on_most_models(trade: Trade) -> None:
     """Not on all: where parameters weigh most there may be nothing to buy."""
     bought = asked = 0
     for name in ("gpt", "moe", "resnet_bn", "edge_dropout_variants", "many_words"):
@@ -188,7 +188,7 @@ def test_it_buys_what_it_says_on_most_models(trade: Trade) -> None:
 
 @every_trade
 @every_model
-def test_it_computes_the_same_and_holds_what_was_predicted(trade: Trade, name: str) -> None:
+def test_results_are_unchanged_and_the_peak_is_predicted(trade: Trade, name: str) -> None:
     """Loss, gradients and buffers to the bit, random masks and running statistics among them."""
     for offer, program in applied(trade, name):
         outcome = trial(name).run(program)

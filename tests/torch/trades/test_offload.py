@@ -46,7 +46,7 @@ def moved(seed: int) -> tuple[Program, Program, dict[str, tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_ran_before_runs_still_and_in_its_order(seed: int) -> None:
+def test_existing_instructions_keep_their_order(seed: int) -> None:
     before, after, _ = moved(seed)
     nodes = after.graph.by_name
 
@@ -61,7 +61,7 @@ def test_what_ran_before_runs_still_and_in_its_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_nothing_late_reads_what_was_sent_off(seed: int) -> None:
+def test_offloaded_values_are_not_read_between_transfer_and_fetch(seed: int) -> None:
     _, after, times = moved(seed)
     sent = {e.waits_for.removesuffix(".send") for e in after.graph.nodes if e.waits_for}
     gone = {v for v in times if v in sent}
@@ -84,7 +84,7 @@ def test_lag_and_lead_are_operators_between() -> None:
     assert ops[wanted + 1] == "blocks.0:d_act"
 
 
-def test_lags_longer_than_the_step_end_where_the_value_is_fetched() -> None:
+def test_long_lags_end_at_the_fetch() -> None:
     plain = Program.plain(tower(3))
     after = with_transfers(plain, {"blocks.0:up": (1000, 1000)})
     ops = [i.value for i in after.instructions if not i.sink]
@@ -92,7 +92,7 @@ def test_lags_longer_than_the_step_end_where_the_value_is_fetched() -> None:
     assert ops.index("blocks.0:up.send") == ops.index("blocks.0:up") + 1
 
 
-def test_the_peak_falls_by_what_is_away_and_time_by_nothing() -> None:
+def test_the_peak_falls_by_the_offloaded_bytes_at_no_cost_of_time() -> None:
     plain = Program.plain(tower(6))
     value = "blocks.0:act"
     before, after = predict(plain, COSTS), predict(with_transfers(plain, {value: (3, 3)}), COSTS)
@@ -118,7 +118,7 @@ def test_a_link_too_slow_is_waited_for() -> None:
     assert metrics.step_seconds.value == pytest.approx(alone + 2 * nbytes / 1e4)
 
 
-def test_random_values_can_leave_though_they_are_never_made_again() -> None:
+def test_random_values_can_be_offloaded() -> None:
     found = 0
     for seed in range(40):
         plain = Program.plain(random_step(seed, num_values=12))
@@ -139,7 +139,7 @@ def test_one_value_in_two_rules_is_an_error() -> None:
         Offload().rewrite(Program.plain(graph), rules, Whole(graph))
 
 
-def test_what_is_made_again_is_not_moved_as_well() -> None:
+def test_recomputed_values_are_not_offloaded_too() -> None:
     graph = tower(3)
     program = with_copies(Program.plain(graph), ["blocks.1:act"])
     rules = to_rules(graph, ["blocks.1:act"], OffloadRule)
@@ -147,7 +147,7 @@ def test_what_is_made_again_is_not_moved_as_well() -> None:
         Offload().rewrite(program, rules, Whole(graph))
 
 
-def test_what_cannot_leave_is_named() -> None:
+def test_values_that_cannot_be_offloaded_are_named() -> None:
     graph = tower(3)
     rules = (OffloadRule(module="", op="aten.sum"),)
     with pytest.raises(Mismatch, match=r"aten\.sum in the top level, which cannot be offloaded"):
@@ -156,7 +156,7 @@ def test_what_cannot_leave_is_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [on_its_worker(n) for n in ("gpt", "resnet_bn", "hf_llama")])
-def test_in_micro_batches_everything_moves_each_time(name: str) -> None:
+def test_values_are_offloaded_in_every_micro_batch(name: str) -> None:
     tried = trial_of(name)
     if tried.source.why_not_split():
         parts = tried.plain
@@ -174,7 +174,7 @@ def test_in_micro_batches_everything_moves_each_time(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_stream_gives_can_leave() -> None:
+def test_results_of_sliced_loops_can_be_offloaded() -> None:
     torch.manual_seed(0)
     tried = Trial(Scores(), LOSSES["mean"], ids().clamp(min=0))
     offers, _ = Chunk().offers(tried.plain, tried.source)

@@ -51,7 +51,7 @@ def coded(seed: int) -> tuple[Program, Program, frozenset[str]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_ran_before_runs_still_and_in_its_order(seed: int) -> None:
+def test_existing_instructions_keep_their_order(seed: int) -> None:
     before, after, _ = coded(seed)
     nodes = after.graph.by_name
 
@@ -68,7 +68,7 @@ def test_what_ran_before_runs_still_and_in_its_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_nothing_late_reads_what_was_written_down(seed: int) -> None:
+def test_quantized_values_are_not_read_between_encode_and_decode(seed: int) -> None:
     _, after, chosen = coded(seed)
     nodes = after.graph.by_name
     gone = frozenset(after.quantized)
@@ -82,7 +82,7 @@ def test_nothing_late_reads_what_was_written_down(seed: int) -> None:
     assert len([n for n in after.graph.nodes if n.op == DECODE]) == len(gone)
 
 
-def test_it_is_written_down_after_its_last_use_and_read_back_before_its_first() -> None:
+def test_values_are_encoded_after_their_last_forward_use_and_decoded_before_backward() -> None:
     value = "blocks.0:act"
     after = with_codes(Program.plain(in_floats(tower(3))), [value])
     ops = [i.value for i in after.instructions if not i.sink]
@@ -93,7 +93,7 @@ def test_it_is_written_down_after_its_last_use_and_read_back_before_its_first() 
     assert phases[f"{value}.decoded"] is Phase.BACKWARD
 
 
-def test_the_peak_falls_by_what_codes_save() -> None:
+def test_the_peak_falls_by_the_bytes_that_quantization_saves() -> None:
     plain = Program.plain(in_floats(tower(6)))
     value = "blocks.0:act"
     before, after = predict(plain, COSTS), predict(with_codes(plain, [value]), COSTS)
@@ -111,7 +111,7 @@ def test_a_scale_is_shared_by_a_block() -> None:
     assert coded_bytes(BLOCK + 1, dims=1) == BLOCK + 1 + 8 + 8
 
 
-def test_whole_numbers_and_random_masks_stay_as_they_are() -> None:
+def test_integers_and_random_masks_are_not_quantized() -> None:
     plain = Program.plain(random_step(3, num_values=12))
     assert not quantizable(plain)  # of bytes
     offers, (refusal,) = QuantizeActivations().offers(plain, Whole(plain.graph))
@@ -129,7 +129,7 @@ def test_one_value_in_two_rules_is_an_error() -> None:
         QuantizeActivations().rewrite(Program.plain(graph), rules, Whole(graph))
 
 
-def test_what_is_made_again_is_not_coded_as_well() -> None:
+def test_recomputed_values_are_not_quantized_too() -> None:
     graph = in_floats(tower(3))
     program = with_copies(Program.plain(graph), ["blocks.1:act"])
     rules = to_rules(graph, ["blocks.1:act"], QuantizeActivationsRule)
@@ -137,7 +137,7 @@ def test_what_is_made_again_is_not_coded_as_well() -> None:
         QuantizeActivations().rewrite(program, rules, Whole(graph))
 
 
-def test_what_is_coded_is_not_moved_as_well() -> None:
+def test_quantized_values_are_not_offloaded_too() -> None:
     graph = in_floats(tower(3))
     program = with_codes(Program.plain(graph), ["blocks.1:act"])
     rules = to_rules(graph, ["blocks.1:act"], OffloadRule)
@@ -145,7 +145,7 @@ def test_what_is_coded_is_not_moved_as_well() -> None:
         Offload().rewrite(program, rules, Whole(graph))
 
 
-def test_a_plan_for_inductor_has_none_and_says_why() -> None:
+def test_inductor_plans_quantize_nothing_and_explain_why() -> None:
     graph = replace(in_floats(tower(3)), decomposition="inductor-1")
     offers, (refusal,) = QuantizeActivations().offers(Program.plain(graph), Whole(graph))
     assert not offers
@@ -155,7 +155,7 @@ def test_a_plan_for_inductor_has_none_and_says_why() -> None:
         QuantizeActivations().rewrite(Program.plain(graph), rules, Whole(graph))
 
 
-def test_what_cannot_be_coded_is_named() -> None:
+def test_values_that_cannot_be_quantized_are_named() -> None:
     graph = in_floats(tower(3))
     rules = (QuantizeActivationsRule(module="", op="aten.sum"),)
     with pytest.raises(Mismatch, match=r"aten\.sum in the top level, which cannot be kept"):
@@ -163,7 +163,7 @@ def test_what_cannot_be_coded_is_named() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_all_four_fates_stand_beside_each_other(seed: int) -> None:
+def test_kept_recomputed_offloaded_and_quantized_values_combine(seed: int) -> None:
     before, after, chosen = coded(seed)
     rng = random.Random(seed)
     able = sorted(quantizable(before) - {i.node for i in before.recomputed} - chosen)
@@ -236,7 +236,7 @@ class TwiceAndTied(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_twice_used_tied_viewed_and_taken_apart(dtype: torch.dtype) -> None:
+def test_quantized_values_may_be_reused_tied_viewed_and_indexed(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, x = TwiceAndTied().to(dtype), torch.randn(64, 32).to(dtype)
     tried = Trial(model, lambda m, b: m(b).float().square().mean(), x)
@@ -253,7 +253,7 @@ def test_twice_used_tied_viewed_and_taken_apart(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_a_layout_that_only_the_kernel_knows_costs_no_copy() -> None:
+def test_a_layout_chosen_by_the_kernel_needs_no_copy() -> None:
     """Convolutions of channels_last say that they give something else."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
@@ -283,7 +283,7 @@ def _relu_net() -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choosing", CHOOSING)
-def test_what_an_operator_chooses_by_stays_as_it_is(choosing: str) -> None:
+def test_values_that_decide_a_selection_are_not_quantized(choosing: str) -> None:
     """The derivative of a maximum asks which value equals it."""
     model, x = _relu_net()
     tried = Trial(model, CHOOSING[choosing], x)
@@ -303,7 +303,7 @@ def test_what_an_operator_chooses_by_stays_as_it_is(choosing: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_relu_may_be_asked_which_values_are_none() -> None:
+def test_zeros_of_a_relu_survive_quantization() -> None:
     model, x = _relu_net()
     tried = Trial(model, lambda m, b: m(b).exp().square().mean(), x)
     assert {"relu", "exp"} <= quantizable(tried.plain)
@@ -314,7 +314,7 @@ def test_a_relu_may_be_asked_which_values_are_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("gpt")
-def test_in_micro_batches_each_is_coded() -> None:
+def test_values_are_quantized_in_every_micro_batch() -> None:
     tried = trial_of("gpt")
     parts = Program.plain(tried.source.graph(micro_batches=2)).repeated(2)
     program = with_codes(parts, quantizable(parts))
@@ -326,7 +326,7 @@ def test_in_micro_batches_each_is_coded() -> None:
 
 
 @pytest.mark.slow
-def test_beside_a_stream_and_through_rules() -> None:
+def test_quantization_combines_with_sliced_loops_through_rules() -> None:
     torch.manual_seed(0)
     tried = Trial(Scores(), LOSSES["mean"], ids().clamp(min=0))
     offers, _ = Chunk().offers(tried.plain, tried.source)

@@ -54,7 +54,7 @@ def rules_for_all(program: Program, times: int) -> tuple[Rule, ...]:
 
 @pytest.mark.parametrize("times", [2, 5])
 @pytest.mark.parametrize("name", MODELS)
-def test_it_computes_the_same_and_holds_what_was_predicted(name: str, times: int) -> None:
+def test_results_are_unchanged_and_the_peak_is_predicted(name: str, times: int) -> None:
     tried = trial(name)
     once, program = (
         Recompute().rewrite(tried.plain, rules_for_all(tried.plain, n), tried.source)
@@ -72,7 +72,7 @@ def test_it_computes_the_same_and_holds_what_was_predicted(name: str, times: int
     assert abs(outcome.peak_bytes - predicted) <= allowed
 
 
-def test_what_the_search_makes_oftener_is_run_as_said() -> None:
+def test_plans_with_repeated_recomputation_run_as_predicted() -> None:
     """The least memory of a ResNet takes values made twice."""
     tried = trial("resnet_bn")
     costs, trades = tried.costs(), (Recompute(),)

@@ -1,6 +1,7 @@
-"""Layers on ranks: what is offered, what the plan says, what it is predicted to take.
+"""Layers on ranks: searches of all layouts, and stages beside what else a capture is asked for.
 
-What such programs compute on live ranks: see tests/system/dist.
+Not for what a stored step shows: see tests/unit/trades/test_shard_pipeline.py. What such programs
+compute on live ranks: see tests/system/dist.
 """
 
 from __future__ import annotations
@@ -16,27 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.errors import BadInput, Infeasible
-from steelyard.hardware.cluster import Link
-from steelyard.ir.collective import GLOO_GETS, GLOO_SENDS
 from steelyard.ir.graph import Phase, Role
-from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR, ParallelLayout
+from steelyard.ir.parallel_layout import TENSOR, ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, matching, to_rules
-from steelyard.passes.pipeline.stage_boundaries import balanced_ends, possible_ends
 from steelyard.plans.budget import Budget
 from steelyard.plans.trade import apply_rules
 from steelyard.predict import peak_bytes, predict, step_seconds
-from steelyard.predict.cost_table import CostTable
 from steelyard.search import LayoutSearch, PipelineSearch, SearchResult, StepSearch
 from steelyard.trades import TRADES
-from steelyard.trades.accumulate import AccumulateRule
 from steelyard.trades.recompute import Recompute, RecomputeRule
 from steelyard.trades.shard_batch import ShardBatchRule
-from steelyard.trades.shard_pipeline import SCHEDULES, ShardPipeline, rules_for
-from steelyard.trades.shard_states import ShardStates
+from steelyard.trades.shard_pipeline import ShardPipeline, rules_for
 from steelyard.trades.shard_tensor import ShardTensor
 from tests.harness import Trial
-from tests.torch.trades.test_shard_batch import DEVICE
+from tests.support.declared import costs
+from tests.support.in_stages import InStages
+from tests.unit.trades.test_shard_pipeline import of_two_groups, states
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -49,11 +46,6 @@ def trial() -> Trial:
     return Trial(model, next_token_loss, tokens(8, 16, 64))
 
 
-def costs(rate: float = 1e12) -> CostTable:
-    link = Link(kind="declared", latency_seconds=1e-6, bytes_per_second=rate)
-    return CostTable(device=DEVICE, links=dict.fromkeys((DATA, TENSOR, PIPELINE), link))
-
-
 @functools.cache
 def plain() -> Program:
     source = trial().source
@@ -61,46 +53,27 @@ def plain() -> Program:
     return Program.plain(source.graph(micro_batches=1), update=source.update())
 
 
+@functools.cache
+def step() -> InStages:
+    return InStages(plain=plain(), source=trial().source)
+
+
 def applied(*rules: Rule, micro_batches: int = 4) -> Program:
-    split = AccumulateRule(micro_batches=micro_batches)
-    every = (split, *rules) if micro_batches > 1 else rules
-    return apply_rules(plain(), every, trades=TRADES, source=trial().source)
+    return step().applied(*rules, micro_batches=micro_batches)
 
 
-def stages(*ends: str, schedule: str = "1F1B", ranks: int = 2, micro_batches: int = 4) -> Program:
-    rules = rules_for(ends, schedule=schedule, ranks=ranks)
-    return applied(*rules, micro_batches=micro_batches)
+def offered(ranks: int) -> dict[str, tuple[Rule, ...]]:
+    return step().offered(ranks)
 
 
-def offered(ranks: int, program: Program | None = None) -> dict[str, tuple[Rule, ...]]:
-    among = replace(program or plain(), layout=ParallelLayout(pipeline=ranks))
-    offers, refusals = ShardPipeline().offers(among, trial().source)
-    assert bool(offers) != bool(refusals)
-    return {offer.rules[0].schedule: offer.rules for offer in offers}
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_each_schedule_is_offered_on_stages_of_its_own(ranks: int) -> None:
-    found = offered(ranks)
-    assert found.keys() == SCHEDULES.keys()
-    for schedule, rules in found.items():
-        assert len(rules) == ranks * SCHEDULES[schedule] - 1
-        assert {rule.behind for rule in rules} <= set(possible_ends(plain().graph))
-        program = applied(*rules, micro_batches=2 * ranks if schedule != "GPipe" else 1)
-        assert program.problems() == []
-        assert program.layout == ParallelLayout(pipeline=ranks)
-        assert program.pipeline is not None
-        assert program.pipeline.order.num_stages == len(rules) + 1
-
-
-def test_what_stays_whole_is_told_why() -> None:
+def test_the_reason_for_no_stages_is_given() -> None:
     coupled = plain().update
     assert coupled is not None
     reason = "one norm over all parameters"
     whole = replace(plain(), update=replace(coupled, undivided=reason))
     for program, said in (
         (whole, reason),
-        (replace(plain(), layout=ParallelLayout(data=2, shares=(3, 1))), "need equal shares"),
+        (replace(plain(), layout=ParallelLayout(data=2, shares=(3, 1))), "equally or not at all"),
     ):
         among = replace(program, layout=replace(program.layout, pipeline=2))
         offers, (refusal,) = ShardPipeline().offers(among, trial().source)
@@ -112,67 +85,13 @@ def test_what_stays_whole_is_told_why() -> None:
     assert refusal.reason == "the model has too few modules for 2 stages"
 
 
-@pytest.mark.parametrize(
-    ("rules", "said"),
-    [
-        (rules_for(["blocks.9"], schedule="1F1B", ranks=2), "'blocks.9', which computes nothing"),
-        (rules_for(["norm", "blocks.1"], schedule="1F1B", ranks=2), "3 stages on 2 ranks"),
-        (rules_for(["blocks.1"], schedule="2F2B", ranks=2), "not supported by the schedule 2F2B"),
-        (
-            (*rules_for(["blocks.0"], schedule="1F1B", ranks=2),
-             *rules_for(["blocks.1"], schedule="GPipe", ranks=2)),
-            "have different ranks or schedules",
-        ),
-    ],
-)  # fmt: skip
-def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str) -> None:
-    with pytest.raises(BadInput, match=said) as refused:
-        applied(*rules)
-    assert len(str(refused.value).splitlines()) == 3
-
-
 def test_groups_share_the_batch_equally_or_not_at_all() -> None:
     rule = ShardBatchRule(ranks=2, bucket=1024, shares=(3, 1))
-    with pytest.raises(BadInput, match="need equal shares of the batch"):
+    with pytest.raises(BadInput, match="share the batch equally or not at all"):
         applied(rule, *rules_for(["blocks.1"], schedule="1F1B", ranks=2), micro_batches=2)
 
 
-def test_groups_that_share_the_batch_sum_up_behind_all_micro_batches() -> None:
-    """Each sends on half as much as one group would; and then every gradient, with the loss."""
-    rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
-    shared = ShardBatchRule(ranks=2, bucket=1024)
-    one, two = (applied(*more, *rules, micro_batches=2) for more in ((), (shared,)))
-    assert two.layout == ParallelLayout(data=2, pipeline=2)
-    assert not any(node.collective for node in two.graph.nodes)
-    assert two.pipeline is not None
-    held = [two.pipeline.held(rank) for rank in range(2)]
-    sizes = {n.name: n.outputs[0].nbytes for n in two.graph.inputs() if n.outputs}
-    gradients = [sum(sizes[n] for n in own if n.startswith("parameter:")) for own in held]
-    alone = predict(one, costs()).metrics.communication_bytes.value
-    sent = predict(two, costs()).metrics.communication_bytes.value
-    # The tied weight's gradient goes between both stages once, however many samples there are; and
-    # of two ranks a ring sends as much as there is.
-    (tied,) = (sizes[name] for name in held[0] & held[1] if name.startswith("parameter:"))
-    # Besides, gloo says 576 bytes of each gradient; of two messages there and two back, as many as
-    # without groups, what it says of one; and of the loss, which one rank sums up and hands on.
-    messages, told = 2 * (GLOO_SENDS + GLOO_GETS), 4 + GLOO_SENDS
-    handed = (alone - (tied + 576) - messages - told) // 2 + messages + tied + 576
-    named = [sum(name.startswith("parameter:") for name in own) for own in held]
-    summed = [nbytes + 576 * count for nbytes, count in zip(gradients, named)]
-    assert sent == max(handed + summed[0] + GLOO_GETS, handed + summed[1] + told + 4 + 144)
-
-
-def of_two_groups() -> tuple[Rule, ...]:
-    shared = ShardBatchRule(ranks=2, bucket=1024)
-    return shared, *rules_for(["blocks.1"], schedule="1F1B", ranks=2)
-
-
-def states() -> tuple[Rule, ...]:
-    among = replace(plain(), layout=ParallelLayout(data=2))
-    return tuple(r for offer in ShardStates().offers(among, trial().source)[0] for r in offer.rules)
-
-
-def test_groups_may_hold_states_in_shares() -> None:
+def test_replica_groups_of_stages_can_shard_their_states() -> None:
     """Weights are gathered once a step, whole for the passes alone, and gradients of them too."""
     without = applied(*of_two_groups(), micro_batches=2)
     shared = applied(*of_two_groups(), *states(), micro_batches=2)
@@ -191,18 +110,10 @@ def test_groups_may_hold_states_in_shares() -> None:
     assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
     # Of each weight half, and half of Adam's two moments; but for the passes the weight besides.
     assert before.peak.nbytes - after.peak.nbytes >= min(whole) // 2
-    assert any(h.what == "gathered weights" for h in after.peak.alive)
+    assert any(h.what == "weights gathered for the passes" for h in after.peak.alive)
 
 
-@pytest.mark.parametrize("otherwise", [{"times": 2}, {"bucket_bytes": 1 << 20}])
-def test_stages_gather_once_and_one_by_one(otherwise: dict[str, int]) -> None:
-    rules = (replace(r, **otherwise) for r in states())
-    with pytest.raises(BadInput, match="twice a step or in buckets") as refused:
-        applied(*of_two_groups(), *rules, micro_batches=2)
-    assert len(str(refused.value).splitlines()) == 3
-
-
-def test_states_are_shared_where_memory_is_short() -> None:
+def test_states_are_sharded_where_memory_is_short() -> None:
     def searching(layout: tuple[Rule, ...]) -> StepSearch:
         return StepSearch(plain(), trades=TRADES, source=trial().source, costs=price, layout=layout)
 
@@ -224,7 +135,7 @@ def test_states_are_shared_where_memory_is_short() -> None:
     assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
 
 
-def test_the_ranks_of_a_stage_may_share_its_tensors() -> None:
+def test_the_ranks_of_a_stage_can_be_tensor_parallel() -> None:
     """An exchange and its arrival lie in one stage, and each is sent, and waited for, once."""
     among = replace(plain(), layout=ParallelLayout(tensor=2))
     cut = ShardTensor().offers(among, trial().source)[0][0].rules
@@ -269,55 +180,7 @@ def test_slow_exchanges_within_a_stage_are_waited_for() -> None:
     assert after.step_seconds.value - before.step_seconds.value > 4 * sent / 2 / 1e4
 
 
-def test_too_few_micro_batches_are_refused() -> None:
-    with pytest.raises(BadInput, match="1F1B does not support 1 micro-batches"):
-        stages("blocks.1", micro_batches=1)
-
-
-def test_every_line_of_the_step_is_carried_out_once() -> None:
-    """By the stages together, also what is computed again."""
-    again = RecomputeRule(module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
-    for more in ((), (again,)):
-        rules = rules_for(["blocks.0", "blocks.2"], schedule="Interleaved1F1B", ranks=2)
-        rules += rules_for(["norm"], schedule="Interleaved1F1B", ranks=2)
-        program = applied(*rules, *more)
-        assert program.pipeline is not None
-        parts = [p for s in program.pipeline.stages.stages for p in (s.forward, s.backward)]
-        done = Counter(n.op for part in parts for n in part.nodes if not n.is_free)
-        alone = applied(*more)
-        nodes = alone.graph.by_name
-        lines = [nodes[i.node] for i in alone.instructions if i.sink is None]
-        expected = Counter(n.op for n in lines if not n.is_free)
-        # The sum of what two stages find of one weight's gradient is made by an exchange.
-        expected["aten.add.Tensor"] -= len(program.pipeline.stages.shared)
-        # What costs next to nothing, such as masks, each stage may make for itself.
-        for op, count in expected.items():
-            assert done[op] >= count, op
-        assert sum(n.flops for p in parts for n in p.nodes) == sum(n.flops for n in lines)
-    gelus = sum(n.op == "aten.gelu.default" for p in parts for n in p.nodes)
-    assert gelus == 8
-
-
-def test_of_several_results_those_alone_stay_that_are_read_later() -> None:
-    """A norm gives gradients of its input and of its weights in one; the former is read at once."""
-    rules = rules_for(["blocks.0", "blocks.1", "blocks.2"], schedule="ZBVZeroBubble", ranks=2)
-    program = applied(*rules)
-    assert program.pipeline is not None
-    stages = program.pipeline.stages
-    nodes = [stages.graph.by_name[n] for s in stages.stages for n in s.kept_between]
-    assert any(node.is_getitem for node in nodes)
-    assert not [node.op for node in nodes if len(node.outputs) > 1]
-
-
-def test_computing_again_lowers_the_peak_of_stages() -> None:
-    again = RecomputeRule(module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
-    rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
-    before, after = applied(*rules), applied(*rules, again)
-    assert peak_bytes(after, costs()) < peak_bytes(before, costs())
-    assert step_seconds(after, costs()).value > step_seconds(before, costs()).value
-
-
-def test_a_norm_that_is_computed_again_reads_what_its_buffers_were() -> None:
+def test_a_recomputed_norm_reads_the_old_values_of_its_buffers() -> None:
     """And no stage takes the copy for a buffer of the model."""
     layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8)]
     source = Trial(nn.Sequential(*layers), _squares, {"x": torch.randn(8, 8)}).source
@@ -340,23 +203,6 @@ def _squares(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return result
 
 
-def test_stages_are_as_equal_as_modules_allow() -> None:
-    graph = plain().graph
-
-    def weight(node: object) -> float:
-        return float(getattr(node, "flops", 0))
-
-    (end,) = balanced_ends(graph, 2, weight=weight, handing=lambda _: 0.0)
-    place = [n.name for n in graph.forward()].index(
-        [n.name for n in graph.forward() if n.path == end or n.path.startswith(f"{end}.")][-1]
-    )
-    forward = [weight(n) for n in graph.forward()]
-    first = sum(forward[: place + 1])
-    assert 0.4 * sum(forward) < first < 0.6 * sum(forward)
-    assert any(n.phase is Phase.BACKWARD for n in graph.nodes)
-    assert balanced_ends(graph, 200, weight=weight, handing=lambda _: 0.0) == ()
-
-
 @functools.cache
 def little(size: int = 8) -> Trial:
     model = GPT(layers=2, width=32, heads=2, vocabulary=64, length=16)
@@ -375,11 +221,7 @@ def layouts(rate: float, *, ranks: int = 2, size: int = 8) -> LayoutSearch:
     )
 
 
-def trades_of(found: SearchResult) -> set[str]:
-    return {rule.trade for rule in found.rules}
-
-
-def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
+def test_pipelining_is_chosen_where_the_link_is_too_slow_for_gradients() -> None:
     """Weights of 200 KB, an activation of a micro-batch of 4 KB."""
     found = layouts(1e7).find(Budget())
     assert ParallelLayout.of(found.rules) == ParallelLayout(pipeline=2)
@@ -388,13 +230,13 @@ def test_a_link_too_slow_for_gradients_may_do_for_activations() -> None:
     assert found.taken[0].buys_bytes > 0
     assert found.taken[0].buys_seconds > 0
     labels = {refusal.label for refusal in found.refused}
-    assert {"among 2 ranks", "sharded over 2 ranks"} <= labels
+    assert {"among 2 ranks", "parts on 2 ranks"} <= labels
     assert any(label.endswith("on 2 ranks") and "F1B" in label for label in labels)
     # Two ranks are too few for stages of several.
     assert not any("share tensors" in label for label in labels)
 
 
-def test_stages_of_ranks_that_share_tensors_are_found() -> None:
+def test_tensor_parallel_stages_are_found() -> None:
     """Of three samples there are no equal shares for four ranks."""
     found = layouts(5e7, ranks=4, size=3).find(Budget())
     assert ParallelLayout.of(found.rules) == ParallelLayout(pipeline=2, tensor=2)
@@ -404,17 +246,15 @@ def test_stages_of_ranks_that_share_tensors_are_found() -> None:
     again = little(3).apply_rules(found.rules)
     assert step_seconds(again, costs(5e7)).value == found.prediction.metrics.step_seconds.value
     labels = {refusal.label for refusal in found.refused}
-    assert {"sharded over 4 ranks", "layers on 4 ranks"} & labels
+    assert {"parts on 4 ranks", "layers on 4 ranks"} & labels
 
 
-def test_stages_that_promise_little_are_not_taken() -> None:
+def test_stages_with_a_small_gain_are_not_taken() -> None:
     """What they wait for is known least."""
     ways = layouts(1e8, ranks=4, size=3)
     found = ways.find(Budget())
     assert ParallelLayout.of(found.rules).pipeline == 1
-    little = [
-        r for r in found.refused if r.reason.startswith("saves less than a tenth of the step time")
-    ]
+    little = [r for r in found.refused if r.reason.startswith("saves less than a tenth of a step")]
     assert {r.trade for r in little} == {"shard_pipeline"}
     fastest = min(way.seconds for stages in ways.pipelines.values() for way in stages.candidates)
     step = found.prediction.metrics.step_seconds.value
@@ -447,7 +287,7 @@ def test_more_memory_is_never_slower_in_stages() -> None:
     assert curve[0].memory_bytes == low
 
 
-def test_of_ways_that_cannot_be_told_apart_the_leanest_but_where_time_is_bounded() -> None:
+def test_the_leanest_of_indistinguishable_schedules_is_chosen_unless_time_is_bounded() -> None:
     staged = layouts(1e7).search_by(rules_for(["blocks.0"], schedule="1F1B", ranks=2))
     assert isinstance(staged, PipelineSearch)
     staged.explore_all()
@@ -464,6 +304,34 @@ def test_of_ways_that_cannot_be_told_apart_the_leanest_but_where_time_is_bounded
     # Nothing that fits is refused, and nothing slower taken than what was found elsewhere.
     for one in (bounded, quicker):
         assert one.prediction.metrics.step_seconds.value == fastest.step_seconds
-    told = [r.reason for r in found.refused if "cannot be distinguished" in r.reason]
+    told = [r.reason for r in found.refused if "cannot be told apart" in r.reason]
     first = next(way for way in staged.candidates)
     assert bool(told) == (first.schedule != found.taken[0].label.split(", ")[1])
+
+
+def test_too_few_micro_batches_are_refused() -> None:
+    with pytest.raises(BadInput, match="1F1B does not take 1 micro-batches"):
+        step().stages("blocks.1", micro_batches=1)
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (rules_for(["blocks.9"], schedule="1F1B", ranks=2), "'blocks.9', which computes nothing"),
+        (rules_for(["norm", "blocks.1"], schedule="1F1B", ranks=2), "3 stages on 2 ranks"),
+        (rules_for(["blocks.1"], schedule="2F2B", ranks=2), "do not suit the schedule 2F2B"),
+        (
+            (*rules_for(["blocks.0"], schedule="1F1B", ranks=2),
+             *rules_for(["blocks.1"], schedule="GPipe", ranks=2)),
+            "do not agree on ranks or schedule",
+        ),
+    ],
+)  # fmt: skip
+def test_an_impossible_plan_is_refused(rules: tuple[Rule, ...], said: str) -> None:
+    with pytest.raises(BadInput, match=said) as refused:
+        applied(*rules)
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def trades_of(found: SearchResult) -> set[str]:
+    return {rule.trade for rule in found.rules}

@@ -30,8 +30,10 @@ from steelyard.trades.overlap import OverlapRule
 from steelyard.trades.shard_batch import ShardBatchRule
 from steelyard.trades.shard_states import ShardStates, ShardStatesRule
 from steelyard.trades.shard_tensor import ShardTensor, ShardTensorRule
-from tests.harness import Trial, looking_less_far
-from tests.torch.trades.test_shard_batch import costs, ranks_of, shared, trial
+from tests.harness import Trial
+from tests.support.declared import costs
+from tests.support.short_search import looking_less_far
+from tests.torch.trades.test_shard_batch import ranks_of, shared, trial
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +56,7 @@ def batch(degree: int) -> Rule:
     return ShardBatchRule(ranks=degree, bucket=1 << 20)
 
 
-def test_what_goes_together_is_offered_together_and_the_cheapest_first() -> None:
+def test_regions_are_offered_as_a_whole_cheapest_first() -> None:
     offers, refusals = ShardTensor().offers(among(ParallelLayout(tensor=2)), trial().source)
     assert not refusals
     found = {frozenset((rule.parameter, rule.dim, rule.groups) for rule in o.rules) for o in offers}
@@ -73,12 +75,12 @@ def test_what_goes_together_is_offered_together_and_the_cheapest_first() -> None
         assert program.graph.resident_bytes(Role.PARAMETER) < whole
 
 
-def test_alone_nothing_is_offered() -> None:
+def test_nothing_is_offered_on_one_rank() -> None:
     for trade in (ShardTensor(), ShardStates()):
         assert trade.offers(trial().plain, trial().source) == ((), ())
 
 
-def test_shares_of_weights_are_gathered_and_their_gradients_scattered() -> None:
+def test_sharded_weights_are_gathered_and_their_gradients_reduce_scattered() -> None:
     offers, refusals = ShardStates().offers(among(ParallelLayout(data=2)), trial().source)
     assert not refusals
     assert f"{UP}.weight (2)" in {offer.label for offer in offers}
@@ -93,7 +95,7 @@ def test_shares_of_weights_are_gathered_and_their_gradients_scattered() -> None:
     assert (kinds.count(Exchange.ALL_GATHER), kinds.count(Exchange.REDUCE_SCATTER)) == (2, 2)
 
 
-def test_what_is_sent_ahead_is_issued_sooner_and_awaited_at_the_same_place() -> None:
+def test_prefetched_collectives_are_issued_earlier_and_awaited_at_the_same_place() -> None:
     saved_for_backward = [OverlapRule(window=1, ahead=lead) for lead in (0, 4)]
     late, soon = (shared(2, states(2), rule) for rule in saved_for_backward)
     assert late.sent_bytes == soon.sent_bytes
@@ -126,7 +128,7 @@ def _lines_between(program: Program) -> int:
         ((states(2, f"{UP}.bias"), batch(2)), None),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str | None) -> None:
+def test_an_impossible_plan_is_refused(rules: tuple[Rule, ...], said: str | None) -> None:
     if said is None:
         assert trial().apply_rules(rules).problems() == []
         return
@@ -138,11 +140,11 @@ def test_a_plan_that_cannot_be_is_refused(rules: tuple[Rule, ...], said: str | N
 @pytest.mark.parametrize(
     "optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Rprop"]
 )
-def test_optimizers_that_go_by_elements_work_on_parts(optimizer: str) -> None:
+def test_elementwise_optimizers_work_on_shards(optimizer: str) -> None:
     assert why_unshardable(functools.partial(getattr(torch.optim, optimizer), lr=0.1)) == ""
 
 
-def test_an_optimizer_that_looks_at_the_whole_is_refused() -> None:
+def test_an_optimizer_that_needs_whole_tensors_is_refused() -> None:
     reason = why_unshardable(functools.partial(torch.optim.Adafactor, lr=0.1))
     assert reason == "the optimizer's step gives other results on a shard of a parameter"
     source = trial().source
@@ -181,7 +183,7 @@ def layouts(
 
 
 @looking_less_far()
-def test_memory_that_sharing_the_batch_does_not_save_is_saved_by_parts() -> None:
+def test_tensor_parallelism_saves_memory_that_data_parallelism_does_not() -> None:
     among_two = layouts(costs(1e12), trial(), num_ranks=2)
     free = among_two.find(Budget())
     assert {rule.trade for rule in free.rules} == {"overlap", "shard_batch"}
@@ -215,7 +217,7 @@ def _gathers(rules: tuple[Rule, ...]) -> int:
     return max((rule.gathers for rule in rules if rule.trade == "shard_states"), default=0)
 
 
-def test_rows_that_shares_of_the_whole_have_need_not_divide_once_they_are_cut() -> None:
+def test_rows_that_divide_only_before_tensor_parallelism_are_not_sharded_again() -> None:
     """A classifier's ten, among two ranks; five are left of them where two more share tensors."""
     layers = nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
     batch = torch.randn(256, 512), torch.randint(10, (256,))
@@ -239,7 +241,7 @@ def _named(rules: tuple[Rule, ...], trade: str) -> set[str]:
     return {rule.parameter for rule in rules if rule.trade == trade}
 
 
-def test_groups_on_hosts_of_their_own_sum_up_over_what_joins_the_hosts() -> None:
+def test_replica_groups_on_separate_hosts_reduce_over_the_link_between_hosts() -> None:
     """Of four ranks two to a host, those that share the batch are on different ones, and their
     bucket is what is best there; what that pays is told so, too."""
     near = Link(kind="near", latency_seconds=1e-6, bytes_per_second=1e12)

@@ -1,6 +1,6 @@
 """api.py without torch: the same calls, answered at once. Not tests.
 
-``ASKED`` remembers what was asked; set ``OUTCOME`` to raise or to wait instead of answering.
+``CALLS`` lists the calls and their arguments; set ``outcome`` to raise or to wait, not to answer.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from steelyard.plans.scaling_laws import Run, ScalePoint, Scaling
 from steelyard.plans.trace_span import DEVICE, WAITING, Span
 from tests.support.sample import MEASURED, MIB, PLAN
 
-ASKED: list[tuple[str, dict[str, Any]]] = []
+CALLS: list[tuple[str, dict[str, Any]]] = []
 
 
 @dataclass
@@ -44,11 +44,11 @@ class Planned:
         return f"{trade} is not needed: the budget is met without it"
 
     def with_frontier(self) -> "Planned":
-        ASKED.append(("charted", {}))
+        CALLS.append(("charted", {}))
         return self
 
     def simulated(self) -> tuple[Span, ...]:
-        ASKED.append(("simulated", {}))
+        CALLS.append(("simulated", {}))
         return (
             Span(rank=0, stream=DEVICE, name="aten.mm.default", where="head",
                  begin_seconds=0.0, seconds=1e-3),
@@ -63,11 +63,11 @@ class Planned:
 
 class Fake(ModuleType):
     outcome: Callable[[], None] | None = None
-    told: ClassVar[list[str]] = []
+    broadcasts: ClassVar[list[str]] = []
     measured = MEASURED
 
     def _asked(self, name: str, **asked: Any) -> None:
-        ASKED.append((name, asked))
+        CALLS.append((name, asked))
         if self.outcome is not None:
             self.outcome()
 
@@ -101,8 +101,8 @@ class Fake(ModuleType):
             num_ranks=int(os.environ["WORLD_SIZE"]),
             hosts=2,
             with_background_load=with_background_load,
-            broadcast=self.told.append,
-            receive=lambda: self.told[-1],
+            broadcast=self.broadcasts.append,
+            receive=lambda: self.broadcasts[-1],
         )
 
     def scale_workload(self, workload: object, **asked: Any) -> Scaling:

@@ -51,7 +51,7 @@ def _calibration(*scores: Score) -> Calibration:
     return Calibration(fitted=_FITTED, scores=scores, **pairs)
 
 
-def test_a_case_is_outside_by_layout_precision_size_and_scale() -> None:
+def test_extrapolation_is_by_layout_precision_size_and_scale() -> None:
     known = _calibration()
     assert known.outside(_CASE) == ()
     assert known.outside(replace(_CASE, kind=Parallelism.TENSOR)) == ("tensor parallel",)
@@ -61,7 +61,7 @@ def test_a_case_is_outside_by_layout_precision_size_and_scale() -> None:
     assert known.outside(replace(_CASE, devices=4)) == ("4 devices",)
 
 
-def test_outside_the_error_outside_is_taken_and_inside_that_inside() -> None:
+def test_the_extrapolation_error_applies_outside_the_fitted_range_only() -> None:
     scores = (
         _score("", inside=True, doubt=0.03),
         _score("", inside=False, doubt=0.25),
@@ -76,7 +76,7 @@ def test_outside_the_error_outside_is_taken_and_inside_that_inside() -> None:
     assert known.doubt_of(replace(_CASE, kind=Parallelism.PIPELINE)) == DECLARED_DOUBT
 
 
-def test_too_few_steps_narrow_nothing() -> None:
+def test_too_few_measured_steps_narrow_no_interval() -> None:
     """Two steps within 2 % do not say that the next one is."""
     few = _score("", inside=True, doubt=None, rows=2)
     assert _calibration(few).doubt_of(_CASE) == DECLARED_DOUBT
@@ -84,7 +84,7 @@ def test_too_few_steps_narrow_nothing() -> None:
     assert _calibration(few, outside).doubt_of(_CASE) == 0.25
 
 
-def test_software_that_lies_beyond_the_interval_is_named() -> None:
+def test_software_with_errors_beyond_the_interval_is_named() -> None:
     score = _score("", inside=False, doubt=0.25)
     missed = "missed by a median of 10 %, 20 % at the 90th percentile, 10 % too short at the median"
     assert score.said == missed
@@ -92,7 +92,7 @@ def test_software_that_lies_beyond_the_interval_is_named() -> None:
     assert odd.said == f"{missed}, those of DeepSpeed by a median of 55 %"
 
 
-def test_layouts_of_one_kind_are_told_apart_sooner() -> None:
+def test_layouts_of_the_same_kind_have_a_smaller_error() -> None:
     known = _calibration()
     assert known.between(Parallelism.DATA, Parallelism.DATA) == 0.05
     assert known.between(Parallelism.DATA, Parallelism.TENSOR) == 0.3
@@ -115,7 +115,7 @@ def test_layouts_are_of_four_kinds(layout: ParallelLayout, kind: Parallelism) ->
     assert Parallelism.of(tensor=layout.tensor, pipeline=layout.pipeline) is kind
 
 
-def test_every_preset_says_what_its_share_is_worth() -> None:
+def test_every_preset_states_the_error_of_its_share() -> None:
     """Rows, software, models, layouts and precision; nothing of it in the code."""
     named = [name for name, table in preset_tables()["device"].items() if "reached" in table]
     assert named
@@ -130,7 +130,7 @@ def test_every_preset_says_what_its_share_is_worth() -> None:
         assert any(not score.inside for score in known.scores)
 
 
-def test_a_share_of_ones_own_has_no_calibration() -> None:
+def test_a_user_share_has_no_calibration() -> None:
     """Nothing of a preset's fit holds for it."""
     text = """
     [device.mine]
@@ -151,5 +151,5 @@ def test_a_calibration_changes_no_plan_file() -> None:
     assert bare.identity == device.identity
 
 
-def test_percentages_are_said_as_finely_as_they_are_known() -> None:
+def test_percentages_are_printed_to_their_precision() -> None:
     assert [percent(share) for share in (0.022, 0.0996, 0.357)] == ["2.2 %", "10 %", "36 %"]

@@ -57,7 +57,7 @@ def refused(text: bytes | str) -> str:
     return said
 
 
-def test_what_is_declared_is_what_is_there() -> None:
+def test_a_cluster_file_gives_the_declared_devices() -> None:
     tree = decode_tree(GOOD)
     assert tree.num_devices == 32
     assert tree.usd_per_hour == 32 * 2.5
@@ -139,12 +139,12 @@ def test_what_is_declared_is_what_is_there() -> None:
         (GOOD, "[scope.'\u202e']\nmembers = { }", "members is empty"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(old: str, new: str, said: str) -> None:
+def test_errors_name_the_wrong_key(old: str, new: str, said: str) -> None:
     assert old in GOOD
     assert said in refused(GOOD.replace(old, new))
 
 
-def test_several_problems_are_said_at_once() -> None:
+def test_several_problems_are_reported_at_once() -> None:
     text = GOOD.replace('"80 GiB"', "80").replace('"2.5 USD/h"', '"2.5 USD"')
     assert "has 2 problems" in refused(text)
 
@@ -165,7 +165,7 @@ def test_a_file_that_is_large_or_no_text_is_refused() -> None:
         lambda cut: GOOD[: cut[0]] + cut[2] + GOOD[cut[0] + cut[1] :]
     )
 )
-def test_nothing_but_a_tree_or_one_error_comes_of_any_text(text: str) -> None:
+def test_any_text_gives_a_tree_or_one_error(text: str) -> None:
     try:
         tree = decode_tree(text)
     except ClusterFileError:
@@ -177,7 +177,7 @@ def test_nothing_but_a_tree_or_one_error_comes_of_any_text(text: str) -> None:
 # --- presets --------------------------------------------------------------------------------------
 
 
-def test_a_preset_may_be_put_right_key_by_key() -> None:
+def test_keys_of_a_preset_can_be_overridden() -> None:
     tree = decode_tree(
         """
         [device.cool]
@@ -204,7 +204,7 @@ def test_a_preset_may_be_put_right_key_by_key() -> None:
     assert tree.members[0].link.seconds(2 << 20, messages=1) == 2e-3
 
 
-def test_what_is_reached_is_the_presets_unless_the_file_says_it() -> None:
+def test_the_reached_share_is_that_of_the_preset_unless_overridden() -> None:
     tree = decode_tree(
         """
         [device.as_fitted]
@@ -244,14 +244,14 @@ def test_what_is_reached_is_the_presets_unless_the_file_says_it() -> None:
             AchievedFraction(share=share)
 
 
-def test_machines_of_unlike_networks_go_out_by_their_own() -> None:
+def test_machines_of_different_networks_use_their_own_links() -> None:
     tree = decode_tree('[scope.all]\nmembers = { dgx-h100 = 2, "p3dn.24xlarge" = 3 }')
     kinds = [(m.link.kind, m.ports, m.count) for m in tree.members if m.link]
     assert kinds == [("infiniband-ndr", 8, 2), ("efa-100g", 1, 3)]
 
 
 @pytest.mark.parametrize("name", preset_tables()["scope"])
-def test_every_machine_can_be_had_by_name(name: str, tmp_path: Path) -> None:
+def test_every_preset_machine_can_be_named(name: str, tmp_path: Path) -> None:
     tree = Cluster.named(name).tree
     assert tree.num_devices > 1
     assert all(device.host_link for device, _ in tree.classes)
@@ -272,7 +272,7 @@ def test_every_device_and_link_can_be_used() -> None:
 
 
 @pytest.mark.parametrize("kind", ["device", "link", "scope"])
-def test_every_preset_says_where_its_figures_are_from(kind: str) -> None:
+def test_every_preset_names_its_sources(kind: str) -> None:
     named = r"https?://\S+: \S|NCCL, src/\S+ at \w+: |NVIDIA .*: |remembered: \S|no product: "
     named += "|the rate is its name"
     for name, table in preset_tables()[kind].items():
@@ -301,12 +301,12 @@ def test_a_newer_generation_is_no_slower() -> None:
         assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_name_that_is_no_machine_is_refused() -> None:
+def test_an_unknown_machine_is_refused() -> None:
     with pytest.raises(ClusterFileError, match="unknown cluster preset dgx-h10"):
         Cluster.named("dgx-h10")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     for path, said in ((tmp_path / "absent.toml", "does not exist"), (tmp_path, "is not a file")):
         with pytest.raises(ClusterFileError, match=said):
             Cluster.load(path)

@@ -93,7 +93,7 @@ def test_the_tightest_quota_around_a_process_is_its_own(
         ({"cpu_core/cpus": "0-7"}, True),
     ],
 )
-def test_cores_are_as_alike_as_the_kernel_says(
+def test_core_speeds_are_read_from_the_kernel(
     tmp_path: Path, files: dict[str, str], alike: bool
 ) -> None:
     for name, text in files.items():

@@ -76,6 +76,6 @@ def test_nothing_sent_takes_nothing() -> None:
         ([(1, 1.0), (2, 1.0)], "flat at its end"),
     ],
 )
-def test_what_is_no_curve_is_refused(points: list[tuple[int, float]], said: str) -> None:
+def test_an_invalid_curve_is_refused(points: list[tuple[int, float]], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         Link.curve(points, kind="x")

@@ -29,7 +29,7 @@ def test_every_rank_is_a_device_and_each_is_counted(tree: TopologyLevel) -> None
 
 
 @given(ANY)
-def test_the_way_to_a_rank_is_the_way_depth_first(tree: TopologyLevel) -> None:
+def test_rank_paths_are_in_depth_first_order(tree: TopologyLevel) -> None:
     for rank, way in enumerate(flat(tree)):
         assert [id(m) for m in tree.path_to(rank)] == [identity for _, identity in way]
 
@@ -54,7 +54,7 @@ def test_the_smallest_scope_that_holds_two_ranks(tree: TopologyLevel, data: st.D
 
 
 @given(ANY, st.data())
-def test_levels_count_as_one_does_by_hand(tree: TopologyLevel, data: st.DataObject) -> None:
+def test_group_levels_are_counted_correctly(tree: TopologyLevel, data: st.DataObject) -> None:
     ranks = data.draw(
         st.sets(st.integers(0, tree.num_devices - 1), min_size=1)
         | st.builds(
@@ -91,7 +91,9 @@ def _count_by_hand(scope: TopologyLevel, ranks: set[int], found: dict[int, list[
 
 
 @given(ANY, st.data())
-def test_a_range_is_what_it_holds(tree: TopologyLevel, data: st.DataObject) -> None:
+def test_a_range_of_ranks_counts_like_the_list_of_its_members(
+    tree: TopologyLevel, data: st.DataObject
+) -> None:
     start = data.draw(st.integers(0, tree.num_devices - 1))
     ranks = range(start, tree.num_devices, data.draw(st.integers(1, 9)))
     assert _as_sets(levels(tree, ranks)) == _as_sets(levels(tree, list(ranks)[::-1]))
@@ -114,12 +116,12 @@ def test_a_group_over_16384_devices_is_counted_by_patterns() -> None:
     assert [(level.fewest, level.most) for level in every] == [(8, 8), (4, 4), (512, 512)]
 
 
-def test_no_list_of_devices_stands_behind_a_count() -> None:
+def test_devices_are_counted_without_a_list() -> None:
     huge = even(10**4, 10**4, 10**4, links=(LINK,) * 3)
     assert [level.most for level in levels(huge, range(10**12))] == [10**4] * 3
 
 
-def test_a_rank_that_is_not_there_is_refused() -> None:
+def test_an_unknown_rank_is_refused() -> None:
     for ranks in (range(16_385), [-1, 3]):
         with pytest.raises(BadInput, match="has no rank"):
             levels(LARGE, ranks)
@@ -144,14 +146,14 @@ def test_one_device_keeps_its_fingerprint() -> None:
 
 
 @given(ANY)
-def test_the_fingerprint_is_of_what_is_there(tree: TopologyLevel) -> None:
+def test_the_fingerprint_depends_on_devices(tree: TopologyLevel) -> None:
     said = Cluster(tree=tree).fingerprint
     assert said == Cluster(tree=tree).fingerprint
     doubled = TopologyLevel(name=tree.name, members=(member(tree, 2, LINK),))
     assert Cluster(tree=doubled).fingerprint != said
 
 
-def test_the_fingerprint_knows_links_and_not_prices() -> None:
+def test_the_fingerprint_depends_on_links_and_not_on_prices() -> None:
     def of(rate: float, price: float | None = None) -> str:
         link = Link(kind="x", latency_seconds=1e-6, bytes_per_second=rate)
         tree = TopologyLevel(
@@ -201,7 +203,7 @@ def test_prices_add_up_where_all_are_known() -> None:
     assert unknown.usd_per_hour is None
 
 
-def test_a_peak_that_nobody_said_is_not_made_up() -> None:
+def test_an_undeclared_peak_rate_is_not_invented() -> None:
     assert DEVICES[0].peak_flops_per_second("float32") == 2e12
     with pytest.raises(BadInput, match="bfloat16 is unknown"):
         DEVICES[0].peak_flops_per_second("bfloat16")
@@ -213,7 +215,7 @@ def test_absurd_numbers_of_ranks_are_refused(ranks: int) -> None:
         Cluster.here(ranks=ranks)
 
 
-def test_operators_are_priced_by_the_peak_of_what_they_give() -> None:
+def test_operators_are_priced_by_the_peak_rate_of_their_dtype() -> None:
     apart = replace(DEVICES[0], peaks=(("bfloat16", 8e12),))
     assert (apart.flops_in("bfloat16"), apart.flops_in("float32")) == (8e12, 2e12)
     with pytest.raises(BadInput, match="float16 is unknown"):
@@ -221,7 +223,7 @@ def test_operators_are_priced_by_the_peak_of_what_they_give() -> None:
     assert DEVICES[0].flops_in("bfloat16") == 2e12, "nothing is told apart"
 
 
-def test_the_first_devices_cost_what_they_are_of() -> None:
+def test_the_first_devices_have_their_own_prices() -> None:
     quick, slow = (
         Device(
             kind=kind, flops_per_second=1, bytes_per_second=1, memory_bytes=1, usd_per_hour=price

@@ -62,7 +62,7 @@ def test_processes_that_measure_and_step_do_not_import_dynamo(module: str) -> No
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_importing_leaves_the_collector_as_it_was(collects: bool) -> None:
+def test_importing_does_not_change_the_garbage_collector(collects: bool) -> None:
     probe = (
         f"import gc; gc.enable() if {collects} else gc.disable()\n"
         "seen = []; gc.callbacks.append(lambda phase, info: seen.append(phase))\n"
@@ -144,7 +144,7 @@ def test_ruff_refuses_private_torch_everywhere_but_in_its_folder() -> None:
     assert ruff("TID251", "src/steelyard/_torch/dynamo.py", "\n".join(REFUSED))
 
 
-def test_ruff_keeps_torch_inside_what_enacts_a_trade() -> None:
+def test_ruff_refuses_module_level_torch_imports_in_trades() -> None:
     lazily = "def enact():\n    import torch\n    return torch"
     assert not ruff("TID253", "src/steelyard/trades/recompute.py", "import torch")
     assert not ruff("TID253", "src/steelyard/trades/recompute.py", "from torch import nn")
@@ -220,7 +220,7 @@ def hidden(init: str, room: str, files: set[str]) -> list[str]:
     ]
 
 
-def test_no_name_that_a_room_offers_is_hidden_by_a_file() -> None:
+def test_no_exported_name_is_hidden_by_a_module() -> None:
     line = "from steelyard.search.cluster.explain import told"
     assert hidden(line, "steelyard.search", {"told", "deep_told"}) == ["told"]
     assert hidden(line, "steelyard.search", {"deep_told"}) == []
@@ -300,7 +300,7 @@ def test_no_folder_with_tests_is_left_out(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.xdist_group("together")
-def test_what_is_shared_is_made_by_one_worker(request: pytest.FixtureRequest) -> None:
+def test_tests_of_a_group_run_on_one_worker(request: pytest.FixtureRequest) -> None:
     """Or dear fixtures are made by each: groups were ignored in silence once."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         assert request.node.nodeid.endswith("@together")
@@ -378,7 +378,7 @@ def test_no_test_uses_collectives_of_objects() -> None:
         "import torch; torch.distributed.checkpoint.save({})",
     ],
 )
-def test_what_pickles_is_found(snippet: str) -> None:
+def test_pickling_code_is_detected(snippet: str) -> None:
     assert unpickling(snippet)
 
 

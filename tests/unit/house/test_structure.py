@@ -18,7 +18,7 @@ MOST_FILES = 20
 GRAPH = grimp.build_graph("steelyard", cache_dir=None)
 
 
-def test_no_file_imports_itself_by_way_of_others() -> None:
+def test_there_are_no_import_circles() -> None:
     """Imports inside functions and under TYPE_CHECKING count too.
 
     The public names in ``steelyard`` are left out: they are loaded when first used, and the
@@ -33,7 +33,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     assert not rest, f"imports that lead back to where they began, among: {sorted(rest)}"
 
 
-def test_no_folder_has_more_files_than_can_be_taken_in_at_a_glance() -> None:
+def test_no_folder_has_more_than_20_files() -> None:
     folders = [folder for folder in SOURCE.rglob("*") if folder.is_dir()]
     sizes = {folder.relative_to(SOURCE): len([*folder.glob("*.py")]) for folder in folders}
     assert {folder: size for folder, size in sizes.items() if size > MOST_FILES} == {}
@@ -84,7 +84,7 @@ def _strings(tree: ast.Module) -> Iterator[ast.Constant]:
             yield node
 
 
-def test_docstrings_say_what_a_thing_is_or_does() -> None:
+def test_docstrings_open_with_a_subject_or_a_verb() -> None:
     """Not in the grammar of an index: a noun or a verb comes first."""
     openers = re.compile(r"(What|Of|Whether|Where|From which|Which|How much|How many)\b")
     found = [

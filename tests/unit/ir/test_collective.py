@@ -48,7 +48,7 @@ def test_one_rank_sends_nothing() -> None:
         (Exchange.ALL_REDUCE, 2, 8, 288),
     ],
 )
-def test_what_gloo_says_of_its_messages(
+def test_gloo_message_headers_are_counted(
     kind: Exchange, num_ranks: int, nbytes: int, said: int
 ) -> None:
     collective = GLOO.collective(kind, axis="x", num_ranks=num_ranks, nbytes=nbytes)

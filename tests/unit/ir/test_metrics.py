@@ -40,7 +40,7 @@ def _nearly_contains(found: Estimate, value: float) -> bool:
 
 
 @given(st.sampled_from(KEEPING), ESTIMATES, ESTIMATES | NUMBERS, st.booleans(), st.data())
-def test_an_interval_holds_every_result_of_what_may_be(
+def test_interval_arithmetic_contains_every_result(
     act: Callable[[Any, Any], Any], one: Estimate, other: Any, turned: bool, data: st.DataObject
 ) -> None:
     left, right = (other, one) if turned else (one, other)
@@ -57,7 +57,7 @@ def test_an_interval_holds_every_result_of_what_may_be(
 
 
 @given(st.sampled_from(PLAIN), ESTIMATES, ESTIMATES | NUMBERS, st.booleans())
-def test_what_keeps_no_interval_is_a_plain_number(
+def test_operations_without_intervals_give_plain_numbers(
     act: Callable[[Any, Any], Any], one: Estimate, other: Any, turned: bool
 ) -> None:
     left, right = (other, one) if turned else (one, other)
@@ -87,7 +87,7 @@ def test_sums_extremes_and_order() -> None:
     assert {amounts[0]: "three"}[3.0] == "three"  # type: ignore[index]
 
 
-def test_plain_numbers_come_out_where_they_are_asked_for() -> None:
+def test_estimates_convert_to_plain_numbers() -> None:
     amount = Estimate.within(2.5, share=0.1)
     assert (float(amount), int(amount), abs(-amount)) == (2.5, 2, 2.5)
     assert (round(amount), round(amount / 3, 2)) == (2, 0.83)
@@ -98,7 +98,7 @@ def test_plain_numbers_come_out_where_they_are_asked_for() -> None:
     assert json.dumps({"bytes": int(MEMORY)}) == f'{{"bytes": {int(MEMORY.value)}}}'
 
 
-def test_formats_are_those_of_numbers_and_none_is_str() -> None:
+def test_estimates_format_like_numbers() -> None:
     assert f"{MEMORY}" == str(MEMORY) == repr(MEMORY)
     assert f"{MEMORY / 2**20:.1f} MiB" == "296.0 MiB"
     assert f"{MEMORY:,d}" == f"{int(MEMORY.value):,d}"
@@ -119,7 +119,7 @@ def test_numpy_takes_values() -> None:
 
 
 @pytest.mark.parametrize("other", ["1", None, [1], 1j])
-def test_what_is_no_number_is_refused(other: Any) -> None:
+def test_non_numbers_are_refused(other: Any) -> None:
     for act in (*KEEPING, *PLAIN, operator.lt, operator.ge):
         with pytest.raises(TypeError):
             act(MEMORY, other)
@@ -128,14 +128,14 @@ def test_what_is_no_number_is_refused(other: Any) -> None:
     assert other != MEMORY
 
 
-def test_it_is_still_plain_frozen_data() -> None:
+def test_estimates_are_frozen_dataclasses() -> None:
     assert asdict(MEMORY) == {"value": MEMORY.value, "low": MEMORY.low, "high": MEMORY.high}
     with pytest.raises(AttributeError):
         MEMORY.value = 1.0  # type: ignore[misc]
     assert not hasattr(MEMORY, "__dict__")
 
 
-def test_what_a_budget_is_set_beside_reads_as_in_the_docs() -> None:
+def test_budget_comparisons_read_as_in_the_docs() -> None:
     before, after = PLAN.before.metrics, PLAN.predicted.metrics
     assert after.memory_bytes <= 300 * 2**20 < before.memory_bytes
     saved = before.memory_bytes - after.memory_bytes

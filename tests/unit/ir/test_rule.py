@@ -46,7 +46,7 @@ def run(prefix: str, count: int, *, first: int = 0) -> BlockRun:
     return BlockRun(prefix=prefix, first=first, count=count)
 
 
-def test_spots_are_values_and_not_views_nor_whole_tuples() -> None:
+def test_call_sites_are_values_and_not_views_or_tuples() -> None:
     found = spots(model({"blocks": 1}))
     assert set(found) == {
         CallSite("blocks.0", "aten.mm", 0),
@@ -75,7 +75,7 @@ def test_rules_name_exactly_the_values_they_were_made_from(data: st.DataObject) 
     assert sum(rule.count for rule in rules) == len(chosen)
 
 
-def test_a_star_stands_for_a_whole_run_only() -> None:
+def test_a_star_matches_a_whole_run_of_blocks_only() -> None:
     graph = replace(model({"blocks": 3}), runs=(run("blocks", 3),))
     whole = {f"blocks.{i}:aten.mm" for i in range(3)}
     assert to_rules(graph, whole, RecomputeRule) == (
@@ -85,7 +85,7 @@ def test_a_star_stands_for_a_whole_run_only() -> None:
     assert [r.module for r in part] == ["blocks.0", "blocks.2"]
 
 
-def test_two_runs_of_one_list_are_not_named_by_one_star() -> None:
+def test_one_star_does_not_match_two_runs_of_one_list() -> None:
     graph = replace(model({"blocks": 4}), runs=(run("blocks", 2), run("blocks", 2, first=2)))
     first_run = {f"blocks.{i}:aten.mm" for i in range(2)}
     rules = to_rules(graph, first_run, RecomputeRule)
@@ -104,16 +104,14 @@ def test_blocks_at_the_top_of_the_model_are_starred_too() -> None:
 @pytest.mark.parametrize(
     ("blocks", "count", "said"), [(3, 2, "3 operators.*\n.*2 op"), (1, 4, "1 operator of")]
 )
-def test_a_rule_for_another_number_of_calls_is_for_another_model(
-    blocks: int, count: int, said: str
-) -> None:
+def test_a_rule_with_another_number_of_calls_is_refused(blocks: int, count: int, said: str) -> None:
     graph = replace(model({"blocks": blocks}), runs=(run("blocks", blocks),))
     rule = RecomputeRule(module="blocks.*", op="aten.mm", count=count)
     with pytest.raises(Mismatch, match=f"matches {said}"):
         matching(graph, (rule,))
 
 
-def test_backward_values_have_no_spot() -> None:
+def test_backward_values_have_no_call_site() -> None:
     graph = model({"blocks": 1})
     late = replace(graph, nodes=tuple(replace(n, phase=Phase.BACKWARD) for n in graph.nodes))
     assert spots(late) == {}

@@ -20,7 +20,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "costs.sqlite"
 
 
-def test_what_was_written_is_read_by_another_process_to_be(path: Path) -> None:
+def test_a_cache_is_read_by_a_later_process(path: Path) -> None:
     CostCache(path).write("here", {"relu": COST})
     cache = CostCache(path)
     assert cache.read("here", ["relu", "mm"]) == {"relu": COST}
@@ -30,7 +30,7 @@ def test_what_was_written_is_read_by_another_process_to_be(path: Path) -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(st.dictionaries(st.text(max_size=30), st.integers(0, 1 << 40), max_size=5))
-def test_any_signature_comes_back(
+def test_any_signature_is_stored_and_read(
     tmp_path_factory: pytest.TempPathFactory, workspaces: dict[str, int]
 ) -> None:
     cache = CostCache(tmp_path_factory.mktemp("cache") / "costs.sqlite")
@@ -43,7 +43,7 @@ def test_any_signature_comes_back(
     assert cache.notes == ()
 
 
-def test_the_last_measurement_counts(path: Path) -> None:
+def test_the_last_measurement_wins(path: Path) -> None:
     newer = OperatorCost(seconds=Estimate.exactly(1.0), workspace_bytes=0)
     cache = CostCache(path)
     cache.write("here", {"relu": COST})
@@ -53,7 +53,7 @@ def test_the_last_measurement_counts(path: Path) -> None:
     assert cache.read("here", ["relu"]) == {}
 
 
-def test_of_two_that_measured_at_once_both_believe_the_first(path: Path) -> None:
+def test_of_concurrent_measurements_the_first_is_used(path: Path) -> None:
     slower = OperatorCost(seconds=Estimate.exactly(1.0), workspace_bytes=0)
     first, second = CostCache(path), CostCache(path)
     assert first.settle("here", {"relu": COST}) == {"relu": COST}
@@ -71,13 +71,13 @@ def test_only_measurements_are_kept(path: Path) -> None:
     assert cache.read("here", ["relu"]) == {}
 
 
-def test_rates_come_back(path: Path) -> None:
+def test_device_rates_are_stored_and_read(path: Path) -> None:
     CostCache(path).write_rates("here", {"flops_per_second": 4e10})
     assert CostCache(path).read_rates("here") == {"flops_per_second": 4e10}
     assert CostCache(path).read_rates("elsewhere") == {}
 
 
-def test_what_whole_steps_took_comes_back(path: Path) -> None:
+def test_step_times_are_stored_and_read(path: Path) -> None:
     found = Estimate(value=0.5, low=0.4, high=0.75)
     CostCache(path).write_whole("here", "step", found)
     cache = CostCache(path)
@@ -96,7 +96,7 @@ def test_an_impossible_step_is_run_again(path: Path, change: str) -> None:
     assert CostCache(path).read_whole("here", "step") is None
 
 
-def test_a_file_from_before_whole_steps_were_kept_is_used_on(path: Path) -> None:
+def test_an_older_cache_without_step_times_is_read(path: Path) -> None:
     CostCache(path).write("here", {"relu": COST})
     with sqlite3.connect(path) as database:
         database.execute("DROP TABLE whole")
@@ -109,7 +109,7 @@ def test_a_file_from_before_whole_steps_were_kept_is_used_on(path: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut short", "overwritten inside"])
-def test_a_damaged_file_is_moved_aside_and_begun_anew(path: Path, damage: str) -> None:
+def test_a_damaged_file_is_moved_aside_and_replaced(path: Path, damage: str) -> None:
     costs = {f"operator {i}": COST for i in range(2000)}
     CostCache(path).write("here", costs)
     content = path.read_bytes()
@@ -131,7 +131,7 @@ def test_a_damaged_file_is_moved_aside_and_begun_anew(path: Path, damage: str) -
 
 
 @pytest.mark.parametrize("trouble", ["a folder", "below a file"])
-def test_a_place_that_cannot_be_written_costs_a_note(tmp_path: Path, trouble: str) -> None:
+def test_an_unwritable_cache_gives_a_note(tmp_path: Path, trouble: str) -> None:
     path = tmp_path / "costs.sqlite"
     if trouble == "a folder":
         path.mkdir()
@@ -145,7 +145,7 @@ def test_a_place_that_cannot_be_written_costs_a_note(tmp_path: Path, trouble: st
     assert "cannot be used" in note
 
 
-def test_a_file_of_another_version_is_left_alone(path: Path) -> None:
+def test_a_cache_of_another_version_is_left_unchanged(path: Path) -> None:
     CostCache(path).write("here", {"relu": COST})
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 99")
@@ -198,7 +198,9 @@ def test_several_processes_write_at_once(path: Path) -> None:
     assert sorted(CostCache(path).read("here", wanted)) == sorted(wanted)
 
 
-def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_path_follows_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("STEELYARD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_path() == tmp_path / "steelyard" / "costs.sqlite"
@@ -236,7 +238,7 @@ def test_another_users_file_is_not_read(path: Path) -> None:
 
 @AS_ROOT
 @pytest.mark.parametrize("suffix", ["-wal", "-journal", "-shm"])
-def test_what_another_user_put_beside_the_file_is_not_read(path: Path, suffix: str) -> None:
+def test_a_cache_with_another_users_journal_is_refused(path: Path, suffix: str) -> None:
     CostCache(path).write("here", {"relu": COST})
     beside = path.with_name(path.name + suffix)
     beside.write_bytes(b"")
@@ -275,7 +277,7 @@ def test_a_file_that_anybody_can_write_is_not_read(path: Path) -> None:
     assert "can be written by other users" in refused(path)
 
 
-def test_ones_own_link_and_folder_are_used(path: Path, tmp_path: Path) -> None:
+def test_the_users_own_link_and_folder_are_used(path: Path, tmp_path: Path) -> None:
     real = tmp_path / "real"
     CostCache(real / "costs.sqlite").write("here", {"relu": COST})
     assert real.stat().st_mode & 0o777 == 0o700

@@ -41,7 +41,7 @@ def said(how: str, **environment: str) -> tuple[bool, int]:
 
 
 @pytest.mark.parametrize("told", [{}, {"MALLOC_ARENA_MAX": "2"}], ids=["nothing", "something else"])
-def test_no_page_is_fetched_again(told: dict[str, str]) -> None:
+def test_freed_pages_are_not_faulted_in_again(told: dict[str, str]) -> None:
     kept, faults = said("keep", **told)
     assert kept
     assert faults < _PAGES_OF_A_STEP / 10
@@ -55,7 +55,7 @@ def test_no_page_is_fetched_again(told: dict[str, str]) -> None:
     ],
     ids=["variables", "tunables"],
 )
-def test_what_the_user_told_the_heap_holds(told: dict[str, str]) -> None:
+def test_malloc_settings_of_the_user_are_kept(told: dict[str, str]) -> None:
     kept, faults = said("keep", **told)
     assert not kept
     assert faults > 4 * _PAGES_OF_A_STEP * 0.9

@@ -131,7 +131,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_that_mean_something_in_toml_come_back(name: str) -> None:
+def test_names_with_toml_syntax_are_written_and_read(name: str) -> None:
     rule = RecomputeRule(module=name, op=name)
     decisions = replace(DECISIONS, rules=(rule,))
     assert decode_decisions(encode_decisions(decisions)) == decisions
@@ -139,7 +139,7 @@ def test_names_that_mean_something_in_toml_come_back(name: str) -> None:
 
 @settings(deadline=None)
 @given(ANY_DECISIONS)
-def test_decisions_come_back(decisions: Decisions) -> None:
+def test_decisions_are_written_and_read(decisions: Decisions) -> None:
     assert decode_decisions(encode_decisions(decisions)) == decisions
 
 
@@ -149,7 +149,7 @@ def test_the_digest_names_the_decisions(one: Decisions, other: Decisions) -> Non
     assert (digest_of(one) == digest_of(other)) == (one == other)
 
 
-def test_it_reads_as_a_person_would_write_it() -> None:
+def test_the_plan_file_is_readable_toml() -> None:
     assert (
         GOOD
         == """\
@@ -198,7 +198,7 @@ count = 4
     )
 
 
-def test_how_often_is_written_only_where_it_is_more_than_once() -> None:
+def test_times_is_written_only_if_above_one() -> None:
     first, *rest = (rule for rule in DECISIONS.rules if rule.trade == "recompute")
     twice = replace(DECISIONS, rules=(replace(first, times=2), *rest))
     assert encode_decisions(twice) == GOOD.replace(
@@ -208,7 +208,7 @@ def test_how_often_is_written_only_where_it_is_more_than_once() -> None:
     assert twice.name != replace(DECISIONS, rules=(first, *rest)).name
 
 
-def test_comments_order_and_layout_are_the_readers_own() -> None:
+def test_comments_order_and_layout_do_not_matter() -> None:
     tables = tomllib.loads(GOOD)
     first, second = tables["recompute"]
     moved = GOOD.split("[[recompute]]")[0].replace("[budget]", "[budget] # mine") + "".join(
@@ -230,7 +230,7 @@ def test_anything_else_is_a_plan_file_error(raw: str | bytes) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_a_damaged_file_is_other_decisions_or_a_plan_file_error(data: st.DataObject) -> None:
+def test_a_damaged_file_gives_other_decisions_or_a_plan_file_error(data: st.DataObject) -> None:
     raw = bytearray(GOOD.encode())
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(raw) - 1))
@@ -333,7 +333,7 @@ def test_a_wrong_value_anywhere_is_a_plan_file_error(key: str, value: object) ->
         ("blocks.*.mlp", '"""x', "has a multi-line string"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(old: str, new: str, said: str) -> None:
+def test_errors_name_the_wrong_key(old: str, new: str, said: str) -> None:
     assert old in GOOD
     if said:
         assert said in refused(GOOD.replace(old, new, 1))
@@ -341,7 +341,7 @@ def test_what_is_wrong_is_named(old: str, new: str, said: str) -> None:
         decode_decisions(GOOD.replace(old, new, 1))
 
 
-def test_several_problems_are_said_at_once_and_no_more_than_five_spelled_out() -> None:
+def test_at_most_five_problems_are_listed_at_once() -> None:
     bad = re.sub("nth = .", "nth = -1", GOOD).replace("memory", "memry").replace("count", "cont")
     said = refused(bad)
     assert "has 5 problems" in said
@@ -386,7 +386,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_a_plan_comes_back_from_its_two_files(tmp_path: Path) -> None:
+def test_a_plan_is_written_to_two_files_and_read(tmp_path: Path) -> None:
     path = tmp_path / "train.plan.toml"
     write_plan(path, PLAN)
     found = read_plan(path)
@@ -397,7 +397,7 @@ def test_a_plan_comes_back_from_its_two_files(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train.plan.json", "train.plan.toml"]
 
 
-def test_an_edit_makes_the_predictions_those_of_another_plan(tmp_path: Path) -> None:
+def test_an_edited_plan_does_not_match_its_predictions(tmp_path: Path) -> None:
     path = tmp_path / "train.plan.toml"
     write_plan(path, PLAN)
     path.write_text("# a comment is no edit\n" + path.read_text())
@@ -409,14 +409,14 @@ def test_an_edit_makes_the_predictions_those_of_another_plan(tmp_path: Path) -> 
     assert found.decisions.rules[0].micro_batches == 4
 
 
-def test_without_predictions_the_decisions_stand_alone(tmp_path: Path) -> None:
+def test_decisions_are_read_without_predictions(tmp_path: Path) -> None:
     path = tmp_path / "train.plan.toml"
     path.write_text(GOOD)
     found = read_plan(path)
     assert (found.decisions, found.plan, found.is_edited) == (DECISIONS, None, False)
 
 
-def test_reasons_of_before_say_so_and_go_with_another_memory(tmp_path: Path) -> None:
+def test_stored_reasons_are_marked_and_dropped_for_another_budget(tmp_path: Path) -> None:
     path = tmp_path / "train.plan.toml"
     write_plan(path, PLAN)
     slower = replace(
@@ -450,7 +450,7 @@ def test_a_file_that_cannot_be_read_is_a_plan_file_error(tmp_path: Path) -> None
             read_decisions(path)
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "train.plan.toml"
     write_plan(path, PLAN)
     before = path.read_bytes()
@@ -525,7 +525,7 @@ def test_damaged_json_is_a_plan_file_error_or_harmless(data: st.DataObject) -> N
         ('"memory_bytes":{', '"memory_bytes":[{', "is not JSON"),
     ],
 )
-def test_what_is_wrong_in_the_json_is_named(old: str, new: str, said: str) -> None:
+def test_errors_in_the_json_are_named(old: str, new: str, said: str) -> None:
     text = EXPLANATION.decode()
     assert old in text
     assert said in refused(text.replace(old, new, 1), decode_json)
@@ -546,7 +546,7 @@ def test_hostile_json_is_refused(raw: str) -> None:
     refused(raw, decode_json)
 
 
-def test_a_missing_file_is_said_once(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError) as refused:
         read_decisions(tmp_path / "nope.plan.toml")
     assert str(refused.value).count("does not exist") == 1

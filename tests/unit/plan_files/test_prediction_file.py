@@ -95,7 +95,7 @@ def read_or_refused(raw: str) -> PlanOnFile | PlanFileError:
 
 @settings(max_examples=600, deadline=None)
 @given(st.sampled_from(PLACES), st.sampled_from(WRONG))
-def test_any_damage_is_refused_or_can_still_be_shown(
+def test_damaged_predictions_are_refused_or_can_be_shown(
     place: tuple[str | int, ...], value: object
 ) -> None:
     found = read_or_refused(damaged(place, value))
@@ -107,7 +107,7 @@ def test_any_damage_is_refused_or_can_still_be_shown(
     "value",
     [-1, -1e300, 1e300, pytest.param(10**400, id="1e400"), float("nan"), float("inf")],
 )
-def test_a_number_that_no_plan_can_have_is_refused_wherever_it_stands(value: float) -> None:
+def test_impossible_numbers_are_refused_in_every_field(value: float) -> None:
     signed = ("buys_bytes", "pays_seconds", "buys_seconds", "first_loss", "last_loss")
     for place in PLACES:
         inner: Any = DOCUMENT
@@ -147,7 +147,7 @@ def _set(*place: str | int, to: object) -> Callable[[], str]:
         (lambda: "", "is not JSON"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_named(make: Callable[[], str], said: str) -> None:
+def test_impossible_values_are_named(make: Callable[[], str], said: str) -> None:
     found = read_or_refused(make())
     assert isinstance(found, PlanFileError)
     assert said in found.happened
@@ -189,7 +189,7 @@ def _endless(beside: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [_folder, _loop, _nowhere, _fifo, _latin, _empty, _endless])
-def test_explain_refuses_what_is_no_file_of_predictions(
+def test_explain_refuses_other_json_files(
     spoil: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.plan.toml"
@@ -206,7 +206,7 @@ def test_explain_refuses_what_is_no_file_of_predictions(
     assert not (tmp_path / "page.html").exists()
 
 
-def test_predictions_are_made_anew_beside_damaged_ones(tmp_path: Path) -> None:
+def test_damaged_predictions_are_replaced_by_new_ones(tmp_path: Path) -> None:
     """As the refusal advises."""
     path = tmp_path / "train.plan.toml"
     write_plan(path, PLAN)

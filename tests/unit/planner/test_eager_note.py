@@ -26,7 +26,7 @@ def predicted(nbytes: int) -> Prediction:
     return replace(PLAN.predicted, peak=peak)
 
 
-def test_what_it_holds_beyond_is_named() -> None:
+def test_memory_beyond_the_eager_peak_is_named() -> None:
     (note,) = note_beyond_eager(predicted(81 * MIB), predicted(89 * MIB))
     assert "needs ~8.00 MiB more than eager PyTorch" in note
     assert "aten.mm.default in head, backward pass" in note
@@ -36,5 +36,5 @@ def test_what_it_holds_beyond_is_named() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [81 * MIB, 40 * MIB])
-def test_a_plan_that_holds_no_more_says_nothing(nbytes: int) -> None:
+def test_a_plan_within_the_eager_peak_has_no_note(nbytes: int) -> None:
     assert [*note_beyond_eager(predicted(81 * MIB), predicted(nbytes))] == []

@@ -8,7 +8,7 @@ from steelyard.ir.metrics import EXACT, UNKNOWN
 from steelyard.plans.accuracy import Drift, beyond, keeps
 
 
-def test_the_word_says_how_far_how_much_it_varied_and_how_it_was_found() -> None:
+def test_an_accuracy_loss_states_its_size_spread_and_method() -> None:
     drift = Drift(shares=(0.0, 0.01, 0.02), items=32)
     assert str(drift) == "2 ± 0.82 % (probe: 3 steps, 32 items, twin run)"
     assert drift.largest == 0.02
@@ -49,11 +49,11 @@ def test_figures_are_plain(shares: tuple[float, ...], word: str) -> None:
         (str(Drift(shares=(math.nan,), items=1)), 1.0, False),
     ],
 )
-def test_whether_a_budget_allows_it(word: str, bound: float, kept: bool | None) -> None:
+def test_a_budget_allows_losses_up_to_its_bound(word: str, bound: float, kept: bool | None) -> None:
     assert keeps(word, bound) is kept
 
 
-def test_why_a_budget_does_not_allow_it_says_how_far_the_interval_reaches() -> None:
+def test_a_refused_accuracy_loss_states_its_interval() -> None:
     drift = Drift(shares=(0.02, 0.046), items=8)
     assert beyond(drift, 0.05) == (
         "a probe drifted 4.6 ± 1.3 % (probe: 2 steps, 8 items, twin run), so up to 5.9 %, "

@@ -28,7 +28,7 @@ def on_ranks(ranks: int, *, target: int | None = None, hosts: int = 1) -> Decisi
     return replace(DECISIONS, target=asked, rules=(rule,) if ranks > 1 else ())
 
 
-def test_as_many_ranks_as_this_machine_can_be_asked_for_may_start() -> None:
+def test_as_many_ranks_as_this_machine_allows_are_accepted() -> None:
     for decisions in (on_ranks(1), on_ranks(2), on_ranks(MOST), on_ranks(2, target=MOST)):
         check_startable("a.plan.toml", decisions)
     check_startable("a.plan.toml", on_ranks(2 * MOST, hosts=2))
@@ -80,9 +80,7 @@ def test_ranks_of_a_rule_are_bounded_in_the_file(count: int, table: str) -> None
 
 
 @pytest.mark.parametrize("ranks", [1_000_000, MOST + 1, 2**62, -4])
-def test_run_refuses_it_before_torch_is_imported_or_a_process_started(
-    ranks: int, tmp_path: Path
-) -> None:
+def test_run_refuses_too_many_ranks_before_importing_torch(ranks: int, tmp_path: Path) -> None:
     text = encode_decisions(on_ranks(2))
     assert text.count("ranks = 2") == 2
     (tmp_path / "train.plan.toml").write_text(text.replace("ranks = 2", f"ranks = {ranks}"))
@@ -112,6 +110,6 @@ def test_run_refuses_it_before_torch_is_imported_or_a_process_started(
     assert remedy.startswith("next: "), run.stderr
 
 
-def test_what_a_machine_is_asked_for_follows_its_cores() -> None:
+def test_the_largest_number_of_ranks_depends_on_the_cores() -> None:
     with mock.patch("steelyard.hardware.host_os.num_cores", return_value=4):
         assert most_ranks_here() == 32

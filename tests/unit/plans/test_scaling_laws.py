@@ -25,7 +25,7 @@ _TIMES = (1, 2, 4, 8, 92)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 1.0])
-def test_what_keeps_a_law_gives_its_share_back(share: float) -> None:
+def test_fitting_a_scaling_law_recovers_its_parameter(share: float) -> None:
     assert amdahl_share([(n, amdahl(n, share)) for n in _TIMES]) == pytest.approx(share)
     assert gustafson_share([(n, gustafson(n, share)) for n in _TIMES]) == pytest.approx(share)
 
@@ -76,7 +76,7 @@ _SECONDS = st.lists(st.floats(0.01, 100), min_size=3, max_size=3)
 
 
 @given(same=_SECONDS, grown=_SECONDS)
-def test_a_share_is_a_share_or_is_not_said(same: list[float], grown: list[float]) -> None:
+def test_a_fitted_share_is_within_0_and_1_or_missing(same: list[float], grown: list[float]) -> None:
     scaling = _scaling(same, grown)
     for share, slow in (
         (scaling.serial_share, scaling.slowest_of_the_same_batch),
@@ -89,7 +89,7 @@ def test_a_share_is_a_share_or_is_not_said(same: list[float], grown: list[float]
     assert to_json(scaling)["serial_share"] == scaling.serial_share
 
 
-def test_that_more_devices_are_slower_is_said_in_words() -> None:
+def test_slower_scaling_is_described_in_words() -> None:
     """A small step, of which exchanges take more than sharing the work saves."""
     scaling = _scaling([1.0, 1.01, 1.004], [1.0, 2.3, 3.9])
     said = " ".join(plain(rendered(scaling, width=100)).split())

@@ -21,7 +21,7 @@ _MADE_FOR = Target(
 
 
 @given(_SHARES, st.integers(1, 5))
-def test_a_way_to_share_is_one_value(shares: tuple[int, ...], times: int) -> None:
+def test_proportional_shares_are_the_same_layout(shares: tuple[int, ...], times: int) -> None:
     layout = ParallelLayout(data=len(shares), shares=shares)
     assert layout == ParallelLayout(data=len(shares), shares=tuple(times * n for n in shares))
     assert (layout.shares == ()) == (len({*shares}) == 1)
@@ -38,7 +38,7 @@ def test_the_ranks_of_each_share_are_known_the_largest_first() -> None:
 
 
 @pytest.mark.parametrize("shares", [(2, 1, 1), (2,), (2, 0), (2, -1)])
-def test_shares_that_are_none_are_refused(shares: tuple[int, ...]) -> None:
+def test_invalid_shares_are_refused(shares: tuple[int, ...]) -> None:
     with pytest.raises(BadInput, match="a whole number above 0 for each rank"):
         ParallelLayout(data=2, shares=shares)
 
@@ -66,7 +66,7 @@ def test_a_plan_reads_back_as_it_was_written(
     assert f"shares = {list(shares)}" in text
 
 
-def test_equal_shares_and_speeds_go_unsaid_and_leave_a_plan_its_name() -> None:
+def test_equal_shares_and_speeds_are_not_written() -> None:
     rule = ShardBatchRule(ranks=2, bucket=1 << 20)
     equal = Decisions(target=_MADE_FOR, budget=Budget(), rules=(rule,))
     text = encode_decisions(equal)
@@ -103,7 +103,7 @@ def test_speeds_in_a_file_are_shares_of_the_fastest(speeds: str) -> None:
 # --- ranks of this machine ------------------------------------------------------------------------
 
 
-def test_speeds_are_of_ranks_in_their_order_and_beside_the_fastest() -> None:
+def test_speeds_are_listed_by_rank_relative_to_the_fastest() -> None:
     cluster = Cluster.here(ranks=3, speeds=(1, 2, 2))
     assert cluster.speeds == (0.5, 1, 1)
     slow, *fast = (cluster.tree.device_of(rank) for rank in range(3))
@@ -123,13 +123,13 @@ def test_speeds_make_another_cluster_and_equal_ones_do_not() -> None:
 
 
 @pytest.mark.parametrize("speeds", [(1,), (1, 0.5, 1), (1, 0), (1, -1), (1, float("nan")), "10"])
-def test_speeds_that_are_none_are_refused(speeds: tuple[float, ...]) -> None:
+def test_invalid_speeds_are_refused(speeds: tuple[float, ...]) -> None:
     with pytest.raises(BadInput, match="a relative speed above 0 for each rank"):
         Cluster.here(ranks=2, speeds=speeds)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_the_remedy_for_wrong_speeds_has_as_many_as_there_are_ranks(ranks: int) -> None:
+def test_the_remedy_for_wrong_speeds_lists_one_per_rank(ranks: int) -> None:
     with pytest.raises(BadInput) as refused:
         Cluster.here(ranks=ranks, speeds=(1.0,) * (ranks - 1))
     advised = refused.value.remedy.partition("--speeds ")[2].split()[0]

@@ -14,7 +14,7 @@ def measured(*, short_wait: float, long_wait: float) -> Skew:
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-6, 1e-2), st.floats(0.0, 10.0), st.floats(0.0, 10.0))
-def test_a_rank_waits_no_shorter_after_computing_longer(
+def test_arrival_skew_never_falls_with_computation(
     short: float, long: float, one: float, other: float
 ) -> None:
     skew = measured(short_wait=short, long_wait=long)

@@ -50,14 +50,14 @@ def anyway(ranks: int) -> int:
     ],
     ids=lambda value: value.name if isinstance(value, Transport) else str(value),
 )
-def test_what_an_outstanding_reduce_scatter_holds(
+def test_an_outstanding_reduce_scatter_holds_its_buffers(
     transport: Transport, ranks: int, window: int | None, held: int
 ) -> None:
     program = scattered(transport, window=window, ranks=ranks)
     assert bytes_when(program, "work2") == anyway(ranks) + held
 
 
-def test_what_a_backend_holds_stands_in_the_explanation() -> None:
+def test_backend_buffers_appear_in_the_memory_explanation() -> None:
     program = scattered(TAKES, window=None, ranks=4)
     alive = liveness(program, COSTS)
     for index, nbytes in enumerate(alive.bytes_at):
@@ -67,7 +67,7 @@ def test_what_a_backend_holds_stands_in_the_explanation() -> None:
     assert held == [2 * GRADIENT // 4]
 
 
-def test_nothing_is_left_of_it_after_the_step() -> None:
+def test_backend_buffers_are_released_after_the_step() -> None:
     for transport in (KEEPS_NOTHING, KEEPS_INPUT, TAKES):
         for window in (0, None):
             program = scattered(transport, window=window)

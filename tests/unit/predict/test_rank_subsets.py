@@ -43,7 +43,7 @@ def _matrix(times: list[float]) -> list[list[float]]:
 
 
 @given(_TIMES)
-def test_no_other_hosts_are_clearly_better_joined_than_those_chosen(times: list[float]) -> None:
+def test_no_other_hosts_are_clearly_better_connected_than_those_chosen(times: list[float]) -> None:
     seconds = _matrix(times)
     found = best_joined(seconds)
     assert [*found] == [*range(1, len(times) + 1)]
@@ -55,7 +55,7 @@ def test_no_other_hosts_are_clearly_better_joined_than_those_chosen(times: list[
 
 
 @pytest.mark.parametrize("slow", range(4))
-def test_a_host_behind_a_slow_link_is_the_first_that_is_left_out(slow: int) -> None:
+def test_a_host_behind_a_slow_link_is_dropped_first(slow: int) -> None:
     times = [1e-3] * 4
     times[slow] = 1e-1
     found = best_joined(_matrix(times))
@@ -64,7 +64,7 @@ def test_a_host_behind_a_slow_link_is_the_first_that_is_left_out(slow: int) -> N
     assert better_joined(found, _matrix(times)) == (3,)
 
 
-def test_of_hosts_that_are_joined_alike_the_fastest_are_taken_and_then_the_first() -> None:
+def test_of_equally_connected_hosts_the_fastest_are_taken() -> None:
     level = _matrix([1e-3, 1.2e-3, 1e-3, 1.1e-3])
     assert best_joined(level)[2] == (0, 1)
     assert best_joined(level, (0.5, 1, 1, 0.25))[2] == (1, 2)
@@ -72,7 +72,7 @@ def test_of_hosts_that_are_joined_alike_the_fastest_are_taken_and_then_the_first
     assert better_joined(best_joined(level), level) == ()
 
 
-def test_of_two_sites_the_larger_one_is_kept_together() -> None:
+def test_the_larger_of_two_sites_is_kept_together() -> None:
     sites = (0, 0, 1, 1, 1)
     seconds = [
         [0.0 if i == j else 1e-3 if sites[i] == sites[j] else 1.0 for j in range(5)]
@@ -84,7 +84,7 @@ def test_of_two_sites_the_larger_one_is_kept_together() -> None:
     assert better_joined(found, seconds) == (3,)
 
 
-def test_any_number_of_few_ranks_is_a_candidate_and_of_hosts_whole_ones() -> None:
+def test_candidates_are_all_small_rank_counts_and_whole_hosts() -> None:
     assert numbers_of_ranks(3) == (2,)
     assert numbers_of_ranks(4) == (3,)
     assert numbers_of_ranks(6, of_a_host=2) == (4,)
@@ -92,7 +92,7 @@ def test_any_number_of_few_ranks_is_a_candidate_and_of_hosts_whole_ones() -> Non
     assert numbers_of_ranks(1024) == (1023,)
 
 
-def test_a_step_is_priced_by_the_devices_and_links_of_the_ranks_that_it_lies_on() -> None:
+def test_a_step_is_priced_by_the_devices_and_links_of_its_ranks() -> None:
     whole = Device(kind="", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1)
     half = whole.at_speed(0.5)
     slow, fast = (Link(kind="", latency_seconds=1e-4, bytes_per_second=rate) for rate in (1e6, 1e9))
@@ -109,7 +109,7 @@ def test_a_step_is_priced_by_the_devices_and_links_of_the_ranks_that_it_lies_on(
     assert costs.on(3) is costs
 
 
-def test_a_plan_file_names_the_ranks_it_lies_on_and_is_read_back() -> None:
+def test_a_plan_file_names_its_ranks_and_is_read_back() -> None:
     first = Decisions(target=_MADE_FOR, budget=Budget(), rules=(_BATCH,))
     assert "used_ranks" not in encode_decisions(first)
     assert (first.ranks_used(4), first.hosts_used(4)) == (range(4), range(2))
@@ -133,7 +133,7 @@ def test_a_plan_file_names_the_ranks_it_lies_on_and_is_read_back() -> None:
         ('"all"', "used_ranks"),
     ],
 )
-def test_ranks_that_a_plan_cannot_lie_on_are_refused(used: str, reason: str) -> None:
+def test_impossible_ranks_of_a_plan_are_refused(used: str, reason: str) -> None:
     decisions = Decisions(
         target=_MADE_FOR, budget=Budget(), rules=(_BATCH,), used_ranks=(0, 1, 4, 5)
     )

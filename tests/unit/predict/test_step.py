@@ -31,7 +31,7 @@ def test_the_timeline_ends_in_the_peak_that_is_predicted(graph: Graph, repeats: 
 
 @given(graph=graphs)
 @settings(deadline=None, max_examples=60)
-def test_no_line_holds_more_than_the_peak_and_what_is_alive_adds_up(graph: Graph) -> None:
+def test_no_instruction_holds_more_than_the_peak_and_live_bytes_add_up(graph: Graph) -> None:
     program = Program.plain(graph)
     alive = liveness(program, COSTS)
     for index, nbytes in enumerate(alive.bytes_at):
@@ -43,7 +43,7 @@ def test_no_line_holds_more_than_the_peak_and_what_is_alive_adds_up(graph: Graph
 
 @given(graph=graphs, data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_computing_again_adds_seconds_and_never_less_than_the_copies_take(
+def test_recomputation_adds_at_least_the_time_of_its_copies(
     graph: Graph, data: st.DataObject
 ) -> None:
     plain = Program.plain(graph)

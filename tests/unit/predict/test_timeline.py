@@ -59,7 +59,7 @@ def test_each_message_costs_its_latency() -> None:
     assert metrics.communication_seconds.value == pytest.approx(3 * (1.0 + 2 * 0.25))
 
 
-def test_micro_batches_exchange_each_their_own() -> None:
+def test_each_micro_batch_exchanges_its_own_values() -> None:
     once = reduced(window=None)
     price = costs(exchange_seconds=0.5)
     one, three = predict(once, price).metrics, predict(once.repeated(3), price).metrics
@@ -69,7 +69,7 @@ def test_micro_batches_exchange_each_their_own() -> None:
     assert three.step_seconds.value == pytest.approx(3 * one.step_seconds.value)
 
 
-def test_the_drawn_timeline_stands_still_while_it_waits() -> None:
+def test_the_drawn_timeline_is_flat_during_waits() -> None:
     drawn = predict(reduced(window=0), costs(exchange_seconds=0.5)).timeline
     assert drawn is not None
     assert max(drawn.seconds) == pytest.approx(5.5)
@@ -84,7 +84,7 @@ def test_an_unknown_link_is_an_error() -> None:
         predict(reduced(window=0), price)
 
 
-def test_a_step_without_exchanges_costs_its_lines() -> None:
+def test_a_step_without_collectives_costs_the_sum_of_its_instructions() -> None:
     metrics = predict(Program.plain(chain()), costs(exchange_seconds=1.0)).metrics
     assert metrics.step_seconds == metrics.computation_seconds
     assert metrics.communication_bytes.value == metrics.communication_seconds.value == 0
@@ -121,7 +121,7 @@ def test_waiting_later_never_takes_longer(
 
 
 @pytest.mark.parametrize("speed", [1.0, 0.5, 0.25])
-def test_what_an_exchange_takes_of_a_slow_device_takes_longer_there(speed: float) -> None:
+def test_device_time_of_a_collective_is_longer_on_a_slow_device(speed: float) -> None:
     """Where it is hidden, what goes on is slowed by all of it; of half a device by twice that."""
     program = reduced(window=None, after=3)
     price = costs(exchange_seconds=0.5)
@@ -136,7 +136,7 @@ def test_what_an_exchange_takes_of_a_slow_device_takes_longer_there(speed: float
     assert at_once == pytest.approx(step_seconds(program, slow).value)
 
 
-def test_at_each_exchange_a_rank_waits_for_the_last_one() -> None:
+def test_at_each_collective_ranks_wait_for_the_last_one() -> None:
     """The longer the ranks have computed since they were last in step, the longer."""
     tenth = Skew(short_seconds=1.0, short_wait=0.1, long_seconds=10.0, long_wait=1.0)
     price = replace(costs(exchange_seconds=0.5), skew=tenth)
@@ -166,7 +166,7 @@ def test_each_rank_reads_its_gradients_before_they_are_summed() -> None:
     assert price.seconds(summed).value - price.seconds(other).value == pytest.approx(0.25)
 
 
-def test_cores_that_other_machines_may_use_widen_the_interval_and_nothing_else() -> None:
+def test_shared_cores_widen_the_interval_only() -> None:
     price = costs(exchange_seconds=0.5)
     own, shared = (
         predict(reduced(window=0), replace(price, shares_cores=shares)).metrics.step_seconds

@@ -60,7 +60,7 @@ def page_of(subject: Plan | Receipt) -> Page:
 
 
 @pytest.mark.parametrize("subject", [PLAN, RECEIPT], ids=["plan", "receipt"])
-def test_nothing_is_loaded_or_run(subject: Plan | Receipt) -> None:
+def test_the_page_loads_and_runs_nothing(subject: Plan | Receipt) -> None:
     page = page_of(subject)
     assert {tag for tag, _ in page.tags} <= ALLOWED
     names = {name for _, attributes in page.tags for name in attributes}
@@ -98,14 +98,14 @@ def test_the_policy_allows_this_style_and_nothing_else() -> None:
     )
     | st.text(max_size=60)
 )
-def test_a_name_is_only_ever_text(name: str) -> None:
+def test_names_are_escaped_in_the_page(name: str) -> None:
     page = page_of(hostile(name))
     assert {tag for tag, _ in page.tags} <= ALLOWED
     values = {v for _, attributes in page.tags for v in attributes.values() if v}
     assert not any("alert" in v for v in values)
 
 
-def test_every_figure_that_is_drawn_also_stands_as_text() -> None:
+def test_every_drawn_figure_is_also_text() -> None:
     text = unescape(" ".join(page_of(RECEIPT).text)).replace("\N{NO-BREAK SPACE}", " ")
     tree = tree_of(RECEIPT)
     for row in tree.rows:
@@ -151,7 +151,7 @@ def test_without_timeline_or_curve_the_page_still_stands() -> None:
     assert not any(a.get("role") == "img" for _, a in page.tags)
 
 
-def test_each_amount_says_what_it_is_of_where_the_head_is_left_out() -> None:
+def test_amounts_are_labelled_where_the_heading_is_left_out() -> None:
     page = to_html(tree_of(RECEIPT))
     for column in ("before", "without trades", "plan", "interval of the plan", "measured", "miss"):
         assert page.count(f'data-of="{column}"') == 5

@@ -13,7 +13,7 @@ KEYS = [
 ]  # fmt: skip
 
 
-def test_the_keys_are_those_that_were_promised() -> None:
+def test_json_has_the_documented_keys() -> None:
     document = to_json(tree_of(RECEIPT))
     assert list(document) == KEYS
     assert list(document["amounts"]) == [
@@ -41,7 +41,7 @@ def test_figures_are_numbers_and_words_are_words() -> None:
     assert plan["amounts"]["accuracy_loss"]["plan"] == "exact"
 
 
-def test_it_is_one_line_of_ascii_and_comes_back() -> None:
+def test_json_is_one_line_of_ascii_and_parses() -> None:
     document = to_json(tree_of(hostile("größe \x1b[31m \u2028 \udcff")))
     text = dumps(document)
     assert text.isascii()

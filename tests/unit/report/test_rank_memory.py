@@ -29,7 +29,7 @@ FEW = (rank(0), rank(1, 11), rank(2, None))
 MANY = tuple(rank(n, {5: 8, 70: 13, 99: 11}.get(n, 10 + n / 1000)) for n in range(128))
 
 
-def test_of_few_ranks_each_has_a_line() -> None:
+def test_each_of_few_ranks_has_a_line() -> None:
     assert lines_of(FEW) == (
         "rank 0 measured 10.0 MiB, predicted ~10.0 MiB, +0.0 %",
         "rank 1 measured 11.0 MiB, predicted ~10.0 MiB, +10.0 %",
@@ -38,7 +38,7 @@ def test_of_few_ranks_each_has_a_line() -> None:
     assert lines_of(()) == ()
 
 
-def test_of_many_ranks_the_worst_have_lines_and_the_others_one() -> None:
+def test_the_worst_of_many_ranks_have_lines_and_the_others_one() -> None:
     *worst, rest = lines_of(MANY)
     assert [line.split(" measured")[0] for line in worst] == ["rank 5", "rank 70", "rank 99"]
     said = "125 more ranks measured 10.0 MiB to 10.1 MiB, predicted ~10.0 MiB, +0.0 % to +1.3 %"

@@ -71,7 +71,9 @@ def test_colour_changes_no_character(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, False),
     ],
 )
-def test_who_wants_colour(environ: dict[str, str], wanted: bool) -> None:
+def test_colour_follows_the_terminal_and_the_environment(
+    environ: dict[str, str], wanted: bool
+) -> None:
     found: list[bool] = []
     on_a_terminal(80, lambda stream: found.append(wants_colour(stream, environ)))
     assert found == [wanted]
@@ -80,7 +82,7 @@ def test_who_wants_colour(environ: dict[str, str], wanted: bool) -> None:
 
 @settings(deadline=None)
 @given(st.text(), st.sampled_from(["ascii", "latin-1", "utf-8", "cp437"]))
-def test_what_cannot_be_said_is_escaped(text: str, encoding: str) -> None:
+def test_unprintable_characters_are_escaped(text: str, encoding: str) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     said = encodable(text, stream)
     assert said.encode(encoding).decode(encoding) == said
@@ -117,7 +119,7 @@ def test_a_bar_on_a_terminal_without_unicode_is_plain() -> None:
     assert "3/3" in text
 
 
-def test_a_log_gets_notes_and_no_steps() -> None:
+def test_a_log_gets_notes_without_step_lines() -> None:
     out = io.StringIO()
     show = TrainingProgress(out)
     steps(show, 50)
@@ -127,7 +129,7 @@ def test_a_log_gets_notes_and_no_steps() -> None:
     assert show.last.step == 50
 
 
-def test_a_status_is_only_for_whoever_watches() -> None:
+def test_status_lines_are_for_terminals_only() -> None:
     out = io.StringIO()
     with Status(out) as tell:
         tell("capturing")
@@ -157,7 +159,7 @@ def test_a_failure_is_twelve_lines_and_keeps_its_remedy(
     assert lines[-1].endswith("END")
 
 
-def test_words_keep_their_tone_and_their_lines() -> None:
+def test_wrapped_text_keeps_its_style_and_lines() -> None:
     lines = words("one\ntwo", width=40, tone=Tone.BAD)
     assert [text for line in lines for text, tone in line if tone is Tone.BAD] == ["one", "two"]
 

@@ -32,7 +32,7 @@ def shown(subject: Plan | Receipt, *, width: int = 100, zoom: Zoom = Zoom.RECEIP
 
 @pytest.mark.parametrize("width", [40, 80, 110])
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_the_receipt_as_it_is_printed(name: str, width: int) -> None:
+def test_the_printed_receipt_is_the_golden_one(name: str, width: int) -> None:
     golden = GOLDEN / f"{name}-{width}.txt"
     assert shown(SUBJECTS[name], width=width) == golden.read_text()
 
@@ -41,9 +41,7 @@ def test_the_receipt_as_it_is_printed(name: str, width: int) -> None:
     ("seconds", "said"),
     [(0.002, "pays ~2.00 ms computation, ~1.00 MiB memory"), (-3e-4, "pays ~1.00 MiB memory")],
 )
-def test_memory_that_codes_take_is_paid_also_where_they_save_time(
-    seconds: float, said: str
-) -> None:
+def test_memory_of_codecs_is_paid_even_if_they_save_time(seconds: float, said: str) -> None:
     taken = replace(
         PLAN.taken[0], trade="ternary_gradients", buys_bytes=-MIB, buys_seconds=0.02,
         pays_seconds=seconds,
@@ -52,7 +50,7 @@ def test_memory_that_codes_take_is_paid_also_where_they_save_time(
 
 
 @pytest.mark.parametrize("zoom", ["offers", "peak", "frontier"])
-def test_each_zoom_as_it_is_printed(zoom: str) -> None:
+def test_each_printed_zoom_is_the_golden_one(zoom: str) -> None:
     golden = GOLDEN / f"{zoom}-80.txt"
     assert shown(RECEIPT, width=80, zoom=Zoom(zoom)) == golden.read_text()
 
@@ -66,9 +64,7 @@ def test_no_line_is_wider_than_the_terminal(width: int, zoom: Zoom, name: str) -
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=300), st.integers(40, 120), st.sampled_from(list(Zoom)))
-def test_whatever_a_name_holds_only_printable_lines_come_out(
-    name: str, width: int, zoom: Zoom
-) -> None:
+def test_only_printable_lines_are_written_for_any_name(name: str, width: int, zoom: Zoom) -> None:
     text = shown(hostile(name), width=width, zoom=zoom)
     assert text.replace("\n", "").isprintable()
     assert len(text.split("\n")) < 4000
@@ -92,7 +88,7 @@ def test_a_tilde_stands_before_each_prediction_and_no_measurement() -> None:
         assert not str(row.measured).startswith("~")
 
 
-def test_the_largest_miss_is_marked_and_what_left_its_interval_is_named() -> None:
+def test_the_largest_miss_is_marked_and_amounts_outside_their_interval_are_named() -> None:
     rows = tree_of(RECEIPT).rows
     assert [r.key for r in rows if r.is_largest] == ["step_seconds"]
     assert rows[-1].miss == pytest.approx(1.45 / 1.24 - 1)
@@ -119,7 +115,7 @@ def test_a_run_without_misses_marks_none() -> None:
     assert "+0.0 %" in text
 
 
-def test_what_was_not_measured_is_a_dash_and_no_miss() -> None:
+def test_unmeasured_amounts_are_a_dash_and_no_miss() -> None:
     row = tree_of(Receipt(plan=PLAN, measured=RunMeasurement())).rows[1]
     assert (row.measured, row.miss) == ("-", None)
 
@@ -133,7 +129,9 @@ def test_what_was_not_measured_is_a_dash_and_no_miss() -> None:
         (None, PLAN.before, "no memory budget was given"),
     ],
 )
-def test_whether_it_fits_is_said_first(memory: str | None, before: object, verdict: str) -> None:
+def test_the_first_line_says_if_the_plan_fits(
+    memory: str | None, before: object, verdict: str
+) -> None:
     decisions = replace(PLAN.decisions, budget=Budget(memory))
     assert verdict in shown(replace(PLAN, decisions=decisions), width=120)
 
@@ -144,7 +142,7 @@ def test_a_measured_peak_decides_whether_it_fitted() -> None:
     assert tree.verdict.startswith("DOES NOT FIT: 301 MiB of 300 MiB")
 
 
-def test_refusals_for_one_reason_are_said_together_and_the_rest_counted() -> None:
+def test_refusals_with_one_reason_are_grouped() -> None:
     more = tuple(
         Rejection(trade="recompute", label=f"blocks.{i}", reason=f"reason {i}") for i in range(9)
     )
@@ -174,7 +172,7 @@ def test_a_plan_without_anything_to_say_is_short() -> None:
 # --- what is alive at the peak --------------------------------------------------------------------
 
 
-def test_alive_bytes_are_grouped_and_none_is_lost() -> None:
+def test_live_bytes_are_grouped_without_loss() -> None:
     peak = tree_of(PLAN).peak
     assert sum(g.nbytes for g in peak.groups) == sum(h.nbytes for h in PLAN.predicted.peak.alive)
     mlp = next(g for g in peak.groups if g.where == "blocks.*.mlp (4)")
@@ -234,14 +232,14 @@ def test_a_plan_between_two_points_of_the_curve_is_drawn_as_one_more() -> None:
     assert [p.is_this_plan for p in tree_of(other).curve].count(True) == 1
 
 
-def test_what_pays_less_than_nothing_saves() -> None:
+def test_a_negative_payment_is_shown_as_a_saving() -> None:
     taken = tuple(replace(t, pays_seconds=-t.pays_seconds) for t in PLAN.taken)
     text = shown(replace(PLAN, taken=taken))
     assert "saves ~50.0 ms" in text
     assert "~-" not in text
 
 
-def test_a_code_that_saves_computation_says_by_what() -> None:
+def test_a_codec_that_saves_computation_says_by_what() -> None:
     """Bytes that are not exchanged take nothing of the processor: no riddle."""
     coded = replace(PLAN.taken[0], trade="quantized_gradients", pays_seconds=-0.004, buys_bytes=0)
     text = " ".join(shown(replace(PLAN, taken=(coded,)), width=200).split())
@@ -262,7 +260,7 @@ def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None
     assert "the rest of blocks.*.attn: softmax (4): would buy" in shown(offers, zoom=Zoom.OFFERS)
 
 
-def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_first() -> None:
+def test_the_reason_against_the_fastest_codec_comes_first() -> None:
     codes = [
         Rejection(
             trade=trade, label="compressed gradients", reason=f"would cost {more} %", left=left
@@ -286,7 +284,7 @@ def test_where_gradients_go_as_they_are_why_not_in_the_fastest_code_is_said_firs
     assert "would cost" not in shown(sent)
 
 
-def test_the_rounding_of_sums_is_no_price() -> None:
+def test_rounding_of_sums_is_no_payment() -> None:
     taken = tuple(replace(t, pays_seconds=1e-17) for t in PLAN.taken)
     cent = NextCent(more_bytes=MIB, saved_seconds=1e-17)
     text = shown(replace(PLAN, taken=taken, next_cent=cent))
@@ -294,7 +292,7 @@ def test_the_rounding_of_sums_is_no_price() -> None:
     assert "next cent" not in text
 
 
-def test_reasons_of_another_time_say_of_which() -> None:
+def test_stored_reasons_state_when_they_were_found() -> None:
     said = "offers, curve and next cent are from planning, when a step took ~1.10 s"
     plan = replace(PLAN, planned_seconds=1.1)
     for zoom in (Zoom.RECEIPT, Zoom.OFFERS, Zoom.FRONTIER):
@@ -302,7 +300,7 @@ def test_reasons_of_another_time_say_of_which() -> None:
         assert "from planning" not in shown(replace(PLAN, planned_seconds=1.24), zoom=zoom)
 
 
-def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
+def test_the_measured_slowdown_is_printed_beside_the_unplanned_step() -> None:
     ratio = Estimate(value=1.074, low=1.04, high=1.108)
     text = shown(replace(PLAN, slowdown=ratio), width=200)
     assert (
@@ -312,7 +310,7 @@ def test_the_slowdown_stands_beside_the_graph_without_trades() -> None:
     assert "times as long" not in shown(PLAN, width=200)
 
 
-def test_the_ends_of_stages_are_said_as_such() -> None:
+def test_stage_ends_are_named_as_such() -> None:
     rule = ShardPipelineRule(behind="blocks.1", schedule="1F1B", ranks=2)
     said = "shard_pipeline: 1F1B on 2 ranks, a stage ends after blocks.1"
     assert describe_rule(rule) == said

@@ -19,14 +19,14 @@ def _taken(guard: CompressionFallback, losses: Iterable[float], held: float = 1.
     return rungs
 
 
-def test_the_first_steps_go_as_they_are() -> None:
+def test_the_first_steps_are_uncompressed() -> None:
     guard = CompressionFallback(4, warm_up=3)
     assert _taken(guard, [1.0] * 5) == [3, 3, 3, 0, 0]
     assert guard.record().exact_steps == 3
     assert guard.state == (0, 0)
 
 
-def test_where_too_much_is_held_back_codes_lose_less_and_less_down_to_none() -> None:
+def test_large_residuals_fall_back_to_milder_codecs_step_by_step() -> None:
     guard = CompressionFallback(3)
     rungs = _taken(guard, [1.0] * (3 * EVERY), held=1.5 * MOST_HELD)
     assert rungs == [0] * EVERY + [1] * EVERY + [2] * EVERY
@@ -36,14 +36,14 @@ def test_where_too_much_is_held_back_codes_lose_less_and_less_down_to_none() -> 
 
 
 @pytest.mark.parametrize("held", [0.0, MOST_HELD])
-def test_what_is_held_back_within_bounds_changes_nothing(held: float) -> None:
+def test_residuals_within_bounds_change_nothing(held: float) -> None:
     guard = CompressionFallback(2)
     assert not any(_taken(guard, [1.0] * (4 * EVERY), held=held))
     assert guard.record().residuals == (held,) * 4
 
 
 @pytest.mark.parametrize("after", [1.3, -0.7])
-def test_where_the_loss_rises_codes_are_given_up(after: float) -> None:
+def test_a_rising_loss_falls_back_to_a_milder_codec(after: float) -> None:
     before = -1.0 if after < 0 else 1.0
     guard = CompressionFallback(3)
     _taken(guard, [before] * EVERY + [after] * EVERY)
@@ -55,7 +55,7 @@ def test_where_the_loss_rises_codes_are_given_up(after: float) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_not_for_other_codes_to_mend(loss: float) -> None:
+def test_a_non_finite_loss_changes_no_codec(loss: float) -> None:
     guard = CompressionFallback(3)
     assert not any(_taken(guard, [1.0] * EVERY + [loss] * (3 * EVERY)))
 
@@ -66,20 +66,20 @@ def test_a_loss_that_has_come_near_to_nothing_may_go_up_and_down() -> None:
     assert guard.rung == 0
 
 
-def test_one_high_loss_among_many_is_none() -> None:
+def test_one_high_loss_changes_nothing() -> None:
     guard = CompressionFallback(3)
     _taken(guard, [1.0] * EVERY + [1.0] * (EVERY - 1) + [5.0])
     assert guard.rung == 0
 
 
-def test_all_do_what_one_rank_sees() -> None:
+def test_all_ranks_follow_the_fallback_of_one() -> None:
     guard = CompressionFallback(3)
     guard.max_over_ranks = lambda said: [MOST_HELD + 1, *said[1:]]
     _taken(guard, [1.0] * EVERY, held=0.0)
     assert guard.rung == 1
 
 
-def test_what_is_resumed_goes_on_where_it_was() -> None:
+def test_a_resumed_run_keeps_its_fallback() -> None:
     guard = CompressionFallback(4, warm_up=5)
     _taken(guard, [1.0] * 2)
     again = CompressionFallback(4, warm_up=5)

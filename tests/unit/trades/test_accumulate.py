@@ -26,7 +26,7 @@ def by(degree: int) -> tuple[Rule, ...]:
     return (AccumulateRule(micro_batches=degree),)
 
 
-def test_every_way_to_cut_the_batch_is_offered() -> None:
+def test_every_number_of_micro_batches_is_offered() -> None:
     graph = random_step(0)
     offers, refusals = TRADE.offers(Program.plain(graph), Split(graph, (1, 2, 4)))
     assert [r.micro_batches for o in offers for r in o.rules] == [2, 4]
@@ -53,7 +53,7 @@ def test_asking_for_offers_captures_nothing() -> None:
     assert source.asked == []
 
 
-def test_the_step_runs_its_parts_one_after_another() -> None:
+def test_the_step_runs_its_micro_batches_in_sequence() -> None:
     graph = random_step(0)
     plain = Program.plain(graph)
     source = Split(graph, (1, 2, 4))

@@ -48,7 +48,7 @@ def test_a_rewrite_is_a_valid_program_with_the_same_sinks(seed: int) -> None:
 
 @settings(deadline=None)
 @given(seeds)
-def test_a_value_is_made_at_most_twice_and_only_for_the_backward_pass(seed: int) -> None:
+def test_a_value_is_recomputed_at_most_once_for_the_backward_pass(seed: int) -> None:
     graph = random_step(seed)
     values = some(recomputable(graph), seed)
     program = with_copies(Program.plain(graph), values)
@@ -67,7 +67,7 @@ def test_a_value_is_made_at_most_twice_and_only_for_the_backward_pass(seed: int)
 
 @settings(deadline=None)
 @given(seeds)
-def test_a_value_made_several_times_is_made_for_the_reads_behind_its_longest_waits(
+def test_repeated_recomputation_serves_the_reads_after_the_longest_gaps(
     seed: int,
 ) -> None:
     graph = random_step(seed, num_values=14)
@@ -103,7 +103,7 @@ def _siblings(graph: Graph, value: str) -> set[str]:
     return set(graph.users[node.inputs[0]]) if node.is_getitem else {value}
 
 
-def test_a_copy_is_forgotten_over_the_longest_wait() -> None:
+def test_a_recomputed_copy_is_freed_over_the_longest_gap() -> None:
     """Read late at 1, 2, 6 and, by a look that is read at 9, at 8."""
     reads = [(1, 1), (2, 2), (6, 6), (8, 9), (9, 9), (12, 12)]
     assert starts(reads, 1) == (1,)
@@ -156,7 +156,7 @@ def is_read_late(graph: Graph, name: str) -> bool:
     return any(name in i.inputs for i in late if i.sink is None)
 
 
-def test_views_follow_what_they_look_at() -> None:
+def test_views_follow_their_recomputed_base() -> None:
     tried = 0
     for seed in range(100):
         graph = random_step(seed)
@@ -190,7 +190,7 @@ def test_an_operator_of_two_results_runs_again_once_for_both() -> None:
     raise AssertionError("no graph here has an operator with two recomputable results")
 
 
-def test_offers_cover_what_can_be_recomputed_and_nothing_else() -> None:
+def test_offers_cover_exactly_the_recomputable_values() -> None:
     for seed in range(30):
         graph = random_step(seed)
         program = Program.plain(graph)
@@ -213,7 +213,7 @@ def test_random_values_are_refused_with_the_reason() -> None:
     assert tried > 10
 
 
-def test_a_rule_for_what_cannot_be_recomputed_is_an_error() -> None:
+def test_a_rule_for_a_value_that_cannot_be_recomputed_is_an_error() -> None:
     graph = random_step(3)
     never = next(n.name for n in graph.forward() if n.name == "loss")
     rules = to_rules(graph, {never}, RecomputeRule)
@@ -221,7 +221,7 @@ def test_a_rule_for_what_cannot_be_recomputed_is_an_error() -> None:
         Recompute().rewrite(Program.plain(graph), rules, Whole(graph))
 
 
-def test_a_value_that_two_rules_name_is_made_as_often_as_neither_says() -> None:
+def test_two_rules_with_different_times_for_a_value_are_refused() -> None:
     graph = random_step(3)
     value = min(recomputable(graph))
     plain, source = Program.plain(graph), Whole(graph)
@@ -233,7 +233,7 @@ def test_a_value_that_two_rules_name_is_made_as_often_as_neither_says() -> None:
     assert len(str(error.value).splitlines()) == 3
 
 
-def test_what_another_operator_overwrites_is_kept() -> None:
+def test_values_overwritten_in_place_are_kept() -> None:
     graph = random_step(5)
     value = min(recomputable(graph))
     writer = next(n for n in graph.nodes if n.phase is Phase.BACKWARD)

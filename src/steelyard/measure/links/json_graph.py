@@ -1,10 +1,11 @@
 """JSON encoding of graphs, devices and their parts, to send them to a child process.
 
-Not for files, which have their own formats: see plan_files/plan_file.py and
+Not for the files of users, which have their own formats: see plan_files/plan_file.py and
 plan_files/prediction_file.py.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -31,7 +32,8 @@ from steelyard.ir.graph import (
     Tensor,
 )
 
-_KINDS: dict[str, type[Any]] = {
+Kinds = Mapping[str, type[Any]]
+KINDS: Kinds = {
     kind.__name__: kind
     for kind in (
         Axis, BlockRun, Body, Collective, CountedMean, Device, Exchange, Graph, Link, Node, Output,
@@ -40,23 +42,23 @@ _KINDS: dict[str, type[Any]] = {
 }  # fmt: skip
 
 
-def to_json(value: Any) -> str:
-    """Return the JSON of a value of the kinds above, tuples, numbers and texts."""
-    return json.dumps(_encode(value))
+def to_json(value: Any, *, kinds: Kinds = KINDS) -> str:
+    """Return the JSON of a value of these kinds, tuples, numbers and texts."""
+    return json.dumps(_encode(value, kinds))
 
 
-def from_json(text: str | bytes) -> Any:
+def from_json(text: str | bytes, *, kinds: Kinds = KINDS) -> Any:
     """Return the value that ``to_json`` encoded; raise ValueError for anything else.
 
-    No classes but the kinds above are built.
+    No classes but these kinds are built.
     """
     try:
-        return _decode(json.loads(text))
+        return _decode(json.loads(text), kinds)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"an invalid graph in JSON: {error!r}") from error
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: Any, kinds: Kinds) -> Any:
     """Encode tuples as arrays, and other values that JSON lacks as objects named by their kind."""
     if isinstance(value, Enum):
         return {type(value).__name__: value.value}
@@ -65,21 +67,22 @@ def _encode(value: Any) -> Any:
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, tuple):
-        return [_encode(each) for each in value]
-    assert is_dataclass(value), f"a {type(value).__name__} cannot be written as JSON"
-    assert type(value).__name__ in _KINDS, f"a {type(value).__name__} cannot be written as JSON"
-    return {type(value).__name__: {f.name: _encode(getattr(value, f.name)) for f in fields(value)}}
+        return [_encode(each, kinds) for each in value]
+    name = type(value).__name__
+    assert is_dataclass(value), f"a {name} cannot be written as JSON"
+    assert name in kinds, f"a {name} cannot be written as JSON"
+    return {name: {f.name: _encode(getattr(value, f.name), kinds) for f in fields(value)}}
 
 
-def _decode(encoded: Any) -> Any:
+def _decode(encoded: Any, kinds: Kinds) -> Any:
     if isinstance(encoded, list):
-        return tuple(_decode(each) for each in encoded)
+        return tuple(_decode(each, kinds) for each in encoded)
     if not isinstance(encoded, dict):
         return encoded
     ((name, content),) = encoded.items()
     if name == "complex":
         return complex(*content)
-    kind = _KINDS[name]
+    kind = kinds[name]
     if issubclass(kind, Enum):
         return kind(content)
-    return kind(**{key: _decode(each) for key, each in content.items()})
+    return kind(**{key: _decode(each, kinds) for key, each in content.items()})

@@ -26,7 +26,7 @@ from tests.zoo.workers import on_its_worker
 @pytest.mark.parametrize(
     ("loss", "reduction"), [(class_loss, Reduction.COUNTED), (sum_loss, Reduction.SUM)]
 )
-def test_samples_apart_from_one_another_may_be_cut(loss: Any, reduction: Reduction) -> None:
+def test_a_batch_of_independent_samples_can_be_split(loss: Any, reduction: Reduction) -> None:
     torch.manual_seed(0)
     found = verdict((net(), loss, data()))
     assert not found.reason
@@ -34,7 +34,7 @@ def test_samples_apart_from_one_another_may_be_cut(loss: Any, reduction: Reducti
 
 
 @pytest.mark.parametrize("loss", [squared_mean_loss, spread_loss, weighed_loss])
-def test_samples_that_see_each_other_may_not(loss: Any) -> None:
+def test_a_batch_of_coupled_samples_cannot_be_split(loss: Any) -> None:
     torch.manual_seed(0)
     assert verdict((net(), loss, data())).reason
 
@@ -48,7 +48,7 @@ def test_a_balance_loss_over_the_batch_is_noticed(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [on_its_worker(name) for name in ("gpt", "lstm", "hf_gpt2", "hf_t5")]
 )
-def test_rounding_is_not_taken_for_more(name: str) -> None:
+def test_rounding_differences_do_not_count_as_coupling(name: str) -> None:
     assert not trial_of(name).source.splitting().reason
 
 
@@ -111,19 +111,19 @@ def low_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [class_loss, autocast_loss, low_loss])
-def test_zeros_and_half_precision_do_not_keep_a_batch_whole(loss: Any) -> None:
+def test_zeros_and_half_precision_do_not_prevent_splitting(loss: Any) -> None:
     torch.manual_seed(0)
     assert not verdict((with_zeros(net()), loss, data())).reason
 
 
-def test_a_model_in_half_precision_may_be_cut() -> None:
+def test_a_half_precision_model_can_be_split() -> None:
     torch.manual_seed(0)
     batch = data()
     low = {**batch, "x": batch["x"].bfloat16()}
     assert not verdict((with_zeros(net()).bfloat16(), class_loss, low)).reason
 
 
-def test_a_gate_of_zeros_hides_no_samples_that_see_each_other() -> None:
+def test_a_zero_gate_does_not_hide_coupled_samples() -> None:
     """Experts choose samples by what the batch says, which no operator shows."""
     model = net()
     model.register_parameter("gate", nn.Parameter(torch.zeros(())))
@@ -152,7 +152,7 @@ def test_half_precision_hides_no_small_term_of_all_samples() -> None:
     assert "see each other" in verdict((net().bfloat16(), loss, low)).reason
 
 
-def test_noise_that_the_code_does_not_take_is_left_out() -> None:
+def test_noise_outside_the_domain_of_the_loss_is_left_out() -> None:
     model = net()
     model.register_parameter("shift", nn.Parameter(torch.zeros(())))
 
@@ -164,7 +164,7 @@ def test_noise_that_the_code_does_not_take_is_left_out() -> None:
     assert not verdict((model, loss, data())).reason
 
 
-def test_equal_samples_are_said_to_be_equal() -> None:
+def test_equal_samples_are_recognized() -> None:
     batch = {"x": torch.ones(6, 8), "y": torch.ones(6, dtype=torch.long)}
     assert "give a batch whose samples differ" in verdict((net(), class_loss, batch)).reason
 
@@ -186,7 +186,7 @@ def test_a_loss_that_is_no_number_tells_nothing() -> None:
     )
 
 
-def test_looking_leaves_no_trace() -> None:
+def test_checking_a_split_leaves_no_trace() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     model[1].eval()
@@ -212,12 +212,12 @@ def masked_mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("mask", [[1.0] * 6, [1.0, 1.0, 1.0, 1.0, 0.2, 0.2]])
-def test_a_mean_over_a_mask_may_not_be_cut_whatever_the_first_mask_is(mask: list[float]) -> None:
+def test_a_masked_mean_cannot_be_split_whatever_the_first_mask(mask: list[float]) -> None:
     batch = {**data(), "mask": torch.tensor(mask)}
     assert verdict((net(), masked_mean, batch)).reason
 
 
-def test_class_weights_may_not_be_cut_although_the_first_batch_has_equal_ones() -> None:
+def test_class_weights_prevent_splitting_even_if_equal_in_the_first_batch() -> None:
     batch = {**data(), "y": torch.zeros(6, dtype=torch.long)}
     assert "normalized by the class weights" in verdict((net(), weighed_loss, batch)).reason
 
@@ -232,7 +232,7 @@ def test_buffers_would_be_written_once_for_each_part() -> None:
     assert "buffer steps is updated" in verdict((Counting(), class_loss, data())).reason
 
 
-def test_statistics_of_each_sample_may_be_cut() -> None:
+def test_per_sample_statistics_can_be_split() -> None:
     model = nn.Sequential(nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, affine=True), nn.Flatten())
     model.append(nn.Linear(8, 3))
     assert verdict((model, class_loss, data())) == Splitting(reduction=Reduction.COUNTED)
@@ -259,13 +259,13 @@ def test_targets_drawn_at_random_are_not_drawn_a_second_time() -> None:
     assert torch.equal(drawn, torch.get_rng_state())
 
 
-def test_targets_that_the_model_chooses_are_not_known_before_it_runs() -> None:
+def test_targets_chosen_by_the_model_cannot_be_counted_in_advance() -> None:
     reason = verdict((net(), loss_where_the_model_is_sure, data())).reason
     assert "depend on the model's output" in reason
 
 
 @pytest.mark.parametrize("counting", [(1, 4), (1,), (0, 4, 5), ()])
-def test_samples_that_count_are_looked_at_wherever_they_are(counting: tuple[int, ...]) -> None:
+def test_counted_samples_are_found_anywhere_in_the_batch(counting: tuple[int, ...]) -> None:
     """Of twelve, the first, the last and two between are: none, one or two of them count."""
     batch = data(12)
     batch["y"] = torch.tensor([i % 3 if i in counting else -100 for i in range(12)])
@@ -298,7 +298,7 @@ def two_means_and_another(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         (two_means_and_another, (1,), (1,), "has another term"),
     ],
 )
-def test_means_are_weighed_by_what_all_of_them_count(
+def test_means_are_weighted_by_the_total_count(
     loss: Any, ignored: Any, others_ignored: Any, expected: Any
 ) -> None:
     batch = data()

@@ -85,7 +85,7 @@ class Counted(nn.Module):
 @pytest.mark.parametrize(
     ("inner", "buffer"), [(nn.BatchNorm1d(6), "running_mean|num_batches"), (Counted(), "calls")]
 )
-def test_what_writes_a_buffer_is_refused(
+def test_a_checkpointed_module_that_writes_a_buffer_is_refused(
     inner: nn.Module, buffer: str, use_reentrant: bool
 ) -> None:
     said = refusal(Wrapped(inner, use_reentrant=use_reentrant), torch.randn(4, 6))
@@ -95,7 +95,7 @@ def test_what_writes_a_buffer_is_refused(
     assert "remove the checkpoint" in last
 
 
-def test_a_buffer_that_is_read_in_it_and_written_later_is_refused() -> None:
+def test_a_buffer_read_in_a_checkpoint_and_written_later_is_refused() -> None:
     model = Wrapped(nn.Tanh(), use_reentrant=False)
     counted = Counted()
     model.inner, model.after = nn.Sequential(nn.Linear(6, 6), _Plus(counted)), counted
@@ -117,7 +117,7 @@ def test_batchnorm_that_writes_nothing_may_be_checkpointed() -> None:
     assert_as_eager(model, square, torch.randn(4, 6))
 
 
-def test_a_reentrant_one_that_trains_nothing_inside_is_refused() -> None:
+def test_a_reentrant_checkpoint_without_trained_parameters_is_refused() -> None:
     model = Wrapped(nn.Linear(6, 6), use_reentrant=True)
     assert_as_eager(model, square, torch.randn(4, 6))
     model.passes_on = False

@@ -67,7 +67,7 @@ def distances(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         *(mean_over_active, softmax_of_rewards, distances),
     ],
 )
-def test_operators_show_what_the_numbers_of_one_batch_do_not(loss: Any) -> None:
+def test_coupling_that_the_first_batch_hides_is_found_from_operators(loss: Any) -> None:
     """Every class once, nothing masked, no reward but one, no target missing, all active."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
@@ -130,9 +130,7 @@ def drawn_by_weight(h: Tensor) -> Tensor:
         *(shuffled, shuffled_by_keys, gathered, scattered, drawn_by_weight),
     ],
 )
-def test_mixing_of_samples_is_seen_in_a_term_that_is_of_no_weight_as_yet(
-    term: Any, graph: Graph
-) -> None:
+def test_coupling_is_found_in_a_term_of_weight_zero(term: Any, graph: Graph) -> None:
     model = net()
     model.register_buffer("ramp", torch.zeros(()))
 
@@ -143,7 +141,7 @@ def test_mixing_of_samples_is_seen_in_a_term_that_is_of_no_weight_as_yet(
     assert "samples are not independent" in coupling(model, loss, data(), graph)
 
 
-def test_each_sample_may_look_up_sort_and_draw_of_its_own() -> None:
+def test_per_sample_lookups_sorts_and_draws_can_be_split() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,7 +168,7 @@ def test_each_sample_may_look_up_sort_and_draw_of_its_own() -> None:
 @pytest.mark.parametrize(
     "words", [nn.Embedding(64, 3, scale_grad_by_freq=True), nn.EmbeddingBag(64, 3, None, 2.0, True)]
 )
-def test_gradients_by_frequency_may_not_be_cut_although_no_index_is_there_twice(words: Any) -> None:
+def test_frequency_scaled_gradients_prevent_splitting(words: Any) -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         out: Tensor = model(batch["x"])
         return nn.functional.cross_entropy(out.flatten(1), batch["y"])
@@ -264,10 +262,10 @@ def own_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return total.float() + 0.1 * model[0].weight.norm() / 2 + torch.zeros_like(metric)
 
 
-def test_sums_and_what_never_reaches_the_loss_may_be_cut() -> None:
+def test_sums_and_values_unused_by_the_loss_can_be_split() -> None:
     torch.manual_seed(0)
     assert not verdict((net(), own_sums, data())).reason
 
 
-def test_rows_routed_to_experts_are_each_their_own() -> None:
+def test_rows_routed_to_experts_are_independent() -> None:
     assert not verdict(zoo.case("hf_olmoe").make()).reason

@@ -24,7 +24,7 @@ GENERATOR = torch.Generator()
 
 
 @pytest.mark.parametrize("is_made_inside", [True, False])
-def test_a_generator_of_its_own_is_named(is_made_inside: bool) -> None:
+def test_a_custom_generator_is_named(is_made_inside: bool) -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         x = model(batch)
         generator = torch.Generator() if is_made_inside else GENERATOR
@@ -48,13 +48,13 @@ class Pair:
         ({"x": {1, 2}}, "torch.as_tensor"),
     ],
 )
-def test_a_batch_of_an_unknown_kind_is_refused_with_what_would_do(batch: Any, remedy: str) -> None:
+def test_a_batch_of_an_unknown_type_is_refused_with_a_remedy(batch: Any, remedy: str) -> None:
     with pytest.raises(CaptureRefused, match=r"batch.* is a \w+") as refused:
         source_of((nn.Linear(2, 2), lambda m, b: m(b.x).sum(), batch)).graph(micro_batches=1)
     assert re.search(f"next: .*{remedy}", str(refused.value))
 
 
-def test_a_mistake_of_pythons_own_keeps_its_name() -> None:
+def test_a_python_error_keeps_its_name() -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         return model(batch["x"]).sum() + batch["target"].sum()
 
@@ -127,14 +127,14 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_refused_at_its_line_with_what_would_do(name: str) -> None:
+def test_an_unsupported_loss_is_refused_at_its_line_with_a_remedy(name: str) -> None:
     loss, said, remedy = LOSSES[name]
     with pytest.raises(CaptureRefused, match=rf"cannot be captured.*: {said}") as refused:
         source_of((nn.Linear(6, 6), loss, torch.randn(4, 6))).graph(micro_batches=1)
     assert remedy in refused.value.remedy
 
 
-def test_what_a_distribution_may_hide_is_a_remedy() -> None:
+def test_a_distribution_without_argument_validation_trains_as_in_plain_pytorch() -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         return Normal(model(batch), 1.0, validate_args=False).rsample().mean()
 
@@ -144,7 +144,7 @@ def test_what_a_distribution_may_hide_is_a_remedy() -> None:
     assert differences(expected, actual) == []
 
 
-def test_a_lazy_layer_is_to_see_a_batch_first() -> None:
+def test_an_uninitialized_lazy_layer_is_refused() -> None:
     model, batch = nn.Sequential(nn.Linear(6, 6), nn.LazyLinear(2)), torch.randn(4, 6)
     source = source_of((model, lambda m, b: m(b).square().mean(), batch))
     with pytest.raises(CaptureRefused, match=r"^1\.weight has no shape yet") as refused:
@@ -199,7 +199,7 @@ def of_a_teacher_in_training_mode(model: nn.Module, batch: Any) -> Any:
         (of_a_teacher_in_training_mode, "writes into its own buffers", r"\.eval\(\)"),
     ],
 )
-def test_what_is_meant_is_said_in_our_words(loss: Any, said: str, remedy: str) -> None:
+def test_torch_errors_are_explained_in_our_words(loss: Any, said: str, remedy: str) -> None:
     with pytest.raises(CaptureRefused, match=said) as refused:
         source_of((nn.Linear(16, 16), loss, torch.randn(16, 16))).captured()
     assert re.search(remedy, refused.value.remedy)
@@ -207,7 +207,7 @@ def test_what_is_meant_is_said_in_our_words(loss: Any, said: str, remedy: str) -
     assert "torch._dynamo" not in str(refused.value)
 
 
-def test_a_reason_of_torchs_own_is_never_cut_within_a_word() -> None:
+def test_a_torch_error_is_never_truncated_within_a_word() -> None:
     text = "alpha bravo charlie " * 40
     short = shortened(text)
     assert len(short) <= 200

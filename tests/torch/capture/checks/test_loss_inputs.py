@@ -70,7 +70,7 @@ def test_the_modules_of_a_teacher_are_called_as_the_user_calls_them(loss: Any, p
         (lambda model, batch: trained_too(TEACHER, model, batch), "TEACHER.2.weight"),
     ],
 )
-def test_a_teacher_that_would_be_trained_too_is_named_with_what_to_do(loss: Any, name: str) -> None:
+def test_a_teacher_that_would_be_trained_is_named_with_a_remedy(loss: Any, name: str) -> None:
     with pytest.raises(CaptureRefused) as refused:
         source_of((net(), loss, BATCH)).captured()
     assert (
@@ -111,7 +111,7 @@ class LookedInto(nn.Module):
         return self.base_model(x)
 
 
-def test_modules_within_one_that_has_a_getattr_of_its_own_keep_their_paths() -> None:
+def test_modules_inside_one_with_getattr_keep_their_paths() -> None:
     model = LookedInto(LookedInto(net()))
     graph = source_of((model, lambda m, x: m(x).mean(), BATCH)).graph(micro_batches=1)
     known = {name for name, _ in model.named_modules()}

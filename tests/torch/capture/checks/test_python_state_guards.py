@@ -174,7 +174,7 @@ def made() -> tuple[Trainer, Layered, StateGuards]:
 
 
 @pytest.mark.parametrize("change", READ)
-def test_what_was_read_may_not_change(
+def test_changing_python_state_that_was_read_is_refused(
     change: str, made: tuple[Trainer, Layered, StateGuards], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, model, reads = made
@@ -192,7 +192,9 @@ def test_what_was_read_may_not_change(
     reads.check()
 
 
-def test_what_was_not_read_may_change(made: tuple[Trainer, Layered, StateGuards]) -> None:
+def test_changing_python_state_that_was_not_read_is_allowed(
+    made: tuple[Trainer, Layered, StateGuards],
+) -> None:
     trainer, model, reads = made
     trainer.global_step += 1
     model.steps += 1
@@ -264,7 +266,7 @@ def test_random_numbers_of_other_generators_are_refused(draw: Callable[[], Any])
     assert "or draw with torch (torch.rand)" in str(refused.value)
 
 
-def test_keys_of_a_batch_that_nothing_looks_at_are_known() -> None:
+def test_unread_keys_of_a_batch_are_recorded() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         result: Tensor = model(batch["x"]).sum() * (2 if batch["double"] else 1)
         return result * len(batch["names"])

@@ -23,7 +23,7 @@ from tests.support.stepping import source_of
 @pytest.mark.parametrize(
     ("wrapped", "said"), [("", "the model has"), ("0", "module 0 has"), ("1.0", r"module 1\.0 has")]
 )
-def test_what_has_been_through_compile_is_refused_wherever_it_sits(wrapped: str, said: str) -> None:
+def test_compiled_modules_are_refused_anywhere_in_the_model(wrapped: str, said: str) -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
     refuse_wrapped(model)
     compiled = torch.compile(model.get_submodule(wrapped))

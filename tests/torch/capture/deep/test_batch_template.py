@@ -41,7 +41,7 @@ def step() -> TruncatedStep:
 
 
 @pytest.mark.parametrize("samples", [2, 3, 8])
-def test_operators_are_those_of_a_capture_of_so_many_samples(
+def test_a_template_has_the_operators_of_a_capture_with_as_many_samples(
     step: TruncatedStep, samples: int
 ) -> None:
     short = CapturedStep(model=_gpt(3), loss=next_token_loss, batch=tokens(samples, 16, 64))
@@ -53,7 +53,9 @@ def test_operators_are_those_of_a_capture_of_so_many_samples(
 # Numbers that no size in the step is a multiple of, so that a capture tells the batch from the
 # sequence, which is cut; of fewer samples the gradient of the words would be sent otherwise.
 @pytest.mark.parametrize("samples", [11, 13])
-def test_parts_exchange_what_parts_of_so_many_samples_do(step: TruncatedStep, samples: int) -> None:
+def test_sharded_templates_exchange_the_bytes_of_a_capture_with_as_many_samples(
+    step: TruncatedStep, samples: int
+) -> None:
     said = step.in_parts(2).at(samples)
     other = TruncatedStep(
         model=_gpt(7), loss=next_token_loss, batch=tokens(samples, 16, 64), optimizer=None
@@ -82,7 +84,7 @@ def test_no_tensor_is_cut_twice_and_each_is_a_parameter(step: TruncatedStep) -> 
     assert roles == {Role.PARAMETER}
 
 
-def test_samples_that_see_each_other_are_told() -> None:
+def test_coupled_samples_are_reported() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +102,7 @@ def test_samples_that_see_each_other_are_told() -> None:
     assert step.blocks.count == 0
 
 
-def test_a_batch_without_a_common_dim_stays_as_it_is() -> None:
+def test_a_batch_without_a_common_dim_is_not_resized() -> None:
     batch = {"x": torch.randn(6, 4), "weight": torch.randn(4)}
     step = TruncatedStep(
         model=nn.Linear(4, 4), loss=lambda m, b: (m(b["x"]) * b["weight"]).mean(), batch=batch,

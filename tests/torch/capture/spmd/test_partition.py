@@ -108,7 +108,7 @@ class Whole:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _MODELS)
-def test_however_the_parts_lie_the_step_is_the_same(name: str) -> None:
+def test_any_sharding_gives_the_same_step(name: str) -> None:
     whole = Whole.named(name)
     dtypes = {t.dtype for n in whole.graph.nodes if not n.is_input for t in n.outputs}
     bound = ROUNDING_SINGLE if "float32" in dtypes else ROUNDING
@@ -195,7 +195,7 @@ class Masked(nn.Module):
         return out
 
 
-def test_what_is_written_over_in_place_stays_in_parts() -> None:
+def test_values_overwritten_in_place_stay_sharded() -> None:
     """Its gradient is copied over a tensor of its form that holds nothing yet."""
     batch = torch.randn(2, 6, 16)
     whole = Whole(Masked(), lambda model, x: model(x).square().sum(), batch)
@@ -217,7 +217,7 @@ def test_what_is_written_over_in_place_stays_in_parts() -> None:
         assert not any(n.op == "aten.new_empty_strided.default" for n in graph.nodes)
 
 
-def test_blocks_that_lie_otherwise_are_no_run_any_more() -> None:
+def test_differently_sharded_blocks_are_no_run_of_equal_blocks() -> None:
     whole = Whole.named("gpt")
     assert whole.graph.runs
     for layers, left in ((1, ()), (2, whole.graph.runs)):
@@ -227,7 +227,7 @@ def test_blocks_that_lie_otherwise_are_no_run_any_more() -> None:
         assert whole.in_parts(choice)[0].runs == left
 
 
-def test_nothing_in_parts_is_the_captured_step() -> None:
+def test_no_sharding_gives_the_captured_step() -> None:
     whole = Whole.named("gpt")
     (graph, _) = whole.in_parts(ShardingChoice(axis="tensor", num_ranks=2))
     assert [(n.name, n.op, n.signature, n.nth) for n in graph.nodes] == [
@@ -237,7 +237,7 @@ def test_nothing_in_parts_is_the_captured_step() -> None:
     assert [n.moved_bytes for n in graph.nodes] == [n.moved_bytes for n in whole.graph.nodes]
 
 
-def test_what_does_not_divide_is_refused_in_three_lines() -> None:
+def test_a_size_that_does_not_divide_is_refused_in_three_lines() -> None:
     whole = Whole.named("mlp")
     for choice in (
         ShardingChoice(axis="tensor", num_ranks=3, inputs=(("parameter:0.weight", Shard(0)),)),
@@ -247,7 +247,7 @@ def test_what_does_not_divide_is_refused_in_three_lines() -> None:
             whole.in_parts(choice)
 
 
-def test_gradients_lie_as_their_parameters() -> None:
+def test_gradients_are_sharded_like_their_parameters() -> None:
     whole = Whole.named("resnet_bn")
     choice = whole.at_random(7, 2)
     for graph in whole.in_parts(choice):
@@ -277,7 +277,7 @@ def _widened(leaf: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["gpt", "hf_llama", "moe"])
-def test_a_step_on_a_gpu_is_cut_as_one_on_a_processor(name: str) -> None:
+def test_a_gpu_step_is_sharded_like_a_cpu_step(name: str) -> None:
     """What it makes of nothing, like places and masks, it makes there. No GPU is needed to say so:
     nothing is computed."""
     whole = Whole.named(name)

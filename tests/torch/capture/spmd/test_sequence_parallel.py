@@ -75,7 +75,7 @@ def _norms(graph: Graph) -> int:
     )
 
 
-def test_what_has_no_sequence_is_left_as_it_was() -> None:
+def test_a_model_without_a_sequence_is_unchanged() -> None:
     """Rows of features alone have no dim to cut but samples and features."""
     whole = Whole.named("mlp")
     found = regions(whole.graph, num_ranks=_RANKS)
@@ -85,7 +85,7 @@ def test_what_has_no_sequence_is_left_as_it_was() -> None:
     assert values == ()
 
 
-def test_the_batch_is_not_cut() -> None:
+def test_sequence_parallelism_does_not_split_the_batch() -> None:
     whole = Whole.named("gpt")
     samples = _samples(whole)
     _, along = _choices(whole.graph, samples)

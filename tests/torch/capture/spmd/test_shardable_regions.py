@@ -12,7 +12,7 @@ from tests.torch.capture.spmd.test_partition import ROUNDING, ROUNDING_SINGLE, W
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "moe", "hf_llama", "resnet_bn"])
-def test_a_region_cut_sends_what_it_says_and_computes_the_same(name: str) -> None:
+def test_a_sharded_region_sends_its_stated_bytes_and_computes_the_same(name: str) -> None:
     whole = Whole.named(name)
     bound = ROUNDING_SINGLE if name == "hf_llama" else ROUNDING
     found = regions(whole.graph, num_ranks=2)
@@ -57,7 +57,7 @@ def test_a_tied_vocabulary_is_one_region_from_its_table_to_the_loss() -> None:
     assert len(found.sums) == len(found.wholes) == 1
 
 
-def test_more_ranks_than_heads_cut_no_heads() -> None:
+def test_heads_are_not_sharded_over_more_ranks_than_heads() -> None:
     graph = Whole.named("gpt").graph  # of two heads
     attention = [r for r in regions(graph, num_ranks=4) if r.path.endswith("attention")]
     two = [r for r in regions(graph, num_ranks=2) if r.path.endswith("attention")]

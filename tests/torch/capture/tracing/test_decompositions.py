@@ -28,7 +28,7 @@ def test_dropout_in_one_call_has_the_bits_of_two_products_and_of_eager(name: str
     assert predicted_above(newer.plain, costs_of(graph)) == one_call.peak_bytes
 
 
-def test_one_call_holds_nothing_between() -> None:
+def test_a_fused_dropout_holds_no_intermediate() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.1), nn.Linear(64, 8))
     step = model, square_loss, {"x": torch.randn(512, 8)}
     older, newer = (Trial(*step, decomposition=table) for table in ("python-1", "python-2"))
@@ -36,7 +36,7 @@ def test_one_call_holds_nothing_between() -> None:
     assert newer.run(newer.plain).peak_bytes < older.run(older.plain).peak_bytes
 
 
-def test_a_gradient_that_lies_otherwise_than_its_mask_keeps_its_layout() -> None:
+def test_a_gradient_with_other_strides_than_its_mask_keeps_them() -> None:
     x = torch.randn(3, 4)
     mask = torch.rand(4, 3).t() > 0.5
     product = decompositions.masked_scale_in_one_op(x, mask, 1.25)

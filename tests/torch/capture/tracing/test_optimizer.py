@@ -85,7 +85,7 @@ def stepped(make: Callable[..., Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_and_temporaries_are_predicted_as_metered(
+def test_predicted_state_and_temporaries_equal_the_measured_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operators, "_FEWEST_ROUNDS", 1)
@@ -97,7 +97,7 @@ def test_state_and_temporaries_are_predicted_as_metered(
     assert abs(predicted - peak_bytes) <= max(512, 0.01 * peak_bytes), (predicted, peak_bytes)
 
 
-def test_what_the_last_update_holds_is_held_until_the_optimizer_returns() -> None:
+def test_temporaries_of_the_last_update_live_until_the_optimizer_returns() -> None:
     """As what any other holds, until the next begins: here a decayed gradient."""
     model = nn.Linear(64, 64, bias=False)
     program = capture_update(model, OPTIMIZERS["adam maximizing"])
@@ -178,7 +178,7 @@ def test_capturing_an_update_touches_no_parameter() -> None:
         "one that exists",
     ],
 )
-def test_what_cannot_be_traced_is_refused_by_name(make: Any, says: str) -> None:
+def test_an_untraceable_optimizer_is_refused_by_name(make: Any, says: str) -> None:
     with pytest.raises(CaptureRefused, match=says) as caught:
         capture_update(small(), make)
     assert len(str(caught.value).splitlines()) == 3

@@ -52,7 +52,7 @@ def small_gpt(*, width: int = 32, dropout: float = 0.1, batch: int = 4, layers: 
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_only_the_loss_stands_outside_of_the_modules(name: str) -> None:
+def test_only_loss_nodes_have_no_module(name: str) -> None:
     """Nodes without a path are the loss function's own: they come after every module, or lead back
     from the loss into the first one."""
     model, _, _ = case(name).make()
@@ -122,7 +122,7 @@ def squared(model: nn.Module, batch: Tensor) -> Tensor:
     return out
 
 
-def test_gradients_of_what_is_written_over_belong_to_its_block() -> None:
+def test_gradients_of_overwritten_values_belong_to_their_block() -> None:
     graph = graph_of((nn.Sequential(WrittenOver(), WrittenOver()), squared, torch.randn(2, 4)))
     backward = [n for n in graph.nodes if n.phase is Phase.BACKWARD]
     copies = [n for n in backward if n.op == "aten.copy.default"]
@@ -152,7 +152,7 @@ class Views(nn.Module):
         return early.transpose(0, 1).exp() + late.t()
 
 
-def test_views_share_the_storage_of_what_they_look_at() -> None:
+def test_views_share_the_storage_of_their_base() -> None:
     batch = {"x": torch.randn(4, 8)}
     graph = graph_of((Views(), lambda m, b: m(b["x"]).sum(), batch))
     views = [n for n in graph.forward() if n.is_view]
@@ -255,7 +255,7 @@ def counted_flops(sample: Sample) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("name", "published_gflop"), [("alexnet", 1.4), ("resnet152", 22.6)], ids=str
 )
-def test_flops_are_the_published_ones(name: str, published_gflop: float) -> None:
+def test_flops_equal_the_published_counts(name: str, published_gflop: float) -> None:
     with _torch.FakeTensorMode(allow_non_fake_inputs=True):
         model, loss, batch = case(name).make(0, "small")
     sample = _on_meta(model), loss, _torch.tree_map(_meta, batch)
@@ -283,7 +283,7 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "convnet_bn", "hf_bert", "hf_t5"])
-def test_flops_of_small_models_are_torchs_own_count(name: str) -> None:
+def test_flops_of_small_models_equal_the_count_of_torch(name: str) -> None:
     graph = named(name)
     forward, whole = counted_flops(case(name).make())
     assert sum(n.flops for n in graph.forward()) == forward
@@ -382,7 +382,7 @@ def test_a_scalar_that_is_added_to_the_loss_gets_its_gradient_in_the_backward_pa
     assert phases == sorted(phases, key=[Phase.FORWARD, Phase.BACKWARD].index)
 
 
-def test_the_room_that_embedding_bag_takes_is_the_kernels_own() -> None:
+def test_workspace_of_embedding_bag_is_that_of_its_kernel() -> None:
     table, indices = torch.randn(8, 16, requires_grad=True), torch.arange(8).view(2, 4)
     graph = graph_of((Bag(table), lambda m, b: m(b).square().mean(), indices))
     made = torch.ops.aten._embedding_bag.default(
@@ -402,12 +402,12 @@ class Bag(nn.Module):
         return F.embedding_bag(indices, self.table)
 
 
-def test_a_line_of_a_package_does_not_say_where_the_environment_lies() -> None:
+def test_source_lines_of_packages_omit_the_environment_path() -> None:
     assert short_file(".venv/lib/python3.11/site-packages/sums/models/one.py") == "models/one.py"
     assert short_file("models/one.py") == "models/one.py"
 
 
-def test_code_of_a_user_whose_folder_is_called_torch_is_the_users() -> None:
+def test_user_code_in_a_folder_called_torch_counts_as_the_users() -> None:
     assert is_user_file("/data/torch/steelyard/train.py")
     assert not is_user_file(torch.nn.functional.__file__)
     assert not is_user_file(source_lines.__file__)

@@ -25,7 +25,7 @@ from steelyard.planner.multi_host import keep_to_own_gpu
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
-def test_nccl_carries_what_each_rank_has_on_a_gpu_of_its_own(
+def test_nccl_is_used_if_each_rank_has_its_own_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -38,7 +38,7 @@ def test_nccl_carries_what_each_rank_has_on_a_gpu_of_its_own(
 
 
 @pytest.mark.parametrize("known", ["cuda:nccl", "cpu:gloo"])
-def test_a_group_that_cannot_carry_it_is_refused(known: str) -> None:
+def test_a_group_without_a_suitable_backend_is_refused(known: str) -> None:
     with mock.patch("steelyard.api.rank_context.dist") as groups:
         groups.group.WORLD.size.return_value = 2
         groups.get_backend_config.return_value = known
@@ -90,7 +90,7 @@ def test_a_processor_waits_by_the_clock() -> None:
     assert 0.02 <= watch.seconds <= time.perf_counter() - begin
 
 
-def test_what_is_computed_meanwhile_is_no_waiting() -> None:
+def test_computation_during_a_wait_is_not_counted_as_waiting() -> None:
     watch, begin = Stopwatch(), time.perf_counter()
     with watch.running():
         time.sleep(0.01)
@@ -133,7 +133,9 @@ class _Event:
         return 1000.0 * (end.at - self.at)
 
 
-def test_of_a_gpu_counts_what_is_over_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_times_are_read_from_finished_events_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     watch, seen = Stopwatch(GPU), []

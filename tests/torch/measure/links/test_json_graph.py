@@ -10,7 +10,7 @@ from steelyard.measure.links.json_graph import from_json, to_json
 from tests.torch.measure.operators.test_benchmark import some_graph
 
 
-def test_a_graph_comes_back_equal_in_every_field() -> None:
+def test_a_graph_is_equal_in_every_field_after_json() -> None:
     graph = some_graph()
     again = from_json(to_json(graph))
     assert isinstance(again, Graph)
@@ -26,7 +26,7 @@ def test_a_graph_comes_back_equal_in_every_field() -> None:
         this_device(ranks=2),
     ],
 )
-def test_a_value_comes_back_with_its_types(value: object) -> None:
+def test_a_value_keeps_its_types_through_json(value: object) -> None:
     again = from_json(to_json(value))
     assert again == value
     assert repr(again) == repr(value)
@@ -44,6 +44,6 @@ def test_a_value_comes_back_with_its_types(value: object) -> None:
         "[" * 100_000,
     ],
 )
-def test_what_was_not_spelled_here_is_refused(text: str) -> None:
+def test_other_json_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="an invalid graph"):
         from_json(text)

@@ -32,7 +32,7 @@ def said_of(link: Link, num_ranks: int, *, sizes: ExchangeSizes = SIZES["cpu"]) 
 
 
 @given(st.integers(2, 8), st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
-def test_the_link_is_found_again_and_the_slowest_rank_counts(
+def test_the_link_is_fitted_from_the_slowest_rank(
     num_ranks: int, latency: float, rate: float
 ) -> None:
     link = Link(kind="", latency_seconds=latency, bytes_per_second=rate)
@@ -48,7 +48,7 @@ def test_the_link_is_found_again_and_the_slowest_rank_counts(
     assert (found["disturbs"], found["hand disturbs"]) == (0.25, 0.125)
 
 
-def test_of_gpus_more_is_sent() -> None:
+def test_larger_messages_are_sent_between_gpus() -> None:
     link, sizes = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e11), SIZES["cuda"]
     slots = {"slot small": 1e-4, "slot large": 1e-3, "slot hand": 1e-5}
     found = fitted([{**said_of(link, 2, sizes=sizes), **slots}] * 2, sizes=sizes)
@@ -57,7 +57,7 @@ def test_of_gpus_more_is_sent() -> None:
     assert found["slot rate"] == pytest.approx((sizes.middle - sizes.small) / 9e-4)
 
 
-def test_what_an_exchange_takes_of_a_slow_rank_is_priced_by_its_speed_and_not_twice() -> None:
+def test_the_cost_of_a_collective_on_a_slow_rank_is_counted_once() -> None:
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
     fast = said_of(link, 2)
     half = {**fast, "product": 2 * fast["product"], "disturbs": 3 * fast["disturbs"]}
@@ -67,7 +67,7 @@ def test_what_an_exchange_takes_of_a_slow_rank_is_priced_by_its_speed_and_not_tw
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e-6, 1e-4), st.floats(1e8, 1e11))
-def test_what_both_cores_do_for_a_message_is_not_on_its_way(
+def test_cpu_time_of_a_message_is_not_counted_as_transfer(
     hop: float, hand: float, rate: float
 ) -> None:
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
@@ -81,7 +81,7 @@ def test_what_both_cores_do_for_a_message_is_not_on_its_way(
 
 
 @given(st.lists(st.floats(0.1, 1.0), min_size=2, max_size=6))
-def test_what_computes_clearly_slower_is_told_apart_and_noise_is_not(speeds: list[float]) -> None:
+def test_only_clearly_slower_ranks_are_told_apart(speeds: list[float]) -> None:
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
     fastest = max(speeds)
     said = [{**said_of(link, len(speeds)), "product": 1e-3 / speed} for speed in speeds]
@@ -91,7 +91,7 @@ def test_what_computes_clearly_slower_is_told_apart_and_noise_is_not(speeds: lis
         assert told == (1.0 if true > 0.85 else pytest.approx(true))
 
 
-def test_how_late_ranks_come_is_the_mean_of_them(tmp_path: Path) -> None:
+def test_arrival_skew_is_the_mean_over_ranks(tmp_path: Path) -> None:
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
     late = {"skew short": 1e-4, "skew short after": 4e-3, "skew long": 3e-3}
     first, second = (
@@ -106,14 +106,14 @@ def test_how_late_ranks_come_is_the_mean_of_them(tmp_path: Path) -> None:
     assert (skew.long_wait, skew.long_seconds) == (pytest.approx(3e-3), pytest.approx(0.04))
 
 
-def test_ranks_that_measured_no_skew_have_none(tmp_path: Path) -> None:
+def test_unmeasured_skew_stays_unknown(tmp_path: Path) -> None:
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
     cache = CostCache(tmp_path / "costs.sqlite")
     cache.write_rates(context_of(2), fitted([said_of(link, 2)] * 2))
     assert measured_ranks(2, cache=cache).skew is None
 
 
-def test_ranks_that_somebody_else_measured_are_known(tmp_path: Path) -> None:
+def test_measurements_of_another_process_are_reused(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     link = Link(kind="", latency_seconds=1e-4, bytes_per_second=1e9)
     said = [{**said_of(link, 2), "product": product} for product in (1e-3, 2e-3)]

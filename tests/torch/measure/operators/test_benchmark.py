@@ -45,7 +45,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_workspace_is_what_the_call_holds_beside_its_result(name: str) -> None:
+def test_workspace_is_the_peak_of_a_call_beyond_its_result(name: str) -> None:
     op, args, again = CALLS[name]
     with torch.no_grad():
         result = again()
@@ -70,7 +70,7 @@ def test_every_distinct_operator_is_measured_once() -> None:
         assert 0 < costs.seconds(node).low <= costs.seconds(node).high
 
 
-def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
+def test_known_operators_are_not_measured_again(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     first, _ = measure_operators([some_graph()], DEVICE, cache=cache)
     second, survey = measure_operators([some_graph()], DEVICE, cache=cache)
@@ -78,7 +78,7 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path) -> None:
     assert second.operators == first.operators
 
 
-def test_what_another_process_measured_meanwhile_is_believed(tmp_path: Path) -> None:
+def test_measurements_of_another_process_meanwhile_are_used(tmp_path: Path) -> None:
     first, _ = measure_operators([some_graph()], DEVICE, cache=CostCache(tmp_path / "costs.sqlite"))
 
     class BackwardRewriter(CostCache):
@@ -98,7 +98,7 @@ def test_what_another_process_measured_meanwhile_is_believed(tmp_path: Path) -> 
     assert second.operators == first.operators
 
 
-def test_without_time_costs_are_declared_and_said() -> None:
+def test_without_time_to_measure_costs_are_declared_with_a_note() -> None:
     graph = some_graph()
     costs, survey = measure_operators([graph], DEVICE, seconds_budget=0.0)
     assert survey.measured == 0
@@ -110,7 +110,7 @@ def test_without_time_costs_are_declared_and_said() -> None:
         assert not costs.is_measured(node)
 
 
-def test_what_fails_is_named_and_never_free() -> None:
+def test_failing_operators_are_named_and_never_free() -> None:
     graph = graph_of(
         ("aten.relu.default", [X], [X.clone()]), ("aten.mm.default", [X, X], [X.clone()])
     )
@@ -123,7 +123,7 @@ def test_what_fails_is_named_and_never_free() -> None:
     assert costs.seconds(graph.nodes[-1]).value > 0
 
 
-def test_what_is_too_large_is_not_run() -> None:
+def test_too_large_operators_are_not_run() -> None:
     huge = torch.zeros(1 << 20, 1 << 30, device="meta")
     graph = graph_of(("aten.relu.default", [torch.zeros(1).expand(4)], [huge]))
     _, survey = measure_operators([graph], DEVICE)
@@ -131,7 +131,7 @@ def test_what_is_too_large_is_not_run() -> None:
     assert "PiB" in survey.unmeasured[0].detail or "TiB" in survey.unmeasured[0].detail
 
 
-def test_results_that_hold_more_than_the_graph_says_are_told() -> None:
+def test_results_larger_than_in_the_graph_are_reported() -> None:
     # torch 2.13: the scalar lies on the storage of the losses it was reduced from.
     y = X.clone()
     graph = graph_of(("aten.mse_loss.default", [X, y], [torch.zeros(())]))
@@ -140,7 +140,7 @@ def test_results_that_hold_more_than_the_graph_says_are_told() -> None:
     assert "aten.mse_loss.default hold 64.0 KiB more" in note
 
 
-def test_results_laid_out_otherwise_than_the_graph_says_are_told() -> None:
+def test_results_with_other_strides_than_in_the_graph_are_reported() -> None:
     as_said = ("aten.relu.default", [X.t()], [X.clone().t()])
     otherwise = ("aten.neg.default", [X.t()], [X.t().contiguous()])
     _, survey = measure_operators([graph_of(as_said, otherwise)], DEVICE)
@@ -148,7 +148,7 @@ def test_results_laid_out_otherwise_than_the_graph_says_are_told() -> None:
     assert note.startswith("aten.neg.default returns results in another layout")
 
 
-def test_exchanges_are_left_to_the_links() -> None:
+def test_collectives_are_not_measured_as_operators() -> None:
     sent = ("_c10d_functional.all_reduce.default", [X, "sum", "0"], [X.clone()])
     waited = ("_c10d_functional.wait_tensor.default", [X], [X.clone()])
     _, survey = measure_operators([graph_of(sent, waited)], DEVICE)
@@ -158,7 +158,7 @@ def test_exchanges_are_left_to_the_links() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_optimizers_that_work_on_lists_in_place(fused: bool) -> None:
+def test_foreach_optimizers_are_measured(fused: bool) -> None:
     lists = [[torch.zeros(8, 8), torch.zeros(3)] for _ in range(4)]
     if fused:
         steps = [torch.zeros(()), torch.zeros(())]

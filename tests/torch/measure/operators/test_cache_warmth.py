@@ -37,7 +37,7 @@ def chain() -> Graph:
     return Graph(nodes=nodes, storages=storages, outputs=(), decomposition="none")
 
 
-def test_distance_is_what_was_moved_since_the_last_touch() -> None:
+def test_reuse_distance_is_the_bytes_moved_since_the_last_use() -> None:
     found = distances([chain()])
     assert found["b"] == (0,)
     # x was last read by a, and b moved 10 bytes since; the view moved nothing.
@@ -45,7 +45,7 @@ def test_distance_is_what_was_moved_since_the_last_touch() -> None:
     assert found["a"][0] > 1 << 60
 
 
-def test_preparing_changes_no_value() -> None:
+def test_warming_the_cache_changes_no_value() -> None:
     near, far, never = (torch.rand(300), torch.rand(2, 5).expand(3, 2, 5), torch.rand(4))
     before = [t.clone() for t in (near, far, never)]
     preparation([(near, 0), (far, 2 * MIB), (never, 1 << 62)])()

@@ -27,7 +27,7 @@ def layouts(draw: st.DrawFn) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(layouts())
-def test_a_tensor_lies_as_the_graph_says(like: torch.Tensor) -> None:
+def test_an_input_has_the_strides_of_the_graph(like: torch.Tensor) -> None:
     made = SOURCE.tensor(described(like, 0))
     assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
     assert made.untyped_storage().nbytes() <= like.untyped_storage().nbytes()
@@ -36,7 +36,7 @@ def test_a_tensor_lies_as_the_graph_says(like: torch.Tensor) -> None:
         assert 0 < made.min() <= made.max() <= 1
 
 
-def test_an_expanded_tensor_takes_no_more_than_it_shows() -> None:
+def test_an_expanded_input_takes_its_storage_only() -> None:
     like = Tensor(shape=(1000, 1000, 3), stride=(0, 0, 1), dtype="float32", storage=0)
     assert extent_of(like) == 3
     assert SOURCE.tensor(like).untyped_storage().nbytes() == 12

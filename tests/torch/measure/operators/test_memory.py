@@ -15,7 +15,7 @@ def floats(mib: int) -> torch.Tensor:
     return torch.zeros(mib * MIB // 4)
 
 
-def test_a_temporary_counts_in_the_peak_and_not_in_what_is_left() -> None:
+def test_a_temporary_counts_in_the_peak_and_not_in_the_remaining_bytes() -> None:
     def call() -> torch.Tensor:
         temporary = floats(2)
         return torch.cat([temporary, temporary])
@@ -23,7 +23,7 @@ def test_a_temporary_counts_in_the_peak_and_not_in_what_is_left() -> None:
     assert meter(call) == Metered(peak_bytes=6 * MIB, left_bytes=4 * MIB)
 
 
-def test_what_only_the_first_call_allocates_is_not_metered() -> None:
+def test_allocations_of_the_first_call_only_are_not_measured() -> None:
     kept: dict[str, torch.Tensor] = {}
 
     def call() -> torch.Tensor:
@@ -51,7 +51,7 @@ def test_an_unclean_level_is_reported() -> None:
     assert meter(call, warmups=0).is_clean
 
 
-def test_what_happens_inside_is_not_swallowed() -> None:
+def test_errors_inside_the_meter_are_raised() -> None:
     def call() -> None:
         raise RuntimeError("inside")
 
@@ -62,7 +62,7 @@ def test_what_happens_inside_is_not_swallowed() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 1000)), max_size=40))
-def test_replay_keeps_the_books(steps: list[tuple[int, int]]) -> None:
+def test_replaying_allocations_gives_the_peak(steps: list[tuple[int, int]]) -> None:
     """Address by address: allocate where nothing is, else free; half of them began before."""
     alive = dict.fromkeys((0, 1, 2), 64)
     before, events, levels = dict(alive), [], [0]
@@ -95,7 +95,7 @@ def test_a_trace_has_every_level_in_the_order_of_time() -> None:
     assert trace(lambda: None) == []
 
 
-def test_where_something_lies_nothing_else_does() -> None:
+def test_live_allocations_never_overlap() -> None:
     """As a thread that is not watched has freed it."""
     events = [(1, 100), (1, 60), (2, 30), (1, -60), (2, -30)]
     assert replay(events) == Metered(peak_bytes=100, left_bytes=0, freed_bytes=0)
@@ -113,7 +113,7 @@ def test_metering_prints_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_on_cuda_the_allocator_is_asked() -> None:
+def test_on_cuda_the_allocator_is_read() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     device = torch.device("cuda")

@@ -74,9 +74,7 @@ def _applied(source: CapturedStep, rules: list[Rule]) -> Program:
 @pytest.mark.parametrize("codec", [TERNARY, INT8, LARGEST], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("numel", [5, BLOCK, 7 * BLOCK + 3, 1500 * BLOCK + 1])
-def test_what_is_read_back_and_what_was_lost_are_what_was_written(
-    codec: Codec, parts: int, numel: int
-) -> None:
+def test_decoded_value_plus_residual_is_the_input(codec: Codec, parts: int, numel: int) -> None:
     x = torch.randn(numel)
     blocks = blocks_of(numel, parts=parts)
     lost = torch.zeros(blocks * BLOCK) if codec.has_residual else None
@@ -97,7 +95,7 @@ def test_what_is_read_back_and_what_was_lost_are_what_was_written(
 
 
 @pytest.mark.parametrize("codec", [TERNARY, INT8, LARGEST], ids=lambda codec: codec.name)
-def test_codes_are_compiled_for_what_they_are_given_whatever_torch_makes(codec: Codec) -> None:
+def test_codecs_do_not_depend_on_the_default_dtype(codec: Codec) -> None:
     x = torch.randn(3 * BLOCK)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -113,13 +111,13 @@ def test_codes_are_compiled_for_what_they_are_given_whatever_torch_makes(codec: 
     assert (back + lost if lost is not None else back).allclose(x, atol=0.02)
 
 
-def test_nothing_is_written_down_of_nothing() -> None:
+def test_empty_tensors_are_encoded_as_nothing() -> None:
     assert encode_gradients([torch.empty(0, 4)], None, TERNARY.name, 1).shape == (1, 0)
 
 
 @pytest.mark.parametrize("codec", [TERNARY, INT8], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("rows", [2, 5, 9])
-def test_rows_are_added_in_their_order(codec: Codec, rows: int) -> None:
+def test_rows_are_summed_in_rank_order(codec: Codec, rows: int) -> None:
     """Few are written down one by one, of many there is a loop: the same bits on every rank. Five
     are as many as the blocks that were traced once."""
     each = [encode_gradients([torch.randn(3 * BLOCK)], None, codec.name, 1) for _ in range(rows)]
@@ -139,7 +137,7 @@ def _stretches(values: torch.Tensor, parts: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("numel", [BLOCK, 600 * BLOCK + 7])
-def test_of_each_quarter_the_largest_go_and_all_else_stays(numel: int) -> None:
+def test_top_k_sends_the_largest_of_each_quarter_and_keeps_the_rest(numel: int) -> None:
     x = torch.randn(numel)
     blocks = blocks_of(numel, parts=1)
     lost = torch.zeros(blocks * BLOCK)
@@ -157,7 +155,7 @@ def test_of_each_quarter_the_largest_go_and_all_else_stays(numel: int) -> None:
     assert lost.norm() < 0.01 * whole.norm()
 
 
-def test_what_is_nothing_is_sent_as_nothing() -> None:
+def test_zeros_are_sent_as_zeros() -> None:
     lost = torch.zeros(BLOCK)
     coded = encode_gradients([torch.zeros(BLOCK)], lost, LARGEST.name, 1)
     assert not decode_sum(coded, LARGEST.name).any()
@@ -166,7 +164,7 @@ def test_what_is_nothing_is_sent_as_nothing() -> None:
 
 @pytest.mark.parametrize("codec", ["ternary", "largest"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_seen_by_all_and_stays_nowhere(bad: float, codec: str) -> None:
+def test_non_finite_values_reach_all_ranks_and_leave_no_residual(bad: float, codec: str) -> None:
     x = torch.randn(2 * BLOCK)
     x[3] = bad
     lost = torch.ones(2 * BLOCK)
@@ -178,7 +176,7 @@ def test_what_is_not_finite_is_seen_by_all_and_stays_nowhere(bad: float, codec: 
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_codes_take_the_place_of_the_sums_of_those_parameters_alone(
+def test_compressed_collectives_replace_the_all_reduces_of_the_named_parameters_only(
     source: CapturedStep, ranks: int
 ) -> None:
     plain = _applied(source, _rules(ranks)[:2])
@@ -207,7 +205,7 @@ def test_codes_take_the_place_of_the_sums_of_those_parameters_alone(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_16_bits_are_all_reduced_as_they_are_and_waited_for_as_late(
+def test_bfloat16_gradients_are_all_reduced_and_waited_for_as_late(
     source: CapturedStep, ranks: int
 ) -> None:
     rules = [
@@ -237,7 +235,7 @@ def test_16_bits_are_all_reduced_as_they_are_and_waited_for_as_late(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("lag", [1, 2, 4])
-def test_sums_in_codes_are_waited_for_as_late_as_others(
+def test_compressed_sums_are_waited_for_as_late_as_others(
     source: CapturedStep, ranks: int, lag: int
 ) -> None:
     """Both exchanges of one: behind the issue of the ``lag``-th one after it, or at the end."""
@@ -261,7 +259,7 @@ def issued_meanwhile(program: Program) -> list[int]:
     return found
 
 
-def test_what_cannot_go_in_codes_is_refused(source: CapturedStep) -> None:
+def test_parameters_that_cannot_be_compressed_are_refused(source: CapturedStep) -> None:
     for module in ("blocks.*.mlp.up.bias", "nothing.*.weight"):
         rules = [*_rules(2)[:2], TernaryGradientsRule(parameter=module, count=2)]
         with pytest.raises(Mismatch) as caught:
@@ -287,7 +285,7 @@ def _step(source: CapturedStep, program: Program, together: SimulatedRanks, rank
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("others", [2, 3])
-def test_what_was_lost_outlives_a_checkpoint(source: CapturedStep, ranks: int, others: int) -> None:
+def test_residuals_survive_a_checkpoint(source: CapturedStep, ranks: int, others: int) -> None:
     """The same bits for as many ranks; for others shares of the same sum, in other buckets too."""
     program = _applied(source, _rules(ranks))
     together = SimulatedRanks(ranks)
@@ -330,7 +328,7 @@ def _totals(saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_what_another_plan_does_not_code_is_told(source: CapturedStep) -> None:
+def test_residuals_that_another_plan_does_not_use_are_reported(source: CapturedStep) -> None:
     channels = {"data": SimulatedRanks(2).channel(0)}
     residuals = ErrorFeedback(channels)
     assert residuals.restore({"of ranks/parameter:a": torch.ones(2, 3)}) == ["parameter:a"]

@@ -100,15 +100,14 @@ def test_the_sums_are_those_of_one_device(
     def gradients(rank: int) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = Words()
-        own = _source(model)
-        own.captured(micro_batches=program.units)
         channels = {"data": together.channel(rank)}
         step = LiveStep(
-            model, program, constants=own.captured(micro_batches=program.units).constants,
-            batch=own.batch, runner=partial(emit, channels=channels), rank=rank, channels=channels,
+            model, program, constants=source.captured(micro_batches=program.units).constants,
+            batch=source.batch, runner=partial(emit, channels=channels), rank=rank,
+            channels=channels,
         )  # fmt: skip
         step.zero_grad()
-        step.backward(own.batch)
+        step.backward(source.batch)
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     found = together.run(gradients)
@@ -130,7 +129,7 @@ def _why_not(model: nn.Module, ranks: int = 2) -> dict[str, str]:
     return found | {r.label.removeprefix("rows of "): r.reason for r in refusals}
 
 
-def test_what_is_offered_and_what_stays_whole_is_told_why() -> None:
+def test_offered_tables_and_the_reasons_for_others() -> None:
     told = _why_not(Words())
     assert told.pop("word.weight") == ""
     assert told == {"place.weight": "2 ranks look 6 rows each, and the table has only 6"}
@@ -143,7 +142,7 @@ class Twice(Words):
         return result
 
 
-def test_a_table_that_is_looked_up_in_twice_is_told_once() -> None:
+def test_a_table_looked_up_twice_is_refused_once() -> None:
     own = _source(Twice())
     _, refusals = SparseGradients().offers(_applied(own, _shared(2)), own)
     assert [refusal.label for refusal in refusals] == ["rows of word.weight"]
@@ -160,7 +159,7 @@ def test_a_table_that_is_looked_up_in_twice_is_told_once() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(source: CapturedStep, rule: Rule, said: str) -> None:
+def test_impossible_rules_are_refused(source: CapturedStep, rule: Rule, said: str) -> None:
     with pytest.raises(Mismatch) as caught:
         _applied(source, [*_shared(2), rule])
     assert len(str(caught.value).splitlines()) == 3

@@ -90,7 +90,7 @@ def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert (where.step, where.epoch, where.taken) == (7, 1, 3)
 
 
-def test_the_model_file_is_what_a_state_dict_has_and_tied_weights_are_in_it_once(
+def test_the_model_file_holds_the_state_dict_with_tied_weights_once(
     tmp_path: Path,
 ) -> None:
     from safetensors.torch import load_file
@@ -339,7 +339,7 @@ IMPOSSIBLE: tuple[tuple[str, Any], ...] = (
 
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE, ids=lambda x: str(x)[:12])
-def test_a_place_that_no_run_can_have_come_to_is_refused_with_exit_code_2(
+def test_an_impossible_position_in_a_run_is_refused_with_exit_code_2(
     whole: Path, tmp_path: Path, name: str, value: Any
 ) -> None:
     copy = Path(shutil.copytree(whole, tmp_path / whole.name))
@@ -359,7 +359,7 @@ def test_a_place_that_no_run_can_have_come_to_is_refused_with_exit_code_2(
         assert len(str(error.value).splitlines()) == 3
 
 
-def test_what_cannot_be_looked_at_early_is_left_to_the_resuming_run(
+def test_checks_that_need_the_model_are_left_to_the_resuming_run(
     whole: Path, tmp_path: Path
 ) -> None:
     refuse_impossible(False, None)
@@ -368,7 +368,7 @@ def test_what_cannot_be_looked_at_early_is_left_to_the_resuming_run(
     refuse_impossible(whole, None)
 
 
-def test_settings_of_the_optimizer_that_differ_from_the_scripts_are_told(tmp_path: Path) -> None:
+def test_optimizer_settings_that_differ_from_the_script_are_reported(tmp_path: Path) -> None:
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     stepped(model, optimizer)
@@ -393,7 +393,7 @@ def test_settings_of_the_optimizer_that_differ_from_the_scripts_are_told(tmp_pat
     ]
 
 
-def test_settings_of_one_parameter_group_are_told_of_that_group(tmp_path: Path) -> None:
+def test_differing_settings_name_their_parameter_group(tmp_path: Path) -> None:
     def made(second: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Small()
         first, *others = model.parameters()
@@ -424,7 +424,7 @@ def test_a_checkpoint_of_another_model_shows_the_difference(whole: Path) -> None
     assert len(text.splitlines()) <= 12
 
 
-def test_what_cannot_be_saved_is_refused_beforehand() -> None:
+def test_unsavable_state_is_refused_before_the_run() -> None:
     class Extra(nn.Module):
         def get_extra_state(self) -> Any:
             return object()
@@ -452,7 +452,7 @@ def test_plain_values_survive_json(value: Any) -> None:
     assert repr(again) == repr(value)
 
 
-def test_what_is_not_plain_is_refused() -> None:
+def test_non_plain_values_are_refused() -> None:
     for value in (object(), {1: 2}, [torch.ones(1)], len):
         with pytest.raises(Unplain):
             to_plain(value)
@@ -481,7 +481,7 @@ def test_the_newest_are_kept_and_the_latest_is_named(tmp_path: Path) -> None:
     assert folder.before(folder.latest()) == tmp_path / "step-000030"
 
 
-def test_a_failed_save_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_save_changes_nothing(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
     folder.add(10, words)
     before = names(tmp_path)
@@ -498,7 +498,7 @@ def test_a_failed_save_leaves_everything_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "step-000099\n", "../x\n", "step-000010\nmore", "\u00e9"])
-def test_a_damaged_latest_offers_what_is_there(tmp_path: Path, text: str) -> None:
+def test_a_damaged_latest_checkpoint_names_the_others(tmp_path: Path, text: str) -> None:
     folder = CheckpointFolder(tmp_path)
     folder.add(10, words)
     (tmp_path / "LATEST").write_text(text, encoding="utf-8")
@@ -507,7 +507,7 @@ def test_a_damaged_latest_offers_what_is_there(tmp_path: Path, text: str) -> Non
     assert error.value.remedy == f"--resume {tmp_path / 'step-000010'}"
 
 
-def test_a_course_not_taken_steps_aside(tmp_path: Path) -> None:
+def test_checkpoints_of_an_abandoned_course_are_set_aside(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     for _ in range(2):
         for step in (10, 20, 30):
@@ -687,7 +687,7 @@ def test_numbers_that_would_be_waited_for_or_allocated_are_refused(
     assert len(str(error.value).splitlines()) == 3
 
 
-def test_batches_that_are_not_there_are_not_counted_to_the_end(tmp_path: Path) -> None:
+def test_a_position_beyond_the_data_is_refused_quickly(tmp_path: Path) -> None:
     feed = Feed([1, 2, 3])
     with pytest.raises(BadInput, match="an epoch has 3 batches, but the checkpoint is after 4611"):
         feed.go_to(epoch=1, taken=LARGE, began=random_state({}))

@@ -58,7 +58,7 @@ def test_ranks_of_one_secret_read_what_the_others_write() -> None:
     second.wait(["a"], timedelta(seconds=1))
 
 
-def test_what_a_stranger_writes_is_refused() -> None:
+def test_values_from_a_stranger_are_refused() -> None:
     place = HashStore()
     first, _ = stores(all_meet([TOKEN] * 2, store=place))
     first.set("a", "b")
@@ -77,7 +77,7 @@ def test_what_a_stranger_writes_is_refused() -> None:
     assert first.get("a") == b"b"
 
 
-def test_what_was_written_in_another_meeting_is_refused() -> None:
+def test_values_from_another_rendezvous_are_refused() -> None:
     before, now = HashStore(), HashStore()
     stores(all_meet([TOKEN] * 2, store=before))[0].set("a", "b")
     first, _ = stores(all_meet([TOKEN] * 2, store=now))
@@ -87,7 +87,7 @@ def test_what_was_written_in_another_meeting_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_who_has_another_secret_is_told_apart_on_both_sides(wrong: int) -> None:
+def test_a_different_secret_is_detected_on_both_sides(wrong: int) -> None:
     tokens = [TOKEN, TOKEN]
     tokens[wrong] = OTHER
     first, second = all_meet(tokens)
@@ -103,7 +103,7 @@ def test_who_has_another_secret_is_told_apart_on_both_sides(wrong: int) -> None:
     )
 
 
-def test_a_proof_of_another_meeting_proves_nothing() -> None:
+def test_a_proof_of_another_rendezvous_is_refused() -> None:
     """All that was said between two ranks, said again to a rank that begins anew."""
     before, now = HashStore(), HashStore()
     stores(all_meet([TOKEN] * 2, store=before))
@@ -122,7 +122,7 @@ def test_a_proof_of_another_meeting_proves_nothing() -> None:
         authenticated(now, RankInfo(rank=1, size=2), TOKEN, timeout_seconds=5)
 
 
-def test_a_proof_sent_back_to_who_made_it_proves_nothing() -> None:
+def test_a_reflected_proof_is_refused() -> None:
     """The two sides do not prove the same, or one could be made to answer for the other."""
     place, refused = HashStore(), []
 
@@ -140,7 +140,7 @@ def test_a_proof_sent_back_to_who_made_it_proves_nothing() -> None:
     assert refused == [0]
 
 
-def test_a_secret_that_some_lack_is_told_before_anybody_waits() -> None:
+def test_a_secret_missing_on_some_ranks_is_reported_without_waiting() -> None:
     found = all_meet([TOKEN, b""])
     for error in found:
         assert isinstance(error, BadInput)
@@ -150,19 +150,19 @@ def test_a_secret_that_some_lack_is_told_before_anybody_waits() -> None:
     assert second.happened == "rank 1 has a STEELYARD_TOKEN, and rank 0 has none"
 
 
-def test_other_numbers_of_ranks_are_told_before_anybody_waits_for_the_missing() -> None:
+def test_differing_numbers_of_ranks_are_reported_without_waiting() -> None:
     for error in all_meet([TOKEN, TOKEN], [2, 4]):
         assert isinstance(error, RanksDiffer)
         assert error.item == "number of ranks"
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     (error,) = all_meet([TOKEN], [2], seconds=0.2)
     assert isinstance(error, RankFailed)
     assert (error.rank, error.cause) == (1, "absent")
 
 
-def test_without_a_secret_the_store_is_as_it_was() -> None:
+def test_without_a_secret_the_store_is_unchanged() -> None:
     place = HashStore()
     assert all(each is place for each in all_meet([b"", b""], store=place))
 
@@ -174,13 +174,13 @@ def test_a_secret_that_can_be_guessed_is_refused() -> None:
         token_of({"STEELYARD_TOKEN": "x" * 15})
 
 
-def test_a_proof_tells_apart_where_one_part_ends() -> None:
+def test_proofs_separate_their_fields() -> None:
     assert is_proof(proof(TOKEN, b"ab", b"c"), TOKEN, b"ab", b"c")
     assert not is_proof(proof(TOKEN, b"a", b"bc"), TOKEN, b"ab", b"c")
     assert not is_proof(b"", TOKEN, b"ab", b"c")
 
 
-def test_a_clone_believes_what_its_original_does() -> None:
+def test_a_cloned_store_shares_the_secret() -> None:
     original = AuthenticStore(HashStore(), TOKEN)
     original.set("a", "b")
     assert original.timeout > timedelta(0)

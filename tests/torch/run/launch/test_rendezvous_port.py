@@ -36,7 +36,7 @@ def own_addresses() -> list[str]:
     return [address for address in found if address]
 
 
-def test_a_store_listens_where_the_ranks_meet_and_nowhere_else() -> None:
+def test_a_store_listens_on_the_rendezvous_address_only() -> None:
     for address in own_addresses():
         before = listened_at([os.getpid()])
         store = served_store(first(address, port=free_port(address)), {}, timeout=SECONDS)
@@ -48,12 +48,12 @@ def test_a_store_listens_where_the_ranks_meet_and_nowhere_else() -> None:
     assert not {"0" * 8, "0" * 32} & listened_at([os.getpid()])
 
 
-def test_a_process_that_meets_twice_has_one_store() -> None:
+def test_a_process_that_joins_twice_has_one_store() -> None:
     who = first("127.0.0.1", port=free_port())
     assert served_store(who, {}, timeout=SECONDS) is served_store(who, {}, timeout=SECONDS)
 
 
-def test_a_port_that_is_in_use_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         who = first("127.0.0.1", port=taken.getsockname()[1])
         with pytest.raises(BadInput, match="Address already in use") as refused:
@@ -61,7 +61,7 @@ def test_a_port_that_is_in_use_is_told() -> None:
     assert len(str(refused.value).splitlines()) == 3
 
 
-def test_a_number_is_believed_and_a_name_of_loopback_is_not_where_others_come() -> None:
+def test_numeric_addresses_are_used_and_loopback_names_are_replaced_for_other_hosts() -> None:
     assert [*addresses(first("127.0.0.1"), {})] == ["127.0.0.1"]
     assert next(addresses(first("127.0.0.1", hosts=2), {})) == "127.0.0.1"
     assert "127.0.0.1" in addresses(first("localhost"), {})
@@ -72,7 +72,7 @@ def test_a_number_is_believed_and_a_name_of_loopback_is_not_where_others_come() 
 
 
 @pytest.mark.parametrize("others", [[], ["10.0.0.1", "10.1.0.1"]])
-def test_of_no_or_several_interfaces_none_is_guessed(
+def test_no_interface_is_guessed_from_none_or_several(
     others: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {"lo": "127.0.0.1", **{f"eth{n}": address for n, address in enumerate(others)}}
@@ -85,7 +85,7 @@ def test_of_no_or_several_interfaces_none_is_guessed(
         served_store(who, {}, timeout=SECONDS)
 
 
-def test_ranks_that_are_known_to_be_on_one_host_speak_over_loopback() -> None:
+def test_ranks_of_one_host_use_loopback() -> None:
     said = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": socket.gethostname(), "MASTER_PORT": "1"}
     environ: dict[str, str] = {}
     interface.set_interface_on_one_host(rank_info({**said, "GROUP_WORLD_SIZE": "1"}), environ)
@@ -98,7 +98,7 @@ def test_ranks_that_are_known_to_be_on_one_host_speak_over_loopback() -> None:
     assert environ == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
-def test_what_another_host_says_is_its_address_has_to_be_one() -> None:
+def test_an_invalid_address_from_another_host_is_refused() -> None:
     assert interface._address_in(b"10.0.0.1") == "10.0.0.1"
     for said in (b"", b"\xff", b"evil.example", b"10.0.0.1\n", b"10.0.0.1; id"):
         assert interface._address_in(said) == ""
@@ -126,7 +126,7 @@ def test_no_source_file_listens_on_all_interfaces() -> None:
         ("10.0.0.1", 2, "the secret of this run", False),
     ],
 )
-def test_a_meeting_that_others_can_reach_says_in_one_line_that_it_has_no_secret(
+def test_a_reachable_rendezvous_without_a_secret_prints_a_note(
     address: str, hosts: int, token: str, is_said: bool,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -44,7 +44,7 @@ def said_of(who: RankInfo, error: BaseException) -> RankStatus | None:
     return RankStatus.of_json(found["steelyard"]) if found else None
 
 
-def test_exchanges_of_torchs_and_of_ours_are_counted_as_one(
+def test_collectives_of_torch_and_ours_share_one_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def torchs(group: str, number: int, at_ns: int, *, is_p2p: bool = False) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_exchanges_of_torchs_and_of_ours_are_counted_as_one(
         (RanksDiffer("no", rank=1, item="plan", **PARTS), False, False, True),
     ],
 )
-def test_errors_are_told_apart(
+def test_error_kinds_are_distinguished(
     who: RankInfo, error: BaseException, of_exchange: bool, of_memory: bool, of_input: bool
 ) -> None:
     said = said_of(who, error)
@@ -107,19 +107,19 @@ def test_memory_that_torch_cannot_allocate_is_known_as_such(who: RankInfo) -> No
     assert statement_of(failed.value).of_memory
 
 
-def test_the_users_line_is_told_and_not_torchs(who: RankInfo) -> None:
+def test_the_users_line_is_reported(who: RankInfo) -> None:
     with pytest.raises(RuntimeError) as failed:
         torch.nn.Linear(2, 3)(torch.ones(4, 4))
     assert statement_of(failed.value).line.startswith("test_status_reporter.py:")
     assert "torch.nn.Linear(2, 3)" in statement_of(failed.value).line
 
 
-def test_the_first_that_was_written_stays(who: RankInfo) -> None:
+def test_the_first_statement_is_kept(who: RankInfo) -> None:
     assert said_of(who, ValueError("first")) == said_of(who, KeyError("second"))
 
 
 @pytest.mark.parametrize(("code", "is_told"), [(0, False), (None, False), (3, True), ("no", True)])
-def test_an_exit_is_told_if_it_is_a_failure(who: RankInfo, code: Any, is_told: bool) -> None:
+def test_a_failing_exit_is_reported(who: RankInfo, code: Any, is_told: bool) -> None:
     assert (said_of(who, SystemExit(code)) is not None) == is_told
 
 
@@ -137,7 +137,7 @@ def test_torchrun_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert abs(read.timestamp - time.time()) < 600
 
 
-def test_a_rank_that_is_asked_says_where_it_is(tmp_path: Path) -> None:
+def test_a_rank_prints_its_stack_on_request(tmp_path: Path) -> None:
     place = RankFiles(path=tmp_path)
     answer_when_asked(place)
     with place.ask.open("wb", buffering=0) as asking:

@@ -26,7 +26,7 @@ def pipelines() -> Iterator[tuple[str, PipelineStages, Order]]:
         yield schedule, program.pipeline.stages, program.pipeline.order
 
 
-def test_a_stage_begins_where_one_device_does() -> None:
+def test_a_stage_starts_with_the_random_state_of_one_device() -> None:
     for schedule, stages, order in pipelines():
         everywhere = Draws(stages, own=())
         torch.manual_seed(_SEED)
@@ -73,7 +73,7 @@ def test_a_stage_begins_where_one_device_does() -> None:
         lambda x: x[torch.randperm(4)[:2]],
     ],
 )
-def test_letting_numbers_pass_leaves_what_drawing_them_leaves(draw: object) -> None:
+def test_skipping_random_numbers_equals_drawing_them(draw: object) -> None:
     model = nn.Linear(7, 7)
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def priced(graph: Graph, rng: random.Random) -> CostTable:
     return replace(costs, operators=operators, links=links, far_bytes=1 << 40)
 
 
-def test_only_what_is_read_where_most_must_be_is_looked_at() -> None:
+def test_only_values_read_at_the_peak_are_considered_for_slicing() -> None:
     """In a perceptron that is where a gelu's gradient is made; before a single layer is none."""
     layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     perceptron = Trial(layers, square, torch.randn(600, 64)).plain
@@ -69,7 +69,7 @@ def dropped(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_fate_counts_as_the_predictor_says(name: str) -> None:
+def test_the_estimator_agrees_with_the_predictor_for_all_choices(name: str) -> None:
     torch.manual_seed(0)
     once = tower(LAYERS[name], 3, 200, height=2).plain
     sliced = 0

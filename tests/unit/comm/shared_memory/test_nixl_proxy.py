@@ -87,7 +87,7 @@ def _sends_back_what_it_hears(stranger: socket.socket) -> None:
     "act",
     [_claims_a_rank, _claims_a_rank_that_is_none, _says_too_little, _sends_back_what_it_hears],
 )
-def test_a_stranger_that_comes_first_takes_nobody_s_place(
+def test_a_stranger_that_connects_first_is_rejected(
     act: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(carrier, "_ANSWER_SECONDS", 1.0)
@@ -104,7 +104,7 @@ def test_a_stranger_that_comes_first_takes_nobody_s_place(
     close(carriers)
 
 
-def test_who_answers_without_knowing_the_cookies_is_no_carrier() -> None:
+def test_a_proxy_without_the_cookies_is_rejected() -> None:
     """Somebody else listens where rank 1 was said to."""
     own = made(0)
     with socket.create_server(("127.0.0.1", 0)) as listening:

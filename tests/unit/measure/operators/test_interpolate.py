@@ -43,7 +43,7 @@ def test_the_same_operator_is_off_by_the_same_factor(times: float, nbytes: int) 
     assert found.workspace_bytes == round((nbytes + 1000) / 2)
 
 
-def test_next_best_is_an_operator_of_the_same_kind() -> None:
+def test_without_the_operator_one_of_the_same_kind_is_used() -> None:
     mover, product = node("mul", nbytes=1000), node("mm", nbytes=1000, flops=10)
     wanted = node("add", nbytes=4000)
     costs = CostTable(
@@ -57,7 +57,7 @@ def test_next_best_is_an_operator_of_the_same_kind() -> None:
     assert found.seconds.value == pytest.approx(2.0 * PLAIN.declared_seconds(wanted).value)
 
 
-def test_with_no_neighbour_the_roofline_stands() -> None:
+def test_without_a_similar_operator_the_roofline_is_used() -> None:
     product, wanted = node("mm", nbytes=1000, flops=10), node("add", nbytes=4000)
     costs = CostTable(device=DEVICE, operators={product.signature: measured(product, 9.0)})
     found = declared_from(costs, [product, wanted])[wanted.signature]

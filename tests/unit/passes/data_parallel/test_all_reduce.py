@@ -54,7 +54,7 @@ def test_buckets_are_filled_in_the_order_of_the_backward_pass(
         assert all(n.is_free or n.op == "aten.cat.default" for n in between)
 
 
-def test_each_gradient_leaves_as_it_lay() -> None:
+def test_each_gradient_keeps_its_strides() -> None:
     before = chain(gradients=3)
     after = reduced(before, bucket_bytes=1 << 20)
     for old, new in zip(before.outputs, after.outputs, strict=True):
@@ -79,7 +79,7 @@ def test_a_gradient_of_another_dtype_has_its_own_bucket() -> None:
     assert [c.sent_bytes for c in sent if c is not None] == [1024, 512, 1024]
 
 
-def test_a_bucket_is_summed_where_it_lies() -> None:
+def test_a_bucket_is_reduced_in_place() -> None:
     graph = reduced(chain(gradients=4), bucket_bytes=2048)
     for issued in map(graph.by_name.__getitem__, graph.collectives):
         assert issued.mutates == issued.inputs
@@ -88,13 +88,13 @@ def test_a_bucket_is_summed_where_it_lies() -> None:
         ]
 
 
-def test_a_gradient_that_is_read_besides_is_not_written_into() -> None:
+def test_a_gradient_with_other_readers_is_not_overwritten() -> None:
     after = reduced(chain(gradients=2), bucket_bytes=1)
     assert after.users["work0"][-1] == "work1"
     assert [after.by_name[name].mutates for name in after.collectives] == [(), ("work1",)]
 
 
-def test_of_one_gradient_of_two_parameters_each_has_its_own_sum() -> None:
+def test_a_gradient_shared_by_two_parameters_is_reduced_for_each() -> None:
     graph = chain(gradients=2)
     outputs = tuple(replace(o, node="work1") if o.node == "work0" else o for o in graph.outputs)
     after = reduced(replace(graph, outputs=outputs), bucket_bytes=1)
@@ -110,7 +110,7 @@ def test_a_gradient_with_gaps_is_refused() -> None:
         reduced(graph, bucket_bytes=1)
 
 
-def test_the_loss_of_all_is_the_sum_of_what_each_weighs() -> None:
+def test_the_global_loss_is_the_weighted_sum_of_the_losses() -> None:
     before = random_step(3)
     graph = with_whole_loss(before, num_ranks=4, transport=GLOO)
     (old,), (new,) = (
@@ -162,7 +162,7 @@ def _assert_nothing_reads_what_is_overwritten(graph: Graph) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10_000), bucket_bytes=st.integers(1, 16_384), parts=st.integers(2, 5))
-def test_of_micro_batches_the_last_sends_what_all_have_added_up(
+def test_accumulated_gradients_are_sent_with_the_last_micro_batch(
     seed: int, bucket_bytes: int, parts: int
 ) -> None:
     before = random_step(seed)
@@ -187,7 +187,7 @@ def test_of_micro_batches_the_last_sends_what_all_have_added_up(
         assert sorted(targets) == sorted(given * kinds)
 
 
-def test_a_lone_sum_is_no_parameters_own_tensor() -> None:
+def test_a_single_accumulated_gradient_is_sent_as_a_view() -> None:
     """Whoever waits for it sees that nobody else holds it."""
     graph = bucketed_all_reduce(
         chain(gradients=1), bucket_bytes=1, num_ranks=2, transport=GLOO, repeats=2
@@ -198,7 +198,7 @@ def test_a_lone_sum_is_no_parameters_own_tensor() -> None:
     assert graph.by_name[sent].is_view
 
 
-def test_a_sum_is_sent_behind_what_it_adds() -> None:
+def test_sending_a_sum_before_its_last_term_is_a_problem() -> None:
     graph = bucketed_all_reduce(
         chain(gradients=3), bucket_bytes=1 << 20, num_ranks=2, transport=GLOO, repeats=2
     )

@@ -97,7 +97,7 @@ def test_waiting_later_never_holds_less(seed: int, again: bool, window: int) -> 
 @given(st.integers(0, 10_000), st.integers(1, 20), st.integers(0, 8192))
 @example(*TOO_SOON[0])
 @example(*TOO_SOON[1])
-def test_what_is_sent_ahead_fits_into_the_room_there_is(seed: int, count: int, spare: int) -> None:
+def test_prefetched_collectives_fit_into_the_free_memory(seed: int, count: int, spare: int) -> None:
     program = in_shares(seed)
     before = liveness(program, None)
     alive = zip(program.instructions, before.bytes_at, strict=True)
@@ -113,7 +113,7 @@ def test_what_is_sent_ahead_fits_into_the_room_there_is(seed: int, count: int, s
     assert lines(issued_ahead(program, count, [1 << 40] * len(room))) == lines(freely)
 
 
-def test_a_window_counts_exchanges_issued_behind() -> None:
+def test_the_lag_counts_collectives_issued_after() -> None:
     program = Program.plain(
         bucketed_all_reduce(chain(gradients=4), bucket_bytes=1, num_ranks=2, transport=GLOO)
     )
@@ -126,7 +126,7 @@ def test_a_window_counts_exchanges_issued_behind() -> None:
     assert lines(waits_within(program, None))[-4:] == waited
 
 
-def test_no_wait_behind_what_reads_the_result() -> None:
+def test_no_wait_comes_after_a_reader_of_its_result() -> None:
     program = Program.plain(gathered(chain(), ["parameter:p1"], num_ranks=2, transport=GLOO))
     late = lines(waits_within(program, None))
     assert late.index("parameter:p1_gathered_waited") == late.index("work1") - 1

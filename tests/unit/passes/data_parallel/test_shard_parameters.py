@@ -19,7 +19,7 @@ from tests.support.made_up import chain
 NAME = "parameter:p0"
 
 
-def test_the_step_lies_on_one_share_and_gathers_the_whole() -> None:
+def test_a_step_on_sharded_parameters_gathers_them() -> None:
     before = chain()
     graph = gathered(before, [NAME], num_ranks=4, transport=GLOO)
     assert graph.by_name[NAME].outputs[0].shape == (64,)
@@ -32,7 +32,7 @@ def test_the_step_lies_on_one_share_and_gathers_the_whole() -> None:
     assert waited.inputs == (f"{NAME}_gathered", NAME)
 
 
-def test_its_gradient_is_reduced_and_scattered() -> None:
+def test_the_gradient_of_a_sharded_parameter_is_reduce_scattered() -> None:
     graph = gathered(chain(), [NAME], num_ranks=4, transport=GLOO)
     output = next(o for o in graph.outputs if o.target == NAME)
     assert graph.by_name[output.node].outputs[0].shape == (64,)
@@ -43,7 +43,7 @@ def test_its_gradient_is_reduced_and_scattered() -> None:
     assert [c.held_bytes for c in kinds if c] == [0, 2 * 256]
 
 
-def test_a_gradient_stays_until_others_have_its_rows_and_the_sum_is_of_ones_own() -> None:
+def test_a_gradient_is_kept_until_its_reduce_scatter_ends() -> None:
     graph = gathered(chain(), ["parameter:p0", "parameter:p2"], num_ranks=2, transport=GLOO)
     assert graph.users["work0"] == ("work0_scattered", "work0_scattered_waited", "work1")
     assert [graph.by_name[f"work{k}_scattered"].mutates for k in (0, 2)] == [(), ()]
@@ -57,7 +57,7 @@ def test_a_gradient_stays_until_others_have_its_rows_and_the_sum_is_of_ones_own(
     assert lying == [sent.name, own.name]
 
 
-def test_a_gradient_that_does_not_lie_row_by_row_is_laid_so_to_be_scattered() -> None:
+def test_a_non_contiguous_gradient_is_copied_before_its_reduce_scatter() -> None:
     """What is sent to a rank lies side by side."""
     graph = chain()
     turned = replace(graph.by_name["work0"].outputs[0], shape=(16, 16), stride=(1, 16))
@@ -77,7 +77,7 @@ def test_a_gradient_that_does_not_lie_row_by_row_is_laid_so_to_be_scattered() ->
     assert scattered.by_name[output.node].outputs[0].shape == (8, 16)
 
 
-def test_gathering_again_is_recomputing_the_gather() -> None:
+def test_gathering_twice_recomputes_the_all_gather() -> None:
     plain = Program.plain(gathered(chain(), [NAME], num_ranks=2, transport=GLOO))
     again = with_copies(plain, {f"{NAME}_gathered", f"{NAME}_gathered_waited"})
     assert again.problems() == []
@@ -87,7 +87,7 @@ def test_gathering_again_is_recomputing_the_gather() -> None:
     assert not recomputable(plain.graph) & {i.node for i in again.recomputed}
 
 
-def test_gathered_for_each_pass_it_is_not_held_in_between() -> None:
+def test_a_parameter_gathered_for_each_pass_is_freed_in_between() -> None:
     graph = gathered(chain(), [NAME], num_ranks=2, transport=GLOO, regathered=[NAME])
     first, second = f"{NAME}_gathered_waited", f"{NAME}_regathered_waited"
     assert (graph.users[first], graph.users[second]) == (("loss",), ("work0",))
@@ -97,7 +97,7 @@ def test_gathered_for_each_pass_it_is_not_held_in_between() -> None:
     assert Program.plain(graph).sent_bytes == Program.plain(once).sent_bytes + 512
 
 
-def test_views_of_what_is_gathered_again_are_looked_at_again() -> None:
+def test_views_of_a_regathered_parameter_are_recomputed() -> None:
     graph = chain()
     tensor = graph.by_name[NAME].outputs[0]
     looks = Node(
@@ -116,7 +116,7 @@ def test_views_of_what_is_gathered_again_are_looked_at_again() -> None:
     assert Program.plain(graph).problems() == []
 
 
-def test_what_only_the_backward_pass_reads_is_gathered_once() -> None:
+def test_a_parameter_read_by_the_backward_pass_only_is_gathered_once() -> None:
     graph = chain()
     loss = graph.by_name["loss"]
     unread = replace(loss, inputs=tuple(i for i in loss.inputs if i != NAME))
@@ -125,7 +125,7 @@ def test_what_only_the_backward_pass_reads_is_gathered_once() -> None:
     assert f"{NAME}_regathered" not in graph.by_name
 
 
-def test_what_reads_a_gathered_parameter_can_still_be_recomputed() -> None:
+def test_readers_of_a_gathered_parameter_can_be_recomputed() -> None:
     graph = chain()
     reads = Node(
         name="act", op="aten.add.Tensor", inputs=(NAME,), signature="work",
@@ -144,7 +144,7 @@ def test_what_reads_a_gathered_parameter_can_still_be_recomputed() -> None:
     assert Recompute.is_exact
 
 
-def test_those_that_follow_one_another_are_exchanged_together() -> None:
+def test_consecutive_parameters_share_a_bucket() -> None:
     names = [f"parameter:p{k}" for k in range(4)]
     wide = chain(gradients=4)
     graph = gathered(
@@ -179,7 +179,7 @@ def test_those_that_follow_one_another_are_exchanged_together() -> None:
     assert summed.collectives == graph.collectives
 
 
-def test_what_is_put_together_is_neither_made_again_nor_sent_off() -> None:
+def test_bucketed_parameters_are_neither_recomputed_nor_offloaded() -> None:
     names = ["parameter:p0", "parameter:p1"]
     graph = _read_twice(chain(), names)
     graph = gathered(

@@ -32,7 +32,7 @@ def _link(rate: float) -> Link:
     ("rate", "forward", "backward"),
     [(4000.0, 1.0, 2.0), (1000.0, 1.0, 2.0), (800.0, 1.25, 2.0), (250.0, 4.0, 4.0)],
 )
-def test_only_what_outlasts_a_pass_is_waited_for(
+def test_only_transfers_longer_than_a_pass_are_waited_for(
     rate: float, forward: float, backward: float
 ) -> None:
     found = with_offload(_BLOCK, _link(rate))
@@ -41,7 +41,7 @@ def test_only_what_outlasts_a_pass_is_waited_for(
     assert found.exchange_seconds == pytest.approx(_BLOCK.exchange_seconds + waited)
 
 
-def test_it_is_held_there_and_two_blocks_of_it_are_here() -> None:
+def test_offloaded_blocks_lie_on_the_host_and_two_on_the_device() -> None:
     found = with_offload(replace(_BLOCK, recompute_bytes=100), _link(1000.0))
     assert found.saved_bytes == 0
     assert found.offloaded_bytes == 1000
@@ -50,6 +50,6 @@ def test_it_is_held_there_and_two_blocks_of_it_are_here() -> None:
     assert (found.flops, found.parameters) == (_BLOCK.flops, _BLOCK.parameters)
 
 
-def test_the_longer_way_back_hides_behind_what_is_computed_again() -> None:
+def test_fetching_overlaps_with_recomputation() -> None:
     again = replace(_BLOCK, recompute_seconds=1.0)
     assert with_offload(again, _link(1000 / 3)).backward_seconds == pytest.approx(2.0)

@@ -73,7 +73,7 @@ def test_a_ring_in_one_scope_is_that_of_thakur(n: int, link: Link, nbytes: int) 
     assert by(found, Algorithm.IN_SCOPES) == replace(ring, algorithm=Algorithm.IN_SCOPES)
 
 
-def test_through_one_rank_all_goes_in_and_out_of_it() -> None:
+def test_all_traffic_of_the_through_one_algorithm_passes_one_rank() -> None:
     found = by(all_reduce(route(FLAT, range(8)), 1000), Algorithm.THROUGH_ONE)
     assert found.seconds == pytest.approx(2 * 7 * (3e-6 + 1000 / 240e9))
     assert found.sent_bytes == 7000
@@ -104,7 +104,7 @@ def test_a_tree_waits_for_the_depth_of_each_level() -> None:
     assert found.seconds == pytest.approx(2 * (3 * 3e-6 + 4 * 10e-6 + moves))
 
 
-def test_two_ranks_far_apart_pass_every_gate_between_them() -> None:
+def test_a_message_passes_every_link_between_two_ranks() -> None:
     uplink = Link(kind="uplink", latency_seconds=1e-5, bytes_per_second=1e9)
     racks = even(8, 4, 2, links=(INSIDE, OUTSIDE, uplink), ports=(1, 8, 1))
     near, far = (send(route(racks, ranks), 10**9) for ranks in ([0, 1], [0, 63]))
@@ -144,7 +144,7 @@ def test_groups_inside_nodes_share_nothing() -> None:
     assert alone == beside
 
 
-def test_the_way_to_the_ports_leads_over_the_host() -> None:
+def test_the_path_to_network_ports_includes_the_host_link() -> None:
     text = """
         [device.d]
         memory = "1 GiB"
@@ -271,7 +271,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(
     st.lists(PLAIN, min_size=3, max_size=3),
     SIZES,
 )
-def test_no_way_outruns_what_each_rank_must_receive(
+def test_no_algorithm_beats_the_lower_bound_of_received_bytes(
     counts: list[int], links: list[Link], nbytes: int
 ) -> None:
     """A rank has its own share and needs the others: over its own link, or its node's."""
@@ -291,7 +291,7 @@ def test_an_uneven_group_has_no_ring_in_each_scope() -> None:
     assert Algorithm.IN_SCOPES in even_names
 
 
-def test_members_of_unlike_height_have_no_shares_in_common() -> None:
+def test_groups_of_unequal_depth_have_no_hierarchical_algorithm() -> None:
     node = TopologyLevel(name="node", members=(member(DEVICES[0], 8, INSIDE),))
     mixed = TopologyLevel(
         name="mixed",
@@ -307,7 +307,7 @@ def test_the_slower_of_two_networks_sets_the_pace() -> None:
     assert by(unlike, Algorithm.RING).seconds > 10 * by(alike, Algorithm.RING).seconds
 
 
-def test_what_is_doubtful_is_said() -> None:
+def test_an_algorithm_has_the_uncertainty_of_its_least_known_link() -> None:
     sure, unsure = (replace(INSIDE, doubt=doubt) for doubt in (0.1, 0.4))
     (first, *_) = all_reduce(route(even(2, 2, links=(sure, unsure)), range(4)), 1000)
     assert first.doubt == 0.4

@@ -29,7 +29,7 @@ _FIND = {
 @pytest.mark.parametrize(
     ("name", "stride"), [("dgx-h100", 1), ("p2.16xlarge", 1), ("dgx-1-v100", 1), ("p2.16xlarge", 4)]
 )
-def test_a_curve_is_what_the_quickest_algorithm_takes(name: str, stride: int) -> None:
+def test_a_curve_is_the_time_of_the_fastest_algorithm(name: str, stride: int) -> None:
     tree = Cluster.named(name).tree
     numbers = [n for n in (2, 4, 8) if n * stride <= tree.num_devices]
     found = collective_curves(tree, axis="data", numbers=numbers, stride=stride)
@@ -45,7 +45,7 @@ def test_a_curve_is_what_the_quickest_algorithm_takes(name: str, stride: int) ->
 
 
 @pytest.mark.parametrize("kind", [Exchange.ALL_REDUCE, Exchange.ALL_GATHER])
-def test_prices_go_by_all_that_is_exchanged(kind: Exchange) -> None:
+def test_prices_depend_on_the_total_bytes(kind: Exchange) -> None:
     cluster = Cluster.named("dgx-h100")
     costs = CostTable(
         device=cluster.device,

@@ -95,7 +95,7 @@ STORIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_the_culprit_is_named_whichever_rank_it_is(story: str) -> None:
+def test_the_failing_rank_is_named_whichever_it_is(story: str) -> None:
     culprit, witness, cause = STORIES[story]
     for order in sorted(set(permutations([True, False, False]))):
         found = verdict(case(*(culprit if guilty else witness for guilty in order)))
@@ -107,7 +107,7 @@ def test_the_culprit_is_named_whichever_rank_it_is(story: str) -> None:
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_what_is_decided_at_once_stays_so(story: str) -> None:
+def test_an_immediate_verdict_is_final(story: str) -> None:
     culprit, witness, cause = STORIES[story]
     early = certain_verdict(case(culprit, witness))
     waits = ("hanging", "other exchange", "ended early")
@@ -115,21 +115,21 @@ def test_what_is_decided_at_once_stays_so(story: str) -> None:
     assert early is None or str(early) == str(verdict(case(culprit, witness)))
 
 
-def test_of_two_failures_the_first_counts() -> None:
+def test_the_first_of_two_failures_is_reported() -> None:
     for first, second in ((1.0, 2.0), (2.0, 1.0)):
         found = verdict(case(raised(first), ended(-signal.SIGSEGV, second)))
         assert isinstance(found, RankFailed)
         assert found.rank == int(second < first)
 
 
-def test_want_of_memory_is_told_only_with_evidence() -> None:
+def test_out_of_memory_is_reported_only_with_evidence() -> None:
     killed = (lost(), ended(-signal.SIGKILL))
     assert "memory" not in verdict(case(*killed)).happened
     assert "probably out of memory" in verdict(case(*killed, oom_kills=1)).happened
     assert "memory" not in verdict(case(lost(), ended(-signal.SIGSEGV), oom_kills=1)).happened
 
 
-def test_what_no_rank_can_honour_is_no_rank_s_fault() -> None:
+def test_an_error_of_the_input_blames_no_rank() -> None:
     found = verdict(case(raised(2.0), raised(1.0, of_input=True, expected="a", remedy="b")))
     assert type(found) is BadInput
     assert (found.expected, found.remedy) == ("a", "b")
@@ -142,7 +142,7 @@ def refused(seconds: float = 1.0) -> dict[str, Any]:
     return raised(seconds, of_input=True, expected="a", remedy="b")
 
 
-def test_what_only_one_rank_cannot_honour_is_told_of_that_rank() -> None:
+def test_a_request_impossible_on_one_rank_names_it() -> None:
     """Once the others had time to say the same."""
     assert certain_verdict(case(asked(at(5)), refused())) is None
     for other in (asked(at(5)), lost()):
@@ -169,7 +169,7 @@ def test_who_exchanges_by_torch_while_another_waits_for_its_share_of_memory_is_n
     assert RankStatus.of_json(json.loads(json.dumps(missing.to_json()))) == missing
 
 
-def test_a_rank_that_was_never_there_is_absent_unless_more_is_known() -> None:
+def test_a_missing_rank_is_reported_absent() -> None:
     said = RankStatus(kind="RankFailed", text="", of_exchange=True, absent=1)
     missed = {"statement": said}
     for facts, cause in (
@@ -182,20 +182,20 @@ def test_a_rank_that_was_never_there_is_absent_unless_more_is_known() -> None:
         assert (found.rank, found.cause) == (1, cause)
 
 
-def test_complaints_alone_blame_nobody_wrongly() -> None:
+def test_lost_connections_alone_are_blamed_on_the_exchange() -> None:
     found = verdict(case(lost(2.0), lost(1.0)))
     assert isinstance(found, RankFailed)
     assert (found.cause, GLOO in found.happened) == ("exchange", True)
 
 
-def test_with_the_recorder_switched_off_nobody_is_blamed_for_waiting() -> None:
+def test_without_the_flight_recorder_no_rank_is_blamed_for_waiting() -> None:
     nothing = RankProgress(is_waiting=True)
     found = verdict(case(lost(progress=nothing), asked(nothing), asked(nothing)))
     assert isinstance(found, RankFailed)
     assert found.cause == "exchange"
 
 
-def test_a_rank_that_is_slow_to_speak_is_not_blamed_for_one_that_gloo_ended() -> None:
+def test_a_slow_rank_is_not_blamed_for_one_ended_by_gloo() -> None:
     found = verdict(case(ended(-signal.SIGABRT, stderr=None), asked(None), lost()))
     assert isinstance(found, RankFailed)
     assert (found.rank, found.cause) == (0, "other exchange")
@@ -231,12 +231,12 @@ FIELDS = st.dictionaries(st.sampled_from(sorted(RankStatus.__slots__)), JSON)
 
 
 @given(FIELDS)
-def test_a_statement_of_any_form_is_read(found: dict[str, Any]) -> None:
+def test_any_status_statement_is_read(found: dict[str, Any]) -> None:
     said = RankStatus.of_json(found)
     assert all(c.isprintable() for c in said.kind + said.text + said.line)
 
 
-def test_a_statement_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_status_statement_is_written_and_read(tmp_path: Path) -> None:
     said = RankStatus(
         kind="K", text="t", at_seconds=1.5, of_memory=True, differs=(1, "plan"), progress=at(3)
     )
@@ -260,7 +260,7 @@ def test_a_file_that_is_not_ours_is_no_statement(tmp_path: Path, text: str) -> N
         ("oom 3\n", 0),
     ],
 )
-def test_kills_for_want_of_memory_are_counted_in_either_form(
+def test_out_of_memory_kills_are_counted_in_both_cgroup_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, count: int
 ) -> None:
     (tmp_path / "events").write_text(text)
@@ -279,7 +279,7 @@ def test_kills_for_want_of_memory_are_counted_in_either_form(
     ],
     ids=["lost a collective", "aborted by gloo", "waits", "the others wait"],
 )
-def test_who_came_alone_with_another_batch_is_named_with_its_shape(own: Any, others: Any) -> None:
+def test_a_rank_with_a_different_batch_is_named_with_its_shape(own: Any, others: Any) -> None:
     words = "at step 5 [0] has shape [3, 8] and not [4, 8]"
     for order in sorted(set(permutations([True, False, False]))):
         odd = {**own, "pending_check": ("batch", words)}
@@ -314,7 +314,7 @@ def not_finite(seconds: float) -> dict[str, Any]:
     return {"statement": RankStatus.of_json(json.loads(json.dumps(said.to_json()))), "status": 4}
 
 
-def test_who_says_first_that_the_loss_is_not_finite_is_not_blamed_for_it() -> None:
+def test_the_first_report_of_a_non_finite_loss_is_not_blamed() -> None:
     """All ranks find it at once, and each names the one whose own values were so."""
     for evidence in (case(not_finite(1.0), not_finite(2.0)), case(not_finite(1.0), {})):
         found = certain_verdict(evidence)

@@ -70,7 +70,7 @@ def test_a_mix_fits_and_is_between_the_bound_and_every_mix_of_two(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", _SEEDS)
-def test_what_is_kept_elsewhere_has_room_there(seed: int) -> None:
+def test_offloaded_activations_fit_into_host_memory(seed: int) -> None:
     draw = random.Random(seed)
     kinds, count = _kinds(draw), draw.randint(1, 7)
     moved = [
@@ -105,7 +105,7 @@ def test_what_is_kept_elsewhere_has_room_there(seed: int) -> None:
     assert least * (1 - 1e-12) <= found.seconds <= 1.25 * least
 
 
-def test_blocks_go_elsewhere_only_as_far_as_the_room_is_short() -> None:
+def test_blocks_are_offloaded_only_as_far_as_memory_is_short() -> None:
     """80 blocks of a 70B model: 3.3 GiB each as it is, 1.4 with 13 calls computed again, none
     moved, which takes 5 % longer; and the memory of the host has room for all."""
     kinds = [
@@ -128,7 +128,7 @@ def test_blocks_go_elsewhere_only_as_far_as_the_room_is_short() -> None:
 
 
 @pytest.mark.parametrize("seed", _SEEDS)
-def test_of_equals_the_mix_with_least_done_to_it_is_taken(seed: int) -> None:
+def test_the_simplest_of_equal_mixtures_is_taken(seed: int) -> None:
     """Where something else sets the pace, computing again and moving cost nothing."""
     draw = random.Random(seed)
     count = draw.randint(2, 7)

@@ -58,7 +58,7 @@ def test_a_layout_nearer_than_the_error_between_them_is_named() -> None:
     assert "accurate to within 20 %" in said
 
 
-def test_a_layout_farther_than_that_is_told_apart() -> None:
+def test_a_layout_farther_than_the_error_is_distinguished() -> None:
     assert _said(_laid(ParallelLayout(data=4, tensor=2), 1.25)) == ""
 
 
@@ -68,7 +68,7 @@ def test_layouts_of_one_kind_are_held_to_the_error_of_that() -> None:
     assert "data 8, ZeRO-3" in _said(states, alike=0.15)
 
 
-def test_the_same_degrees_in_other_micro_batches_are_no_rival() -> None:
+def test_layouts_that_differ_in_micro_batches_only_are_no_rivals() -> None:
     assert _said(_laid(ParallelLayout(data=8, micro_batches=4), 1.01)) == ""
 
 
@@ -80,7 +80,7 @@ def test_no_more_than_three_are_named_and_the_others_counted() -> None:
     assert "and up to 2 more" in said
 
 
-def test_layouts_are_said_by_their_degrees() -> None:
+def test_layouts_are_described_by_their_degrees() -> None:
     assert describe_layout(ParallelLayout()) == "one device"
     assert describe_layout(ParallelLayout(data=2, tensor=4, pipeline=8, state_stage=1)) == (
         "data 2 x tensor 4 x pipeline 8, ZeRO-1"

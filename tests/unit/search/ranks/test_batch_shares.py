@@ -21,7 +21,7 @@ _SPEEDS = st.lists(st.floats(0.05, 1.0), min_size=2, max_size=6)
 
 
 @given(st.integers(6, 500), _SPEEDS)
-def test_all_samples_are_shared_out_and_none_is_off_by_a_whole_one(
+def test_shares_cover_all_samples_and_are_off_by_less_than_one(
     size: int, speeds: list[float]
 ) -> None:
     shares = in_whole_units(size, speeds)
@@ -65,7 +65,7 @@ def test_two_ranks_take_at_most_a_sample_more_than_the_best_shares(
         assert max(ranks.works(found)) <= min(max(ranks.works(s)) for s in ranks.asked) / 0.98
 
 
-def test_twice_as_fast_is_twice_as_much_and_neighbours_are_tried() -> None:
+def test_a_rank_twice_as_fast_gets_twice_the_share() -> None:
     ranks = _Ranks([0, 0], [1, 2])
     assert unequal_shares(24, [24, 48], ranks.timed) == (16, 8)
     ranks = _Ranks([0, 0], [1, 2])
@@ -73,7 +73,7 @@ def test_twice_as_fast_is_twice_as_much_and_neighbours_are_tried() -> None:
     assert {(5, 3), (6, 2)} <= {*ranks.asked}
 
 
-def test_where_working_less_takes_longer_one_unit_is_moved_the_other_way() -> None:
+def test_shares_move_back_if_a_smaller_share_is_slower() -> None:
     works = {(16, 8): (16.2, 16.0), (15, 9): (15.2, 18.0), (17, 7): (17.2, 14.0)}
     # What the slow rank's exchange takes is not among what it works.
     asked: list[Shares] = []
@@ -87,7 +87,7 @@ def test_where_working_less_takes_longer_one_unit_is_moved_the_other_way() -> No
     assert asked == [(16, 8), (15, 9), (17, 7)]
 
 
-def test_prices_by_which_a_smaller_share_takes_less_than_its_part_move_nothing() -> None:
+def test_sublinear_prices_move_no_samples() -> None:
     fast, slow = {32: 2.70, 33: 2.78, 34: 2.87}, {16: 2.70, 15: 2.62, 14: 2.5}
 
     def timed(shares: Shares) -> tuple[float, Sequence[float]]:
@@ -99,7 +99,7 @@ def test_prices_by_which_a_smaller_share_takes_less_than_its_part_move_nothing()
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_ranks_that_are_alike_take_equal_shares(count: int) -> None:
+def test_equal_ranks_get_equal_shares(count: int) -> None:
     ranks = _Ranks([0] * count, [1] * count)
     assert unequal_shares(12, [12.0] * count, ranks.timed) is None
     assert not ranks.asked
@@ -114,7 +114,7 @@ def test_units_are_enough_for_all_ranks_and_no_more_than_that_takes(ranks: int, 
     assert not any(24 * ranks <= fewer < units for fewer in possible)
 
 
-def test_speeds_are_said_beside_the_fastest_and_those_alike_together() -> None:
+def test_speeds_are_printed_relative_to_the_fastest_and_grouped() -> None:
     assert describe_speeds([1, 2]) == "rank 1 computes at 0.50 times the speed of rank 0"
     assert describe_speeds([4, 1, 1]) == "rank 0 computes at 0.25 times the speed of rank 1"
     assert describe_speeds([1, 2, 2, 4]) == (
@@ -148,7 +148,7 @@ def test_shares_are_in_the_fewest_units_for_batches_of_other_sizes_divide_into_t
     assert near_equal_shares(3, tuple(2**n for n in range(12))) == (43, 43, 42)
 
 
-def test_speeds_are_said_of_the_ranks_that_are_used() -> None:
+def test_speeds_are_printed_for_the_used_ranks() -> None:
     assert (
         describe_speeds([1.0, 2.0], (0, 2)) == "rank 2 computes at 0.50 times the speed of rank 0"
     )

@@ -53,20 +53,20 @@ def _gentler(names: list[str], *codecs: Codec) -> dict[str, int]:
     return {rule.parameter: rule.codec.bits for rule in found.rules}
 
 
-def test_what_is_hidden_goes_as_it_is_and_what_is_half_so_in_16_bits() -> None:
+def test_hidden_gradients_stay_exact_and_half_hidden_ones_use_16_bits() -> None:
     assert _gentler([*_SECONDS]) == {"exposed": 2, "half hidden": 16}
 
 
-def test_a_code_that_cannot_be_had_is_not_taken() -> None:
+def test_an_unavailable_codec_is_not_taken() -> None:
     assert _gentler([*_SECONDS], INT8, TERNARY) == {"exposed": 2, "half hidden": 8}
     assert _gentler([*_SECONDS], TERNARY) == {"exposed": 2, "half hidden": 2}
 
 
-def test_what_a_way_is_named_for_stays_in_it() -> None:
+def test_a_candidate_keeps_the_codec_it_is_named_for() -> None:
     assert _gentler(["hidden"], BFLOAT16, TERNARY) == {"hidden": 2}
 
 
-def test_factors_that_take_longer_say_nothing_of_codes_that_are_more_to_send() -> None:
+def test_slow_low_rank_factors_do_not_rule_out_other_codecs() -> None:
     """They are exchanged twice, one after the other."""
 
     def counted(rules: tuple[Rule, ...]) -> Any:

@@ -17,7 +17,7 @@ def looks(own: Pace, steps: list[tuple[float, float]]) -> list[int]:
     return [n for n, step in enumerate(steps) if own.add(*step)]
 
 
-def test_three_steps_in_a_row_beyond_the_interval_are_looked_at_at_once() -> None:
+def test_three_slow_steps_in_a_row_are_examined() -> None:
     steps = [(0.2, 0.05)] * 7 + [(1.8, 1.6)] * IN_A_ROW
     assert looks(pace(), steps) == [9]
 
@@ -33,31 +33,33 @@ def test_three_steps_in_a_row_beyond_the_interval_are_looked_at_at_once() -> Non
         [(1.8, 1.6), (0.1, 0.0)] * 20,
     ],
 )
-def test_what_is_not_three_times_in_a_row_is_not(steps: list[tuple[float, float]]) -> None:
+def test_fewer_than_three_slow_steps_in_a_row_are_not_examined(
+    steps: list[tuple[float, float]],
+) -> None:
     assert looks(pace(), steps) == []
 
 
-def test_steps_that_are_faster_or_wait_less_are_looked_at_too() -> None:
+def test_faster_steps_are_examined_too() -> None:
     assert looks(pace(), [(0.15, 0.0)] * IN_A_ROW) == [IN_A_ROW - 1]
     # Within the interval, but the waiting is gone: the link became faster.
     assert looks(pace(waits=0.1), [(0.19, 0.0)] * IN_A_ROW) == [IN_A_ROW - 1]
 
 
-def test_a_prediction_that_is_always_wrong_is_looked_at_once() -> None:
+def test_a_constant_prediction_error_is_examined_once() -> None:
     own = pace()
     assert looks(own, [(0.3, 0.05)] * IN_A_ROW) == [IN_A_ROW - 1]
     own.settle()
     assert looks(own, [(0.3, 0.05), (0.31, 0.06), (0.29, 0.04)] * 200) == []
 
 
-def test_after_a_look_that_found_nothing_a_striking_change_is_seen_at_once() -> None:
+def test_a_large_change_is_examined_after_a_fruitless_examination() -> None:
     own = pace()
     looks(own, [(0.3, 0.05)] * IN_A_ROW)
     own.settle()
     assert looks(own, [(0.3, 0.05)] * 5 + [(1.9, 1.6)] * IN_A_ROW) == [5 + IN_A_ROW - 1]
 
 
-def test_looks_that_find_nothing_become_seldom() -> None:
+def test_fruitless_examinations_become_rare() -> None:
     """Where the pace goes up and down for ever, no look finds anything."""
     own, found = pace(), []
     for n in range(2000):
@@ -68,6 +70,6 @@ def test_looks_that_find_nothing_become_seldom() -> None:
     assert 0 < len(found) <= 9
 
 
-def test_the_first_steps_of_another_plan_are_passed_over() -> None:
+def test_the_first_steps_of_a_new_plan_are_ignored() -> None:
     own = pace(skips=2)
     assert looks(own, [(3.0, 1.0)] * 2 + [(0.2, 0.05)] * 30) == []

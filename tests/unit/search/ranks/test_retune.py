@@ -44,12 +44,12 @@ def tried(now: float, *choices: Alternative, **how: float) -> list[float]:
     return [c.candidate.seconds for c in found]
 
 
-def test_what_gains_less_than_a_tenth_is_left_alone() -> None:
+def test_gains_below_a_tenth_change_nothing() -> None:
     assert tried(1.0, choice(0.95), choice(0.92, lossy=True)) == []
     assert tried(1.0, choice(0.90)) == [0.90]
 
 
-def test_the_fastest_is_tried_first_and_nothing_behind_one_that_loses_nothing() -> None:
+def test_candidates_are_tried_fastest_first_up_to_an_exact_one() -> None:
     ways = choice(0.5), choice(0.2, lossy=True), choice(0.3, lossy=True), choice(0.6)
     assert tried(1.0, *ways) == [0.2, 0.3, 0.5]
 
@@ -61,11 +61,11 @@ def test_accuracy_is_not_spent_on_less_than_a_tenth() -> None:
     assert tried(1.0, choice(0.40, lossy=True), alone) == [0.40, 0.50]
 
 
-def test_one_host_alone_is_taken_where_its_link_carries_next_to_nothing() -> None:
+def test_one_host_trains_alone_if_its_link_is_nearly_dead() -> None:
     assert tried(9.0, choice(8.0), choice(2.5, lossy=True), choice(0.4, ranks=1)) == [0.4]
 
 
-def test_on_fewer_hosts_gradients_go_as_they_did_but_in_no_code() -> None:
+def test_on_fewer_hosts_gradients_are_uncompressed() -> None:
     class Counting:
         def counted(self, rules: tuple[Rule, ...]) -> LayoutCandidate:
             return LayoutCandidate(
@@ -82,11 +82,11 @@ def test_on_fewer_hosts_gradients_go_as_they_did_but_in_no_code() -> None:
     assert alone.rules == (again,)
 
 
-def test_what_does_not_fit_is_not_tried() -> None:
+def test_candidates_that_do_not_fit_are_not_tried() -> None:
     assert tried(1.0, choice(0.2, ranks=1, nbytes=2000), choice(0.5)) == [0.5]
 
 
-def test_ranks_that_come_back_have_to_be_worth_what_they_are_sent() -> None:
+def test_returning_ranks_must_gain_more_than_their_state_costs() -> None:
     assert tried(0.4, choice(0.2), num_ranks=1, coming_back_seconds=1.0) == [0.2]
     assert tried(0.4, choice(0.2), num_ranks=1, coming_back_seconds=60.0) == []
 
@@ -101,7 +101,7 @@ def test_ranks_that_come_back_have_to_be_worth_what_they_are_sent() -> None:
         ((118.0, 118.0), 3, (0, 1, 2)),
     ],
 )
-def test_the_hosts_that_are_joined_best_go_on(
+def test_the_best_connected_hosts_continue(
     rates: tuple[float, ...], count: int, hosts: tuple[int, ...]
 ) -> None:
     assert best_hosts(rates, count) == hosts
@@ -115,7 +115,7 @@ def test_a_link_among_fewer_is_as_fast_as_its_slowest() -> None:
     assert link_among(link, (3.7e6, 118e6), (0,)) == link
 
 
-def test_of_many_hosts_not_every_number_is_captured() -> None:
+def test_not_every_number_of_many_hosts_is_captured() -> None:
     assert numbers_of_hosts(2) == (1,)
     assert numbers_of_hosts(4) == (1, 2, 3)
     assert numbers_of_hosts(16) == (1, 8, 15)

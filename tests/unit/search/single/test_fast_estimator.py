@@ -42,7 +42,9 @@ def costs_with_workspace(graph: Graph, seed: int) -> CostTable:
 
 @settings(deadline=None, max_examples=200)
 @given(cases)
-def test_peak_and_seconds_are_the_predictors(case: tuple[int, int, bool]) -> None:
+def test_the_estimator_agrees_with_the_predictor_on_peak_and_seconds(
+    case: tuple[int, int, bool],
+) -> None:
     seed, repeats, measured = case
     graph = random_step(seed, num_values=12)
     costs = costs_with_workspace(graph, seed) if measured else CostTable(device=DEVICE)
@@ -67,7 +69,7 @@ def test_peak_and_seconds_are_the_predictors(case: tuple[int, int, bool]) -> Non
 
 @settings(deadline=None, max_examples=300)
 @given(cases)
-def test_what_is_made_several_times_counts_as_the_predictor_says(
+def test_the_estimator_agrees_with_the_predictor_on_repeated_recomputation(
     case: tuple[int, int, bool],
 ) -> None:
     seed, repeats, measured = case
@@ -101,7 +103,7 @@ def test_what_is_made_several_times_counts_as_the_predictor_says(
 
 @settings(deadline=None, max_examples=200)
 @given(cases)
-def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool]) -> None:
+def test_the_estimator_agrees_with_the_predictor_on_offload(case: tuple[int, int, bool]) -> None:
     seed, repeats, measured = case
     rng = random.Random(seed)
     graph = random_step(seed, num_values=12)
@@ -134,7 +136,7 @@ def test_what_is_moved_counts_as_the_predictor_says(case: tuple[int, int, bool])
 
 @settings(deadline=None, max_examples=300)
 @given(cases, st.booleans())
-def test_all_four_fates_count_as_the_predictor_says(
+def test_the_estimator_agrees_with_the_predictor_on_all_four_choices(
     case: tuple[int, int, bool], has_offload_memory: bool
 ) -> None:
     seed, repeats, measured = case
@@ -179,7 +181,7 @@ def test_all_four_fates_count_as_the_predictor_says(
         assert len(codes) + len(times) == len(counted.evicted)
 
 
-def test_a_value_has_one_fate() -> None:
+def test_a_value_has_one_choice() -> None:
     graph = in_floats(random_step(3, num_values=12))
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
     costs = CostTable(device=DEVICE, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=1 << 40)
@@ -198,7 +200,7 @@ def test_a_value_has_one_fate() -> None:
         assert tally.estimate(frozenset({storage, far, coded})).evicted == ()
 
 
-def test_far_memory_that_is_too_small_fits_nothing() -> None:
+def test_too_little_offload_memory_fits_nothing() -> None:
     graph = random_step(3, num_values=12)
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
     costs = CostTable(device=DEVICE, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=4096)
@@ -238,7 +240,7 @@ def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:
     assert seen > 5
 
 
-def test_the_optimizers_step_counts() -> None:
+def test_the_estimator_includes_the_optimizer_step() -> None:
     graph, optimizer = random_step(1), random_step(2, num_values=20)
     update = replace(Program.plain(optimizer), loss="")
     plain, costs = Program.plain(graph, update=update), CostTable(device=DEVICE)

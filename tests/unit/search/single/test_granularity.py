@@ -12,7 +12,7 @@ from steelyard.trades.offload_state import OffloadStateRule
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 48, 64, 960, 2048, 12288])
-def test_the_coarsest_cuts_and_the_finest_are_looked_at(size: int) -> None:
+def test_the_coarsest_and_the_finest_splits_are_tried(size: int) -> None:
     divisors = [k for k in range(2, size + 1) if size % k == 0]
     chosen = micro_batch_counts([*divisors, *divisors])
     assert chosen[:5] == tuple(divisors[:5])
@@ -56,7 +56,7 @@ def test_the_largest_states_are_moved_first_and_at_last_all_with_one_near() -> N
     assert offload_levels(step(), []) == ((),)
 
 
-def test_gradients_and_then_weights_follow_what_the_optimizer_keeps() -> None:
+def test_state_is_offloaded_before_gradients_and_weights() -> None:
     offered = [*rules("optimizer"), *rules("gradient", "ab"), *rules("weight", "abc")]
     levels = offload_levels(step(**SIZES), offered)
 
@@ -80,7 +80,7 @@ def test_without_an_optimizer_weights_are_moved_alone() -> None:
     ]  # fmt: skip
 
 
-def test_of_slices_the_chosen_and_finer_ones_are_looked_at() -> None:
+def test_the_chosen_and_finer_slices_are_tried() -> None:
     offered = [replace(rule, slices=n) for rule in rules("weight", "ab") for n in (2, 8)]
     offered += rules("weight", "c")
     numbers = slice_counts(offered)

@@ -179,7 +179,7 @@ def test_the_bound_for_any_number_of_times_is_below_the_best_plan_there_is() -> 
     assert tight > 10, "a bound that never says more than the unplanned step is of no use"
 
 
-def test_without_values_made_oftener_plans_are_as_before_and_with_them_never_worse() -> None:
+def test_repeated_recomputation_never_makes_plans_worse() -> None:
     """What makes values oftener only adds to what is found."""
     better = 0
     for seed in range(6):
@@ -231,7 +231,7 @@ def test_a_tighter_budget_never_makes_the_plan_faster(seed: int, one: float, two
 
 @settings(deadline=None, max_examples=10)
 @given(seeds)
-def test_what_is_found_is_what_its_rules_say(seed: int) -> None:
+def test_a_found_plan_is_priced_as_its_applied_rules(seed: int) -> None:
     graph = random_step(seed, num_values=12)
     plain = Program.plain(graph)
     least = explored(graph).least.peak_bytes
@@ -252,7 +252,7 @@ def test_what_is_found_is_what_its_rules_say(seed: int) -> None:
     )
 
 
-def test_the_same_question_has_the_same_answer() -> None:
+def test_the_search_is_deterministic() -> None:
     graph = random_step(11, num_values=16)
     limit = explored(graph).least.peak_bytes * 11 // 10
     first, second = found(graph, limit), found(random_step(11, num_values=16), limit)
@@ -262,7 +262,7 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert first.frontier == second.frontier
 
 
-def test_without_a_bound_nothing_is_paid() -> None:
+def test_without_a_budget_no_trade_is_taken() -> None:
     answer = found(random_step(4), None)
     assert answer.rules == ()
     assert answer.taken == ()
@@ -299,7 +299,7 @@ def test_the_next_cent_is_what_more_memory_would_save() -> None:
     assert saved == pytest.approx(answer.next_cent.saved_seconds)
 
 
-def test_what_is_taken_is_priced_by_leaving_it_out() -> None:
+def test_a_taken_offer_is_priced_by_leaving_it_out() -> None:
     graph = tower(6)
     plain = Program.plain(graph)
     limit = (peak_bytes(plain, COSTS) + explored(graph).least.peak_bytes) // 2
@@ -316,7 +316,7 @@ def test_what_is_taken_is_priced_by_leaving_it_out() -> None:
         assert part.pays_seconds >= 0
 
 
-def test_a_plan_for_all_blocks_is_preferred_where_it_is_about_as_good() -> None:
+def test_uniform_plans_of_all_blocks_are_preferred_if_about_as_good() -> None:
     def point(peak_bytes: int, seconds: float, *again: int) -> Point:
         return Point(peak_bytes=peak_bytes, seconds=seconds, choices=frozenset(again))
 
@@ -336,7 +336,7 @@ def test_blocks_that_are_equal_share_a_rule() -> None:
     assert any(r.module == "blocks.*" and r.count == 8 for r in least.rules) or len(least.rules) < 8
 
 
-def test_too_little_memory_names_the_least_and_what_sets_it() -> None:
+def test_too_little_memory_names_the_least_and_its_cause() -> None:
     graph = random_step(4)
     with pytest.raises(Infeasible) as error:
         found(graph, 1000)
@@ -356,7 +356,7 @@ def test_too_little_memory_names_the_least_and_what_sets_it() -> None:
         (3 << 20, "the update of one parameter sets the peak"),
     ],
 )
-def test_what_far_memory_takes_for_itself_is_not_blamed_on_the_model(limit: int, said: str) -> None:
+def test_offload_buffers_are_not_attributed_to_the_model(limit: int, said: str) -> None:
     pieces = LiveTensor(
         nbytes=2 << 20, what=PIECES, path="", line="", phase=Phase.FORWARD, role=Role.BUFFER
     )
@@ -406,7 +406,7 @@ def test_an_optimizer_that_cannot_be_moved_is_named_where_nothing_fits() -> None
     )
 
 
-def test_how_far_from_the_bound_is_said_so_that_it_can_be_read() -> None:
+def test_the_gap_to_the_bound_is_printed_readably() -> None:
     near, far = (str(Gap(step_seconds=s, least_seconds=1.0)) for s in (1.02, 30.91))
     assert near.startswith("within 2.0 % of the lower bound for plans that recompute")
     assert far.startswith("at most 30.9 times the lower bound for plans that recompute")
@@ -423,7 +423,7 @@ def test_a_bound_on_time_that_no_plan_keeps_is_infeasible() -> None:
     assert not search(plain, trades=TRADES, source=Whole(graph), costs=COSTS, budget=within).rules
 
 
-def test_the_batch_is_cut_only_where_that_helps() -> None:
+def test_the_batch_is_split_only_where_that_helps() -> None:
     graph = tower(6)
     source = Split(graph, (1, 2, 4, 8))
     searching = StepSearch(Program.plain(graph), trades=TRADES, source=source, costs=COSTS)
@@ -469,7 +469,7 @@ def test_a_budget_that_the_step_keeps_untraded_is_answered_without_a_long_search
     assert searching.find(Budget(memory_bytes=tight)).rules == ()
 
 
-def test_a_cut_that_is_faster_by_rounding_alone_is_not_taken() -> None:
+def test_a_split_that_is_faster_by_rounding_only_is_not_taken() -> None:
     graph = tower(6)
     plain = Program.plain(graph)
     source = Split(graph, (1, 2))

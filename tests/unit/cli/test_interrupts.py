@@ -1,0 +1,84 @@
+"""Ctrl-C and SIGTERM: exit codes 130 and 143, and one line on stderr."""
+
+import contextlib
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from steelyard.cli import main
+from tests.support.sample import MEASURED
+from tests.unit.cli import fake_api
+from tests.unit.cli.commands import steelyard_process
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["plan train.py", "run train.py --plan train.plan.toml", "frontier train.py", "doctor", "demo"],
+)
+def test_ctrl_c_is_one_line_and_130(verb: str, planned: Path) -> None:
+    process = steelyard_process(
+        *verb.split(), fake="wait", cwd=planned.parent, start_new_session=True
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "waiting\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.startswith("steelyard: interrupted")
+    assert err.count("\n") == 1
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_ctrl_c_swallowed_by_an_import_still_stops(
+    api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def swallow() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    api.outcome = swallow
+    assert main(["plan", "train.py"]) == 130
+    assert capsys.readouterr().err == "steelyard: interrupted\n"
+    assert not Path("train.plan.toml").exists()
+
+    def swallow_and_fail() -> None:
+        swallow()
+        raise AttributeError("partially initialized module")
+
+    api.outcome = swallow_and_fail
+    assert main(["plan", "train.py", "--json"]) == 130
+    captured = capsys.readouterr()
+    assert captured.err.endswith("steelyard: interrupted\n")
+    assert json.loads(captured.out)["kind"] == "Interrupted"
+    api.outcome = None
+    assert main(["plan", "train.py"]) == 0
+
+
+def test_ctrl_c_in_a_run_reports_the_last_step(planned: Path) -> None:
+    process = steelyard_process(
+        *["run", "train.py", "--steps", "100000", "--seed", "50"], fake="answer", cwd=planned.parent
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "note: the first step was taken\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].startswith("steelyard: interrupted after step ")
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_that_sigterm_stopped_shows_its_receipt_and_exits_with_143(
+    api: fake_api.Fake, planned: Path, saved: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("c/step-000003" if saved else "c").mkdir(parents=True)
+    api.measured = replace(MEASURED, steps=3)
+    assert main(["run", "train.py", "--steps", "4", "--checkpoint", "c", "--quiet"]) == 143
+    captured = capsys.readouterr()
+    assert "<- largest miss" in captured.out
+    again = "; go on with --resume c" if saved else ""
+    assert captured.err == f"steelyard: interrupted after step 4 of 4{again}\n"
