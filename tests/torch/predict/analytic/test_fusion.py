@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.published.captured import BLOCKS, captured
+from benchmarks.published.equal_blocks import step_of_equal_blocks
 from benchmarks.published.gpt import Shape
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
@@ -20,7 +21,7 @@ from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.predict.analytic.fusion import FusedKernel, fused, unfused
 from steelyard.predict.analytic.roofline import computed_flops, kernel_seconds
 from steelyard.predict.analytic.sections import sections
-from steelyard.predict.analytic.step import deep_step, tensor_costs
+from steelyard.predict.analytic.step import tensor_costs
 from steelyard.predict.cost_table import CostTable
 
 _SHAPE = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
@@ -136,7 +137,7 @@ def _seconds(stack: SoftwareStack | None, tensor: int = 1, *again: str) -> float
     policy = ActivationPolicy(recomputed_modules=again)
     costs = tensor_costs(_MACHINE, layout)
     parts = sections(_captured(tensor), costs, layout, policy, blocks=BLOCKS, stack=stack)
-    step = deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
+    step = step_of_equal_blocks(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
     return step.step_seconds
 
 
