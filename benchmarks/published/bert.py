@@ -14,6 +14,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.published.captured import BLOCKS, captured
+from benchmarks.published.equal_blocks import step_of_equal_blocks
 from benchmarks.published.gpt import Shape
 from benchmarks.published.rows import Row, declared, facts
 from benchmarks.published.scoring import figure
@@ -22,7 +23,7 @@ from steelyard.hardware.software_stack import SoftwareStack
 from steelyard.ir.model_blocks import MIXED
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.predict.analytic.sections import sections
-from steelyard.predict.analytic.step import deep_step, tensor_costs
+from steelyard.predict.analytic.step import tensor_costs
 
 _SHAPE = Shape(hidden=1024, heads=16, layers=24, sequence=128, vocabulary=30528)
 _SHARES = tuple(s / 100 for s in range(30, 101, 2))
@@ -163,5 +164,7 @@ def _step_seconds(steps: Steps, share: float) -> float:
     stack = SoftwareStack(peak_share=share, bandwidth_share=share)
     graph = _graph(shape, micro_batch=steps.at_once, tensor=1)
     parts = sections(graph, tensor_costs(cluster, layout), layout, blocks=BLOCKS, stack=stack)
-    step = deep_step(parts, cluster, layout, _FORMATS, num_blocks=shape.layers, stack=stack)
+    step = step_of_equal_blocks(
+        parts, cluster, layout, _FORMATS, num_blocks=shape.layers, stack=stack
+    )
     return step.step_seconds

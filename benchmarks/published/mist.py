@@ -35,7 +35,7 @@ def _row(line: dict[str, str]) -> Row:
     shape = Shape(**{name: int(line[name]) for name in names}, dropout=0.0, flash=flash, bare=True)
     batch, micro = int(line["global_batch"]), int(line["micro_batch"])
     blocks = tuple(int(count) for count in line["stage_blocks"].split("/"))
-    layout = ParallelLayout(pipeline=len(blocks), micro_batches=batch // micro, stage_blocks=blocks)
+    layout = ParallelLayout(pipeline=len(blocks), micro_batches=batch // micro)
     s, l, h, v = shape.sequence, shape.layers, shape.hidden, shape.vocabulary
     return Row(
         family="mist, L4",
@@ -44,6 +44,7 @@ def _row(line: dict[str, str]) -> Row:
         graph=partial(_graph, shape, micro_batch=micro, tensor=1),
         cluster=declared(_PAIR),
         layout=layout,
+        stage_blocks=blocks,
         formats=MIXED,
         # mist/modules: fused_softmax.py, fused_dense.py, fused_layer_norm.py.
         stack=SoftwareStack(fuses=True),

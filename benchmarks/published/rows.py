@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.published.captured import BLOCKS
+from benchmarks.published.equal_blocks import step_of_equal_blocks
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.cluster_file import decode_tree
 from steelyard.hardware.software_stack import SoftwareStack
@@ -18,7 +19,7 @@ from steelyard.ir.graph import Graph
 from steelyard.ir.model_blocks import SAVE_ALL, ActivationPolicy, Formats
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.predict.analytic.sections import Section, Sections, sections
-from steelyard.predict.analytic.step import AnalyticStep, deep_step, tensor_costs
+from steelyard.predict.analytic.step import AnalyticStep, tensor_costs
 
 _HERE = Path(__file__).parent
 
@@ -51,6 +52,8 @@ class Row:
     # same share one figure for it, fitted where ``table`` has others than those that are scored.
     beside: str = ""
     policy: ActivationPolicy = SAVE_ALL
+    # The blocks of each stage, if these are unequal.
+    stage_blocks: tuple[int, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -58,12 +61,13 @@ class Row:
 
 
 def predicted(row: Row, stack: SoftwareStack) -> AnalyticStep:
-    return deep_step(
+    return step_of_equal_blocks(
         _parts(row, stack),
         row.cluster,
         row.layout,
         row.formats,
         num_blocks=row.num_blocks,
+        stage_blocks=row.stage_blocks,
         stack=stack,
     )
 

@@ -78,7 +78,6 @@ def _row(line: dict[str, str]) -> Row:
         pipeline=pipeline,
         data=data,
         micro_batches=batch // (data * micro),
-        stage_blocks=_stage_blocks(line["modules"]),
         draws_parts=True,
     )
     s, l, h, v = _SHAPE.sequence, _SHAPE.layers, _SHAPE.hidden, _SHAPE.vocabulary
@@ -89,6 +88,7 @@ def _row(line: dict[str, str]) -> Row:
         graph=partial(_graph, _SHAPE, micro_batch=micro, tensor=tensor),
         cluster=_nodes(layout.num_ranks // 4),
         layout=layout,
+        stage_blocks=_stage_blocks(line["modules"]),
         formats=SINGLE,
         # Single precision has no fused kernels there, and no JIT is asked for. Its engine waits for
         # each send and receive: deepspeed/pipe_engine.py.

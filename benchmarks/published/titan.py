@@ -53,7 +53,6 @@ def llama_row(line: dict[str, str]) -> Row:
         data=data,
         micro_batches=batch // (data * micro),
         virtual=int(line["virtual"]),
-        stage_blocks=tuple(map(int, line["stage_blocks"].split())),
         state_stage=int(line["state_stage"]),
         regathers_activations=int(line["tensor"]) > 1,
     )
@@ -75,6 +74,7 @@ def llama_row(line: dict[str, str]) -> Row:
         ),
         cluster=here,
         layout=layout,
+        stage_blocks=tuple(map(int, line["stage_blocks"].split())),
         policy=ActivationPolicy(recomputed_modules=again, spared=spared),
         formats=_SINGLE_GATHERED_HALF if is_titan else MIXED_WIDE_GRADIENTS,
         stack=SoftwareStack(

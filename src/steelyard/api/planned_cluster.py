@@ -12,7 +12,7 @@ from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.plans.budget import Budget, Minimize
 from steelyard.plans.plan import FrontierPoint, Plan
 from steelyard.plans.trace_span import Span
-from steelyard.predict.analytic.trace import deep_spans
+from steelyard.predict.analytic.trace import analytic_spans
 from steelyard.search import ClusterPlan
 
 
@@ -39,7 +39,7 @@ class PlannedForCluster(Planned):
     def simulated(self) -> tuple[Span, ...]:
         """Return the timeline of one rank per stage; the other ranks of a stage do the same."""
         search, chosen = self._cluster_planner.search, self._chosen
-        return deep_spans(search.stage_costs(chosen), search.stage_blocks(chosen))
+        return analytic_spans(search.stage_costs(chosen), search.stage_blocks(chosen))
 
     def why_not(self, trade: str) -> str:
         check_trade(trade)

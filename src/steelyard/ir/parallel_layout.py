@@ -27,13 +27,12 @@ class ParallelLayout:
     share the batch: equally, or with ``shares`` in proportion to these numbers. ``pipeline`` ranks
     divide the layers of one model.
 
-    Each pipeline rank has ``virtual`` runs of blocks and processes ``micro_batches``;
-    ``stage_blocks`` are the numbers of blocks of each rank if these are unequal. ``state_stage`` is
-    ZeRO's. ``overlaps``: gradients are reduced during the last backward pass. ``offloads_state``:
-    the optimizer state is in host memory and is fetched for the update. ``draws_parts``: each
-    tensor rank draws its own part of random values, while Steelyard's own ranks draw them whole.
-    ``regathers_activations``: values gathered from tensor ranks are not saved but gathered again
-    for the backward pass, as sequence parallelism does.
+    Each pipeline rank has ``virtual`` runs of blocks and processes ``micro_batches``.
+    ``state_stage`` is ZeRO's. ``overlaps``: gradients are reduced during the last backward pass.
+    ``offloads_state``: the optimizer state is in host memory and is fetched for the update.
+    ``draws_parts``: each tensor rank draws its own part of random values, while Steelyard's own
+    ranks draw them whole. ``regathers_activations``: values gathered from tensor ranks are not
+    saved but gathered again for the backward pass, as sequence parallelism does.
     """
 
     data: int = 1
@@ -42,7 +41,6 @@ class ParallelLayout:
     shares: tuple[int, ...] = ()
     micro_batches: int = 1
     virtual: int = 1
-    stage_blocks: tuple[int, ...] = ()
     state_stage: int = 0
     overlaps: bool = False
     offloads_state: bool = False
@@ -123,28 +121,6 @@ class ParallelLayout:
     def schedule(self) -> str:
         """The name of the schedule in torch."""
         return "Interleaved1F1B" if self.virtual > 1 else "1F1B"
-
-    def blocks_of_stage(self, num_blocks: int, stage: int = 0) -> int:
-        if self.stage_blocks:
-            return self._checked_stage_blocks(num_blocks)[stage]
-        parts = self.pipeline * self.virtual
-        if num_blocks % parts:
-            raise BadInput(
-                f"{num_blocks} blocks in {parts} equal runs",
-                expected="as many blocks in each of the stages and virtual stages",
-                remedy="choose a pipeline and virtual degree that divide the number of blocks",
-            )
-        return num_blocks // self.pipeline
-
-    def _checked_stage_blocks(self, num_blocks: int) -> tuple[int, ...]:
-        counts = self.stage_blocks
-        if len(counts) != self.pipeline or sum(counts) != num_blocks or min(counts) < 1:
-            raise BadInput(
-                f"{num_blocks} blocks in stages of {counts}",
-                expected=f"{self.pipeline} stages of one block and more, with all blocks in them",
-                remedy="correct the blocks of the stages",
-            )
-        return counts
 
 
 def spelled(shares: Sequence[int]) -> str:

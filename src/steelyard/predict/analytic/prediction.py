@@ -10,7 +10,7 @@ from steelyard.ir.graph import Phase, Role
 from steelyard.ir.metrics import Estimate, Metrics
 from steelyard.plans.peak_memory import LiveTensor, PeakMemory
 from steelyard.plans.plan import Prediction
-from steelyard.predict.analytic.step import LayoutCost, StageBlocks, StageMemory, deep_step_of
+from steelyard.predict.analytic.step import LayoutCost, StageBlocks, StageMemory, analytic_step
 
 # Bytes are counted exactly, but without the overhead of the allocator.
 _DOUBT_OF_BYTES = 0.1
@@ -25,7 +25,7 @@ def priced(
     ``costs`` is the cost model of each stage on the device it is assigned to. ``doubt`` is the
     relative error of the step and of its computation.
     """
-    step = deep_step_of(costs, stages)
+    step = analytic_step(costs, stages)
     numbered = list(enumerate(stages))
     fullest = max(numbered, key=lambda s: step.stages[s[0]].nbytes)[0]
     busiest = max(numbered, key=lambda s: costs[s[0]].computing_seconds(*s))

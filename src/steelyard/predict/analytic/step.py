@@ -95,7 +95,7 @@ def tensor_costs(cluster: Cluster, layout: ParallelLayout, *, first: int = 0) ->
     return CostTable(device=cluster.tree.device_of(first), collective_curves=found)
 
 
-def deep_step_of(costs: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -> AnalyticStep:
+def analytic_step(costs: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -> AnalyticStep:
     """Return a step, given each stage's blocks and the cost model for its assigned device."""
     numbered = list(zip(costs, enumerate(stages), strict=True))
     return AnalyticStep(
@@ -118,25 +118,6 @@ def passes_by_stage(costs: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]
     """Return the passes of each run of blocks, in the order of the model."""
     of_rank = [cost.run_passes(n, s) for n, (cost, s) in enumerate(zip(costs, stages, strict=True))]
     return [passes for run in zip(*of_rank, strict=True) for passes in run]
-
-
-def deep_step(
-    parts: Sections,
-    cluster: Cluster,
-    layout: ParallelLayout,
-    formats: Formats,
-    *,
-    num_blocks: int,
-    stack: SoftwareStack | None = None,
-) -> AnalyticStep:
-    """Return a step of ``num_blocks`` equal blocks.
-
-    ``parts`` are the sections of one tensor rank for one micro-batch, as ``stack`` computes them.
-    """
-    counts = (layout.blocks_of_stage(num_blocks, number) for number in range(layout.pipeline))
-    stages = [StageBlocks(blocks=((parts.block, count),)) for count in counts]
-    cost = LayoutCost(parts, cluster, layout, formats, stack)
-    return deep_step_of([cost] * layout.pipeline, stages)
 
 
 class LayoutCost:
@@ -206,9 +187,9 @@ class LayoutCost:
         if self._layout.virtual == 1:
             return [self.stage_passes(number, stage)]
         blocks = [self.passes(block) for block, count in stage.blocks for _ in range(count)]
-        each, found = len(blocks) // self._layout.virtual, []
-        for run in range(self._layout.virtual):
-            parts = blocks[run * each : (run + 1) * each]
+        virtual, found = self._layout.virtual, []
+        for run in range(virtual):
+            parts = blocks[run * len(blocks) // virtual : (run + 1) * len(blocks) // virtual]
             parts += [self.passes(part) for part in self._around_run(number, run)]
             forward, backward = (sum(pair[i] for pair in parts) for i in (0, 1))
             found.append((forward + self._send_seconds, backward + self._send_seconds))

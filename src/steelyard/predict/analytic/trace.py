@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from steelyard.ir.pipeline_schedule import ActionKind, schedule_order
 from steelyard.plans.trace_span import DEVICE, WAITING, Span
-from steelyard.predict.analytic.step import LayoutCost, StageBlocks, deep_step_of, passes_by_stage
+from steelyard.predict.analytic.step import LayoutCost, StageBlocks, analytic_step, passes_by_stage
 from steelyard.predict.pipeline.replay import StageCost, replay
 from steelyard.predict.pipeline.spans import action_spans
 
@@ -16,7 +16,7 @@ from steelyard.predict.pipeline.spans import action_spans
 _MOST_RANKS = 64
 
 
-def deep_spans(costs: Sequence[LayoutCost], stages: Sequence[StageBlocks]) -> tuple[Span, ...]:
+def analytic_spans(costs: Sequence[LayoutCost], stages: Sequence[StageBlocks]) -> tuple[Span, ...]:
     """Return the spans of a step; ``costs`` is each stage's cost model on its assigned device."""
     layout = costs[0].layout
     order = schedule_order(
@@ -29,7 +29,7 @@ def deep_spans(costs: Sequence[LayoutCost], stages: Sequence[StageBlocks]) -> tu
     played = replay(order, stage_costs)
     width = layout.tensor * layout.data
     done = played.seconds
-    step = deep_step_of(costs, stages)
+    step = analytic_step(costs, stages)
     found: list[Span] = []
     for number, actions in enumerate(played.ranks[:_MOST_RANKS]):
         rank, cost, stage = number * width, costs[number], stages[number]

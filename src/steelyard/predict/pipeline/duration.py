@@ -72,10 +72,9 @@ def least_pipeline_seconds(layout: ParallelLayout, *, slowest: float, total: flo
     """Return a lower bound for all stages of which the slowest and the sum take as long.
 
     For one stage a rank. With more micro-batches than ranks, the path of ``pipeline_seconds``
-    through the slowest stage is at least ``(m - p - 1) slowest + 2 total``. With fewer, the path
-    through the last ``m - 1`` stages takes their time beside the total, and the slowest of the
-    other stages at least an equal share of the rest. Both are what equal stages take, the second
-    but for some percent.
+    through the slowest stage is at least ``(m - p - 1) slowest + 2 total``, which is what equal
+    stages take. With fewer, the path through the last ``m - 1`` stages takes their time beside the
+    total, and the slowest of the other stages at least an equal share of the rest.
     """
     ranks, micro_batches = layout.pipeline, layout.micro_batches
     slowest = max(slowest, total / ranks)

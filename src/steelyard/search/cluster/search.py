@@ -24,7 +24,7 @@ from steelyard.predict.analytic.step import (
     AnalyticStep,
     LayoutCost,
     StageBlocks,
-    deep_step_of,
+    analytic_step,
 )
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.cluster.layout_bounds import (
@@ -282,7 +282,7 @@ class ClusterSearch:
             step=AnalyticStep(pipeline_seconds=0, exposed_seconds=0, update_seconds=0, stages=()),
             least_seconds=0.0,
         )
-        step = deep_step_of(self.pricing.stage_costs(layout, samples), self.stage_blocks(unpriced))
+        step = analytic_step(self.pricing.stage_costs(layout, samples), self.stage_blocks(unpriced))
         return replace(unpriced, step=step)
 
     def on_one(self) -> Prediction:
@@ -413,7 +413,7 @@ class ClusterSearch:
         stage_blocks = [
             StageBlocks(blocks=tuple((s, n) for (_, s), n in stage if n)) for stage in stages
         ]
-        step = deep_step_of(stage_costs, stage_blocks)
+        step = analytic_step(stage_costs, stage_blocks)
         if any(s.nbytes > most for s, most in zip(step.stages, limits, strict=True)):
             return None
         after = least_seconds_after(stage_costs, self.num_blocks)

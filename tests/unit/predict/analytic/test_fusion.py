@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.published.equal_blocks import step_of_equal_blocks
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.software_stack import SoftwareStack
@@ -17,7 +18,7 @@ from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.predict.analytic.fusion import FusedKernel, fused, unfused
 from steelyard.predict.analytic.roofline import computed_flops, kernel_seconds
 from steelyard.predict.analytic.sections import sections
-from steelyard.predict.analytic.step import deep_step, tensor_costs
+from steelyard.predict.analytic.step import tensor_costs
 from steelyard.predict.cost_table import CostTable
 from tests.unit.graphs.stored import stored_graph
 
@@ -133,7 +134,7 @@ def _seconds(stack: SoftwareStack | None, tensor: int = 1, *again: str) -> float
     policy = ActivationPolicy(recomputed_modules=again)
     costs = tensor_costs(_MACHINE, layout)
     parts = sections(_captured(tensor), costs, layout, policy, blocks=_BLOCKS, stack=stack)
-    step = deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
+    step = step_of_equal_blocks(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
     return step.step_seconds
 
 

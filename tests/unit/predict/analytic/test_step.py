@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published.equal_blocks import step_of_equal_blocks
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
@@ -16,7 +17,7 @@ from steelyard.ir.model_blocks import MIXED, SAVE_ALL, ActivationPolicy, Formats
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.predict.analytic.sections import Sections, sections
-from steelyard.predict.analytic.step import AnalyticStep, LayoutCost, deep_step, tensor_costs
+from steelyard.predict.analytic.step import AnalyticStep, LayoutCost, tensor_costs
 from steelyard.predict.collectives.algorithms import all_gather
 from steelyard.predict.collectives.routes import route
 from steelyard.predict.step import predict
@@ -48,10 +49,13 @@ def _step(
     cluster: Cluster = _MACHINE,
     *,
     num_blocks: int = 24,
+    stage_blocks: tuple[int, ...] = (),
     policy: ActivationPolicy = SAVE_ALL,
 ) -> AnalyticStep:
-    parts = _parts(layout, cluster, policy)
-    return deep_step(parts, cluster, layout, MIXED, num_blocks=num_blocks)
+    return step_of_equal_blocks(
+        _parts(layout, cluster, policy), cluster, layout, MIXED, num_blocks=num_blocks,
+        stage_blocks=stage_blocks,
+    )  # fmt: skip
 
 
 def _recomputing(*again: str, spared: tuple[str, ...] = ()) -> ActivationPolicy:
@@ -150,7 +154,7 @@ def test_virtual_stages_wait_less_and_hold_more() -> None:
 def test_a_layout_that_does_not_multiply_is_refused() -> None:
     with pytest.raises(BadInput, match="devices"):
         _step(ParallelLayout(data=16))
-    with pytest.raises(BadInput, match="blocks in 5"):
+    with pytest.raises(ValueError, match="on 5 stages"):
         _step(ParallelLayout(pipeline=5))
     with pytest.raises(BadInput, match="degrees"):
         ParallelLayout(tensor=0)
@@ -167,11 +171,11 @@ def test_spared_modules_are_kept_and_not_recomputed() -> None:
 
 def test_stages_of_unequal_blocks_wait_for_the_longest() -> None:
     layout = ParallelLayout(pipeline=2, micro_batches=8)
-    even, uneven = _step(layout), _step(replace(layout, stage_blocks=(15, 9)))
+    even, uneven = _step(layout), _step(layout, stage_blocks=(15, 9))
     assert uneven.pipeline_seconds > even.pipeline_seconds
-    assert _step(replace(layout, stage_blocks=(12, 12))) == even
-    with pytest.raises(BadInput, match="in stages"):
-        _step(replace(layout, stage_blocks=(12, 13)))
+    assert _step(layout, stage_blocks=(12, 12)) == even
+    with pytest.raises(ValueError, match="on 2 stages"):
+        _step(layout, stage_blocks=(12, 13))
 
 
 def test_the_last_section_holds_workspace_beyond_its_activations() -> None:
@@ -185,7 +189,9 @@ def test_ring_algorithms_alone_are_never_faster() -> None:
     parts = _parts(layout)
 
     def took(stack: SoftwareStack) -> float:
-        return deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack).step_seconds
+        return step_of_equal_blocks(
+            parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack
+        ).step_seconds
 
     assert took(SoftwareStack(rings_only=True)) >= took(SoftwareStack())
 
@@ -196,7 +202,7 @@ def test_stage_messages_wait_according_to_the_send_mode() -> None:
         stack = SoftwareStack(handing=handing)
         costs = tensor_costs(_MACHINE, layout)
         parts = sections(_graph(), costs, layout, blocks=_BLOCKS, stack=stack)
-        step = deep_step(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
+        step = step_of_equal_blocks(parts, _MACHINE, layout, MIXED, num_blocks=24, stack=stack)
         return step.pipeline_seconds
 
     def handed(stages: int) -> float:
@@ -225,7 +231,9 @@ def test_an_update_takes_the_time_of_its_known_traffic() -> None:
     layout = ParallelLayout()
 
     def took(formats: Formats) -> float:
-        return deep_step(_parts(layout), _MACHINE, layout, formats, num_blocks=24).update_seconds
+        return step_of_equal_blocks(
+            _parts(layout), _MACHINE, layout, formats, num_blocks=24
+        ).update_seconds
 
     # Gradient and weight once, what is kept there and back.
     assert took(replace(MIXED, update_bytes=2 + 2 + 2 * 12)) == took(MIXED)

@@ -20,8 +20,8 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
 from steelyard.plans.trade import apply_rules
 from steelyard.predict import peak_bytes
-from steelyard.predict.analytic.step import StageBlocks, deep_step_of
-from steelyard.predict.analytic.trace import deep_spans
+from steelyard.predict.analytic.step import StageBlocks, analytic_step
+from steelyard.predict.analytic.trace import analytic_spans
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.cluster.from_rules import RuleContext, from_rules
 from steelyard.search.cluster.policy_mixture import ALIKE
@@ -159,7 +159,7 @@ def _every_step(search: ClusterSearch, ranks: int) -> Iterator[tuple[float, int]
                 for own, count in zip(kinds, counts, strict=True)
             )
             for held in product(*mixes):
-                step = deep_step_of(laid, held)
+                step = analytic_step(laid, held)
                 fits = zip(step.stages, places, strict=True)
                 far = (
                     on.offloaded_bytes(n, s)
@@ -468,7 +468,7 @@ def test_trace_of_a_layout_ends_at_its_prediction(ranks: int) -> None:
         laid = search.plan_layout(way, 1 << 40)
         assert laid is not None
         layout = laid.layout
-        drawn = deep_spans(search.stage_costs(laid), search.stage_blocks(laid))
+        drawn = analytic_spans(search.stage_costs(laid), search.stage_blocks(laid))
         assert len({span.rank for span in drawn}) == layout.pipeline
         for rank in {span.rank for span in drawn}:
             own = [span for span in drawn if span.rank == rank]
