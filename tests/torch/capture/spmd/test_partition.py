@@ -7,6 +7,7 @@ rounding. Real processes are in tests/dist.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -38,9 +39,9 @@ _MODELS = ("gpt", "gpt_sdpa", "moe", "resnet_bn", "hf_llama", "hf_mixtral")
 class Whole:
     """A case of the zoo in double precision, what one device makes of it, and of its parts."""
 
-    @classmethod
-    def named(cls, name: str) -> Whole:
-        return cls(*zoo.case(name).make())
+    @staticmethod
+    def named(name: str) -> Whole:
+        return _whole_of(name)
 
     def __init__(self, model: nn.Module, loss: Any, batch: Any) -> None:
         self.model = copy.deepcopy(model).double()
@@ -104,6 +105,12 @@ class Whole:
         return ShardingChoice(
             axis="tensor", num_ranks=num_ranks, inputs=tuple(inputs), values=tuple(values)
         )
+
+
+@functools.cache
+def _whole_of(name: str) -> Whole:
+    """One capture for all tests of a model."""
+    return Whole(*zoo.case(name).make())
 
 
 @pytest.mark.slow
