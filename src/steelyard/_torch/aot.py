@@ -16,6 +16,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
+from steelyard._torch.private_names import require
+
 __all__ = [
     "BufferAOTInput",
     "GradAOTOutput",
@@ -33,6 +35,7 @@ def aot_export_joint_with_descriptors(*args: Any, **kwargs: Any) -> Any:
 
     Matching inputs and outputs by position instead failed silently.
     """
+    require("aot")
     from torch._functorch import aot_autograd
 
     return aot_autograd.aot_export_joint_with_descriptors(*args, **kwargs)

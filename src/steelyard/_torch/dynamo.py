@@ -17,6 +17,8 @@ import torch
 # manager's exit removes them.
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 
+from steelyard._torch.private_names import require
+
 __all__ = [
     "Guarded",
     "PhiloxStateTracker",
@@ -39,6 +41,7 @@ def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]
     eager. Modules are imported again: otherwise, of two scripts with one name, Dynamo would
     always use the first.
     """
+    require("dynamo")
     import torch._dynamo.symbolic_convert
 
     torch._dynamo.symbolic_convert._import_module.cache_clear()
@@ -73,6 +76,7 @@ class Guarded:
 
 def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
     """Capture a step as a graph with guards; public functions return only one of the two."""
+    require("dynamo")
     import torch._dynamo.convert_frame
     import torch._dynamo.functional_export
     import torch._dynamo.hooks

@@ -12,6 +12,7 @@ import torch
 
 from steelyard._torch.autograd import below_autograd
 from steelyard._torch.fake import FakeTensorMode
+from steelyard._torch.private_names import require
 from steelyard.private_files import make_private
 
 
@@ -19,6 +20,7 @@ from steelyard.private_files import make_private
 # that need it.
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions, except those with their own random number generation."""
+    require("inductor")
     import torch._inductor.config
     import torch._inductor.decomposition
     import torch._inductor.lowering  # read, but not imported, by the decomposition of pooling
@@ -90,6 +92,7 @@ def inductor_compiled(
     graph: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], *, mode: Any, is_backward: bool
 ) -> Any:
     """Compile a joint graph as torch.compile does; the result takes a list and empties it."""
+    require("inductor")
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
