@@ -32,7 +32,8 @@ def dtensor_strategies(
     if (
         rule is None
         or operator in table.op_to_shape_and_stride_idx
-        or operator in table.op_to_scalar_shape_adjuster
+        # From torch 2.13 on; before that there are no rules for these operators.
+        or operator in getattr(table, "op_to_scalar_shape_adjuster", ())
     ):
         return []
 

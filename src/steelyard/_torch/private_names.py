@@ -201,7 +201,7 @@ PRIVATE_NAMES: Mapping[str, PrivateNames] = {
             f"{_INDUCTOR}.exc.InvalidCxxCompiler",
             f"{_INDUCTOR}.fx_passes.joint_graph.joint_graph_passes",
             f"{_INDUCTOR}.graph.GraphLowering.compile_to_module",
-            f"{_INDUCTOR}.lowering",
+            f"{_INDUCTOR}.lowering.make_fallback",
             f"{_INDUCTOR}.runtime.cache_dir_utils.cache_dir",
             f"{_INDUCTOR}.virtualized.V",
         ),
