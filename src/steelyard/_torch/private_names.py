@@ -96,7 +96,10 @@ PRIVATE_NAMES: Mapping[str, PrivateNames] = {
             f"{_DESCRIPTORS}.PlainAOTOutput",
             f"{_DESCRIPTORS}.TangentAOTInput",
         ),
-        names=("torch._functorch.aot_autograd.aot_export_joint_with_descriptors",),
+        names=(
+            "torch._functorch.aot_autograd.aot_export_joint_with_descriptors",
+            "torch._functorch.aot_autograd.construct_fake_mode",
+        ),
     ),
     "autograd": PrivateNames(
         feature="a step without autograd",
