@@ -1,11 +1,20 @@
 """All private torch names that Steelyard uses, by subsystem of torch, with the reason for each.
 
 Only this folder may import them; each has a canary in tests/torch/test_private_names.py. Not for
-logic: it contains names and thin wrappers, and decides nothing.
+logic: it contains names and thin wrappers, and decides nothing but which torch is refused.
 
 Dynamo and Inductor are imported inside the functions that need them: Dynamo alone takes longer to
 import than the rest of torch, and ranks, measuring processes and hooks do not use it.
 """
+
+import torch
+
+from steelyard._torch.private_names import require_imported
+from steelyard.torch_version import check
+
+# Before any private name is imported: what is refused is named.
+check(torch.__version__)
+require_imported()
 
 from steelyard._torch.aot import (
     BufferAOTInput,

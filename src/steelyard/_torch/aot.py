@@ -3,7 +3,11 @@
 Not for Dynamo: see dynamo.py.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 # The descriptors of a captured step's inputs and outputs.
 from torch._functorch._aot_autograd.descriptors import (
@@ -15,6 +19,9 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
+
+from steelyard._torch.private_names import require
+from steelyard.torch_version import minor_version
 
 __all__ = [
     "BufferAOTInput",
@@ -33,6 +40,30 @@ def aot_export_joint_with_descriptors(*args: Any, **kwargs: Any) -> Any:
 
     Matching inputs and outputs by position instead failed silently.
     """
+    require("aot")
     from torch._functorch import aot_autograd
 
-    return aot_autograd.aot_export_joint_with_descriptors(*args, **kwargs)
+    with _tensors_of_the_loss_allowed():
+        return aot_autograd.aot_export_joint_with_descriptors(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _tensors_of_the_loss_allowed() -> Iterator[None]:
+    """Let the traced step read tensors that are no inputs, as torch 2.13 and newer do."""
+    from torch._functorch import aot_autograd
+
+    if minor_version(torch.__version__) >= (2, 13):
+        yield
+        return
+    original: Callable[..., Any] = vars(aot_autograd)["construct_fake_mode"]
+
+    def allowing(*args: Any) -> Any:
+        mode, shapes = original(*args)
+        mode.allow_non_fake_inputs = True
+        return mode, shapes
+
+    setattr(aot_autograd, original.__name__, allowing)
+    try:
+        yield
+    finally:
+        setattr(aot_autograd, original.__name__, original)

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from steelyard._torch.private_names import require
+
 
 def exchanges_issued() -> list[dict[str, Any]]:
     """Return the flight recorder's entries of this process, oldest first, including gloo's."""
+    require("distributed")
     dump = attrgetter("_dump_fr_trace_json")(torch._C._distributed_c10d)
     entries: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
     return entries
@@ -31,6 +34,7 @@ def supervised_agent(
     that ended, then waits up to 30 seconds, which cannot be configured, for ranks that wait in a
     collective and ignore SIGTERM, or that are stopped.
     """
+    require("distributed")
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 

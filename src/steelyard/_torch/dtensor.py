@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from steelyard._torch.private_names import require
+
 
 def dtensor_strategies(
     operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -20,6 +22,7 @@ def dtensor_strategies(
     stride, dtype) for tensors. Empty if DTensor has no rule, or one that rewrites sizes among the
     arguments itself.
     """
+    require("dtensor")
     # Imports torch.distributed, which is not needed to plan for one device.
     from torch.distributed.tensor import DTensor, Partial, Replicate
     from torch.distributed.tensor._dtensor_spec import TensorMeta
@@ -29,7 +32,8 @@ def dtensor_strategies(
     if (
         rule is None
         or operator in table.op_to_shape_and_stride_idx
-        or operator in table.op_to_scalar_shape_adjuster
+        # From torch 2.13 on; before that there are no rules for these operators.
+        or operator in getattr(table, "op_to_scalar_shape_adjuster", ())
     ):
         return []
 

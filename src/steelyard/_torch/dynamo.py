@@ -17,6 +17,8 @@ import torch
 # manager's exit removes them.
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 
+from steelyard._torch.private_names import require
+
 __all__ = [
     "Guarded",
     "PhiloxStateTracker",
@@ -39,6 +41,7 @@ def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]
     eager. Modules are imported again: otherwise, of two scripts with one name, Dynamo would
     always use the first.
     """
+    require("dynamo")
     import torch._dynamo.symbolic_convert
 
     torch._dynamo.symbolic_convert._import_module.cache_clear()
@@ -73,6 +76,7 @@ class Guarded:
 
 def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
     """Capture a step as a graph with guards; public functions return only one of the two."""
+    require("dynamo")
     import torch._dynamo.convert_frame
     import torch._dynamo.functional_export
     import torch._dynamo.hooks
@@ -258,14 +262,17 @@ def _intermediates_may_require_grad() -> Iterator[None]:
     """Let the forward pass call ``requires_grad_()`` on intermediate tensors.
 
     ``enable_input_require_grads()`` of transformers and PEFT does this to differentiate
-    checkpointed blocks of a frozen model. Dynamo (torch 2.13) refuses it if a result depends on
-    such a tensor, whose gradient it could not return. A step needs only gradients of parameters,
-    which do not change by it.
+    checkpointed blocks of a frozen model. Dynamo (torch 2.12 and newer) refuses it if a result
+    depends on such a tensor, whose gradient it could not return. A step needs only gradients of
+    parameters, which do not change by it. (torch 2.11 refuses the call itself.)
     """
     from torch._dynamo.output_graph import OutputGraph
 
     name = "_check_requires_grad_intermediate_outputs"
-    check = getattr(OutputGraph, name)
+    check = getattr(OutputGraph, name, None)
+    if check is None:
+        yield
+        return
     setattr(OutputGraph, name, lambda *_: None)
     try:
         yield
@@ -282,5 +289,8 @@ def checkpoints(step: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 def is_checkpointed(node: torch.fx.Node) -> bool:
-    """True if a node of the joint graph comes from a region that eager PyTorch would recompute."""
+    """True if a node of the joint graph comes from a region that eager PyTorch would recompute.
+
+    torch 2.11 also marks regions without gradients, which eager PyTorch does not recompute.
+    """
     return "ac_graph_id" in node.meta

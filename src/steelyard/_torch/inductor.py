@@ -5,6 +5,7 @@ Not for splitting a program into graphs: see run/compiled.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,41 @@ import torch
 
 from steelyard._torch.autograd import below_autograd
 from steelyard._torch.fake import FakeTensorMode
+from steelyard._torch.private_names import require
 from steelyard.private_files import make_private
+from steelyard.torch_version import minor_version
 
 
 # Inductor takes seconds to import, and is a private module: it is imported only in the functions
 # that need it.
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's decompositions, except those with their own random number generation."""
+    require("inductor")
     import torch._inductor.config
     import torch._inductor.decomposition
     import torch._inductor.lowering  # read, but not imported, by the decomposition of pooling
 
     with torch._inductor.config.patch(fallback_random=True):
         found: dict[Any, Callable[..., Any]] = torch._inductor.decomposition.select_decomp_table()
-    return found
+    return {operator: rule for operator, rule in found.items() if operator not in _kept_whole()}
+
+
+@cache
+def _kept_whole() -> frozenset[Any]:
+    """Keep operators whole that torch 2.12 no longer decomposes, and return them.
+
+    torch 2.11 decomposes them whatever its settings. In a channels-last tensor the numbers are then
+    not those of eager PyTorch.
+    """
+    if minor_version(torch.__version__) >= (2, 12):
+        return frozenset()
+    from torch._inductor.lowering import make_fallback
+
+    aten = torch.ops.aten
+    packets = (aten.rand_like, aten.randn_like, aten.randint_like)
+    for packet in packets:
+        make_fallback(packet, warn=False, override_decomp=True)
+    return frozenset(getattr(p, overload) for p in packets for overload in p.overloads())
 
 
 def cpp_compiler() -> str | None:
@@ -90,10 +112,12 @@ def inductor_compiled(
     graph: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], *, mode: Any, is_backward: bool
 ) -> Any:
     """Compile a joint graph as torch.compile does; the result takes a list and empties it."""
+    require("inductor")
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
+    _kept_whole()
     make_private(_inductor_cache_folder())
     with V.set_fake_mode(mode):
         graph = joint_graph_passes(graph)

@@ -3,6 +3,7 @@
 Not for deciding, measuring or explaining: see planner/, measure/ and report/.
 """
 
+from steelyard import _torch  # noqa: F401 - first: it refuses a torch that is not supported
 from steelyard.api.demo import demo
 from steelyard.api.machine import doctor
 from steelyard.api.planned import Planned

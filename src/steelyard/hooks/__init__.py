@@ -9,6 +9,7 @@ apply it. Not for the codecs themselves (ir/gradient_codec.py), nor for Steelyar
 step (passes/compression/compressed_all_reduce.py).
 """
 
+from steelyard import _torch  # noqa: F401 - first: it refuses a torch that is not supported
 from steelyard.hooks.registration import Lost, compress
 
 __all__ = ["Lost", "compress"]

@@ -13,10 +13,10 @@ from pathlib import Path
 from steelyard.hardware import host_os
 from steelyard.hardware.diagnosis import DoctorRow, Verdict
 from steelyard.measure import cache
+from steelyard.torch_version import INSTALL, NEWEST_TESTED, dotted, minor_version
 from steelyard.units import format_bytes
 
 _PYTHON = (3, 11)
-_TORCH = "2.13"
 _LEAST_SHARED_BYTES = 256 << 20
 _LEAST_CACHE_BYTES = 64 << 20
 # Spread of repeated times of one product; above it, a measured second predicts the next one
@@ -59,7 +59,6 @@ def _python() -> DoctorRow:
 
 
 def _torch() -> Iterator[DoctorRow]:
-    remedy = f'pip install "torch=={_TORCH}.*"'
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -67,20 +66,26 @@ def _torch() -> Iterator[DoctorRow]:
             name="torch",
             value=f"cannot be imported: {str(error)[:80]}",
             verdict=Verdict.BAD,
-            remedy=remedy,
+            remedy=INSTALL,
         )
         return
-    version = torch.__version__
-    fits = version.split("+")[0].rpartition(".")[0] == _TORCH
-    yield (
-        DoctorRow(name="torch", value=version)
-        if fits
-        else DoctorRow(name="torch", value=version, verdict=Verdict.BAD, remedy=remedy)
-    )
+    yield _torch_version(torch.__version__)
     yield DoctorRow(name="device", value=_devices())
     yield _threads(torch.get_num_threads())
     yield _gloo()
     yield from _speed()
+
+
+def _torch_version(version: str) -> DoctorRow:
+    """An older torch than the oldest supported one is refused when it is imported."""
+    if minor_version(version) <= NEWEST_TESTED:
+        return DoctorRow(name="torch", value=version)
+    return DoctorRow(
+        name="torch",
+        value=version,
+        verdict=Verdict.NOTE,
+        remedy=f"newer than {dotted(NEWEST_TESTED)}, the newest tested one; if it fails, {INSTALL}",
+    )
 
 
 def _devices() -> str:

@@ -13,8 +13,10 @@ from torch import nn
 
 import steelyard as sy
 from tests.harness import in_a_hurry
+from tests.support.torch_since import torch_since
 
 
+@torch_since((2, 13), "Adam keeps its step count on the CPU since torch 2.13 (torch/optim/adam.py)")
 def test_a_step_is_planned_and_run_where_the_model_is(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))

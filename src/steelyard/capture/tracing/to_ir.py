@@ -233,6 +233,9 @@ class _Reader:
             self._storage_numbers[key] = number
             self._alive.append(tensor)
             nbytes = int(tensor.untyped_storage().nbytes())
+            if role is Role.BATCH and not tensor.storage_offset():
+                # From torch 2.14 on, a micro-batch has the storage of the whole batch here.
+                nbytes = min(nbytes, _covered_bytes(tensor))
             self.storages.append(Storage(nbytes=nbytes, role=role))
         return number
 
@@ -245,6 +248,14 @@ class _Reader:
 
     def _ref(self, node: torch.fx.Node) -> Ref:
         return Ref(self.name(node.name))
+
+
+def _covered_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first to the last element."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(last) + 1) * tensor.element_size()
 
 
 def plain_argument(value: Any, ref: Callable[[Any], Ref]) -> Argument:

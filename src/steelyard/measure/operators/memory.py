@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from steelyard import _torch
+from steelyard.torch_version import minor_version
 
 # The first severity at which libkineto (torch 2.13) prints nothing for each start and stop; it
 # reads the variable when the first profiler of the process starts.
@@ -152,7 +153,9 @@ def _quiet_profiler() -> Any:
     name, level = _QUIET
     if name not in os.environ:
         os.environ[name] = level
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    # Before torch 2.13 a profiler without acc_events warns of later cycles; this one has no others.
+    warns = minor_version(torch.__version__) < (2, 13)
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=warns)
 
 
 def _begin_on_cuda(device: torch.device) -> Callable[[], Metered]:
