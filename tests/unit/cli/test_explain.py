@@ -14,7 +14,7 @@ def test_explain_prints_every_zoom_and_writes_a_page(
 ) -> None:
     page = tmp_path / "page.html"
     assert main(["explain", str(planned), "--zoom", zoom, "--html", str(page)]) == 0
-    assert capsys.readouterr().out.startswith("plan af9d")
+    assert capsys.readouterr().out.startswith("plan ecd4")
     assert "<svg" in page.read_text()
 
 
@@ -24,7 +24,7 @@ def test_explain_without_predictions_says_how_to_get_them(
     planned.with_suffix(".json").unlink()
     assert main(["explain", str(planned)]) == 0
     out = capsys.readouterr().out
-    assert "there are no predictions beside it" in out
+    assert "its predictions file does not exist" in out
     assert "blocks.*.mlp" in out
     assert main(["explain", str(planned), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "not predicted"

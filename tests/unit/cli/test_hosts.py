@@ -63,7 +63,7 @@ def test_the_first_host_plans_and_the_others_receive_its_plan(
     for name in ("train.plan.toml", "train.plan.json"):
         one, other = ((folder / name).read_text() for folder in folders)
         assert one == other
-    assert "as the first host planned it" in capsys.readouterr().out
+    assert "received from the first host" in capsys.readouterr().out
 
 
 def test_an_error_of_the_first_host_ends_all_hosts(
@@ -81,7 +81,7 @@ def test_an_error_of_the_first_host_ends_all_hosts(
     assert "it branches" in failure_of(capsys, "plan", "train.py", code=2)
     folder = as_host(1)
     said = failure_of(capsys, "plan", "train.py", code=2)
-    assert "the first host made no plan: it branches" in said
+    assert "planning failed on the first host: it branches" in said
     assert not list(folder.glob("*.plan.*"))
 
 
@@ -103,7 +103,7 @@ def test_a_plan_for_several_hosts_is_not_started_by_one(
 ) -> None:
     write_plan(planned, _among_hosts(2, ShardBatchRule(ranks=2, bucket=1 << 20)))
     said = failure_of(capsys, "run", "train.py", code=2)
-    assert "the plan is for 2 hosts, and this process was started alone" in said
+    assert "the plan is for 2 hosts, but this process was started alone" in said
     assert "torchrun --nnodes 2" in said
 
 
@@ -189,7 +189,7 @@ def test_an_unused_host_reports_it_and_exits(
         monkeypatch.setenv(name, str(value))
     assert main(["run", "train.py", "--steps", "3"]) == 0
     said = capsys.readouterr().out
-    assert "the plan lies on hosts 0 and 2 of 3: host 1 has nothing to do" in said
+    assert "the plan uses hosts 0 and 2 of 3: host 1 has nothing to do" in said
     assert "run_workload" not in [name for name, _ in fake_api.CALLS]
 
 
@@ -211,4 +211,4 @@ def test_an_unused_rank_does_nothing(
         write_plan(Path("train.plan.toml"), _among_hosts(2))
         assert main(["run", "train.py", "--steps", "3"]) == 0
     assert [name for name, _ in fake_api.CALLS].count("run_workload") == 1
-    assert "the plan lies on host 0 of 2: host 1 has nothing to do" in capsys.readouterr().out
+    assert "the plan uses host 0 of 2: host 1 has nothing to do" in capsys.readouterr().out

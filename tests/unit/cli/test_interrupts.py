@@ -80,5 +80,5 @@ def test_a_run_that_sigterm_stopped_shows_its_receipt_and_exits_with_143(
     assert main(["run", "train.py", "--steps", "4", "--checkpoint", "c", "--quiet"]) == 143
     captured = capsys.readouterr()
     assert "<- largest miss" in captured.out
-    again = "; go on with --resume c" if saved else ""
+    again = "; continue with --resume c" if saved else ""
     assert captured.err == f"steelyard: interrupted after step 4 of 4{again}\n"

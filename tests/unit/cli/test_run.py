@@ -46,7 +46,7 @@ def test_run_without_a_checkpoint_notes_that_weights_are_not_saved(
     api: fake_api.Fake, planned: Path, flags: str, is_said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "train.py", "--steps", "2", *flags.split()]) == 0
-    assert ("weights were not kept: --checkpoint DIR" in capsys.readouterr().out) is is_said
+    assert ("weights were not saved: --checkpoint DIR" in capsys.readouterr().out) is is_said
 
 
 def test_stderr_of_a_log_has_notes_only(
@@ -131,16 +131,16 @@ def test_run_of_a_plan_without_a_script_is_refused_in_three_lines(
         return failure_of(capsys, "run", *more, code=2)
 
     # As it was saved by a program, which has no script.
-    assert "stands no name of its script" in said("train.plan.toml")
+    assert "does not name its script" in said("train.plan.toml")
     assert "steelyard run train.py --plan train.plan.toml" in said("train.plan.toml")
-    assert "is a plan file, and so is what --plan names" in said(
+    assert "is a plan file, and --plan names one too" in said(
         "train.plan.toml", "--plan", "train.plan.toml"
     )
     assert "does not exist" in said("none.plan.toml")
     write_plan(planned, PLAN, asked=Asked(script="gone.py"))
     assert "gone.py does not exist" in said("train.plan.toml")
     write_plan(planned, PLAN, asked=Asked(script="train.py", cluster="dgx-h100"))
-    assert "is for the declared cluster" in said("train.plan.toml")
+    assert "is a plan for the declared cluster" in said("train.plan.toml")
     Path("folder.plan.toml").mkdir()
     assert "is not a file" in said("folder.plan.toml")
     Path("cluster.toml").write_text("[cluster]\n")
@@ -154,7 +154,7 @@ def test_run_of_a_plan_without_a_script_is_refused_in_three_lines(
 def test_a_failed_run_reports_its_last_checkpoint(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    then(error, "step 3 is saved, go on with --resume c")
+    then(error, "step 3 is saved; continue with --resume c")
 
     def outcome() -> None:
         if fake_api.CALLS[-1][0] == "run_workload":
@@ -163,7 +163,7 @@ def test_a_failed_run_reports_its_last_checkpoint(
     api.outcome = outcome
     code = 2 if isinstance(error, Mismatch) else 4
     said = failure_of(capsys, "run", "train.py", "--steps", "2", code=code)
-    assert " ".join(said.split()).endswith("; step 3 is saved, go on with --resume c")
+    assert " ".join(said.split()).endswith("; step 3 is saved; continue with --resume c")
 
 
 def test_running_out_of_memory_suggests_a_smaller_budget(

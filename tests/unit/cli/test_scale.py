@@ -27,8 +27,8 @@ def test_scale_passes_on_devices_and_training_length(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--devices", "2-8"], "--devices 2-8 is no range"),
-        (["--devices", "2..8", "--tokens", "1B", "--samples", "9"], "both say how long"),
+        (["--devices", "2-8"], "--devices 2-8 is not a range"),
+        (["--devices", "2..8", "--tokens", "1B", "--samples", "9"], "both give the length"),
         (["--devices", "2..8", "--tokens", "many"], "tokens"),
     ],
 )
@@ -43,5 +43,5 @@ def test_scale_over_more_devices_than_there_are_is_refused_before_the_script_is_
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scale", "train.py", "--cluster", "dgx-h100", "--devices", "1..9"]) == 2
-    assert "devices 1..9 of a cluster of 8" in capsys.readouterr().err
+    assert "devices 1..9 are not in a cluster of 8" in capsys.readouterr().err
     assert not fake_api.CALLS

@@ -16,7 +16,7 @@ def test_simulate_writes_a_trace_and_says_what_each_rank_does(
 ) -> None:
     capsys.readouterr()
     assert main(["simulate", "train.py", "--trace", "trace.json"]) == 0
-    said = "rank 0  ~3.00 ms a step: computes ~1.00 ms, waits ~2.00 ms for others\n"
+    said = "rank 0  ~3.00 ms a step: computes ~1.00 ms, waits ~2.00 ms for other ranks\n"
     assert said in capsys.readouterr().out
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     assert [e["name"] for e in events if e["ph"] == "X"] == ["aten.mm.default", "for all-reduce"]
@@ -46,7 +46,7 @@ def test_simulate_finds_the_script_and_cluster_of_a_plan_file(
     said = failure_of(
         capsys, "simulate", "x.plan.toml", "--plan", "y.plan.toml", "--trace", "t.json", code=2
     )
-    assert "x.plan.toml is a plan file, and so is what --plan names" in said
+    assert "x.plan.toml is a plan file, and --plan names one too" in said
     Path("x.plan.json").unlink()
     said = failure_of(capsys, "simulate", "x.plan.toml", "--trace", "t.json", code=2)
-    assert "beside x.plan.toml stands no name of its script" in said
+    assert "the predictions file of x.plan.toml does not name its script" in said
