@@ -103,7 +103,7 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
     offers, (refusal,) = ShardBatch().offers(NORMS.plain, NORMS)
     # One sample a rank has no variance of its own.
     assert [offer.rules[0].degree for offer in offers] == [2]
-    assert refusal.label == "with BatchNorm's statistics of each rank's own samples"
+    assert refusal.label == "with BatchNorm statistics over each rank's own samples"
     assert "is lossy" in refusal.reason
     program = NORMS.apply_rules([ShardBatchRule(ranks=2, bucket=KIB)])
     assert program.problems() == []
@@ -128,7 +128,7 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
         (ShardBatchRule(ranks=4, bucket=KIB), "one of 1, 2 equal shares"),
         (
             ShardBatchRule(ranks=2, shares=(3, 1), bucket=KIB),
-            "statistics over shares of 3 : 1",
+            "statistics over unequal shares, 3 : 1",
         ),
     ],
 )
@@ -192,9 +192,9 @@ def test_state_offload_is_refused_where_ranks_exchange_gradients() -> None:
     program = shared(2)
     offers, (refusal,) = OffloadState().offers(program, STEP)
     assert not offers
-    assert "where ranks exchange gradients" in refusal.reason
+    assert "if ranks exchange gradients" in refusal.reason
     rule = OffloadStateRule(parameter="head.weight", what="gradient")
-    with pytest.raises(Mismatch, match="lies on 2 ranks and moves weights"):
+    with pytest.raises(Mismatch, match="needs 2 ranks and offloads weights"):
         shared(2, rule)
 
 
