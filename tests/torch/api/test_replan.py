@@ -96,12 +96,12 @@ def test_a_restored_link_brings_all_hosts_back_to_the_plan_of_the_beginning(gave
     own = adapting()
     rule = ShardBatchRule(ranks=2, bucket=1 << 20)
     code = TernaryGradientsRule(parameter="a", count=1)
-    ways = SimpleNamespace(
+    candidates = SimpleNamespace(
         counted=lambda rules: LayoutCandidate(
             rules=rules, layout=ParallelLayout(data=2), seconds=0.2, nbytes=9
         )
     )
-    session = SimpleNamespace(layouts=SimpleNamespace(ways=ways))
+    session = SimpleNamespace(layouts=SimpleNamespace(candidates=candidates))
     session.without_measuring = lambda: session
     own._has_fallen_back, own._first_drift = gave_up, "1 ± 0.1 %"
     own._decisions = SimpleNamespace(rules=(rule, code), budget=SimpleNamespace(memory_bytes=None))
