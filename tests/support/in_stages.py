@@ -38,4 +38,4 @@ class InStages:
         among = replace(self.plain, layout=ParallelLayout(pipeline=ranks))
         offers, refusals = ShardPipeline().offers(among, self.source)
         assert bool(offers) != bool(refusals)
-        return {offer.rules[0].op: offer.rules for offer in offers}
+        return {offer.rules[0].schedule: offer.rules for offer in offers}

@@ -74,7 +74,7 @@ def test_exact_budgets_give_the_plans_without_the_lossy_trade(graph: Graph, far:
 def test_a_barred_lossy_trade_states_the_given_reason() -> None:
     found = searching(in_floats(tower(5)), lossy=False).find(Budget(), barred="rains too much")
     (refusal,) = found.why_not("quantize_activations")
-    assert refusal.reason.endswith(" KiB of memory, but rains too much")
+    assert refusal.reason.endswith(" KiB, but rains too much")
 
 
 def dear(graph: Graph) -> CostTable:

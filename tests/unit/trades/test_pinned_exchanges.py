@@ -102,7 +102,7 @@ def test_a_cluster_without_shared_memory_is_refused() -> None:
 def test_the_rule_is_refused_without_collectives_and_for_stages() -> None:
     for program in (SOURCE.plain, stages("blocks.1")):
         with pytest.raises(
-            Mismatch, match="the plan has shared_memory_transfer for exchanges"
+            Mismatch, match="the plan has shared_memory_transfer for collectives"
         ) as error:
             _pinned(program)
         assert len(str(error.value).splitlines()) == 3

@@ -37,7 +37,7 @@ def test_each_schedule_is_offered_on_stages_of_its_own(ranks: int) -> None:
     assert found.keys() == SCHEDULES.keys()
     for schedule, rules in found.items():
         assert len(rules) == ranks * SCHEDULES[schedule] - 1
-        assert {rule.module for rule in rules} <= set(possible_ends(SOURCE.plain.graph))
+        assert {rule.behind for rule in rules} <= set(possible_ends(SOURCE.plain.graph))
         program = applied(*rules, micro_batches=2 * ranks if schedule != "GPipe" else 1)
         assert program.problems() == []
         assert program.layout == ParallelLayout(pipeline=ranks)
@@ -80,7 +80,7 @@ def states() -> tuple[Rule, ...]:
     return tuple(r for offer in ShardStates().offers(among, SOURCE)[0] for r in offer.rules)
 
 
-@pytest.mark.parametrize("otherwise", [{"times": 2}, {"bucket_bytes": 1 << 20}])
+@pytest.mark.parametrize("otherwise", [{"gathers": 2}, {"bucket": 1 << 20}])
 def test_stages_refuse_to_gather_weights_twice_or_in_buckets(otherwise: dict[str, int]) -> None:
     rules = (replace(r, **otherwise) for r in states())
     with pytest.raises(BadInput, match="twice a step or in buckets") as refused:

@@ -165,7 +165,7 @@ def test_copying_into_a_slot_is_priced_on_the_sending_rank(
     pipeline = program.pipeline
     _, forward = edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph)
     if not is_made_there:
-        module = importlib.import_module("steelyard.predict.pipeline.step")
+        module = importlib.import_module("steelyard.predict.pipeline.messages")
         monkeypatch.setattr(module, "written_in_place", lambda *_, **__: {})
     fast, slow = (predict(program, with_slots(costs(), rate=rate)).metrics for rate in (1e12, 1e6))
     copying = 4 * sum(forward.sizes) / 1e6

@@ -317,11 +317,11 @@ def test_rules_describe_a_layout_completely(ranks: int) -> None:
         def of(trade: str, rules: object = rules) -> list[object]:
             return [r for r in rules if r.trade == trade]  # type: ignore[attr-defined]
 
-        assert [r.degree for r in of("shard_batch")] == [layout.data] * (layout.data > 1)  # type: ignore[attr-defined]
+        assert [r.ranks for r in of("shard_batch")] == [layout.data] * (layout.data > 1)  # type: ignore[attr-defined]
         assert len(of("shard_pipeline")) == (layout.pipeline * layout.virtual - 1) * (
             layout.pipeline > 1
         )
-        assert [r.degree for r in of("accumulate")] == [layout.micro_batches] * (  # type: ignore[attr-defined]
+        assert [r.micro_batches for r in of("accumulate")] == [layout.micro_batches] * (  # type: ignore[attr-defined]
             layout.micro_batches > 1
         )
         trained = sum(n.name.startswith("parameter:") for n in whole.graph.inputs())
