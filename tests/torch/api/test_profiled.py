@@ -162,7 +162,7 @@ def test_planning_measures_nothing_while_a_profiler_is_on(
     with profiled() as seen:
         torch.ones(8).add(1)
         with pytest.raises(
-            sy.SteelyardError, match=r"a profiler is active, but \d+ operators"
+            sy.SteelyardError, match=r"a profiler is active, but this plan needs \d+ operators"
         ) as error:
             sy.plan(model, square, BATCH)
         torch.ones(8).add(1)

@@ -74,7 +74,8 @@ def test_passes_of_a_user_loop_are_counted_timed_and_measured_like_steps() -> No
     assert "from one step to the next" in said
     assert "in steps of AdamW" in said
     kept = note_of(measured, "without optimizer=")
-    assert kept.startswith(format_bytes(STATES + 8 * 4))  # a count for each of 8 parameters
+    # A count for each of 8 parameters.
+    assert kept.startswith(f"your AdamW holds {format_bytes(STATES + 8 * 4)}")
     assert tree_of(step.receipt().receipt).ran[0] == "6 steps"
 
 
