@@ -56,8 +56,8 @@ def test_batch_statistics_in_half_precision_are_not_split_in_silence() -> None:
     half = Trial(model, class_loss, batch)
     offers, (refusal,) = ShardBatch().offers(half.plain, half.source)
     assert not offers
-    assert "BatchNorm in 1 takes statistics in half precision" in refusal.reason
-    with pytest.raises(Mismatch, match="which would change what is trained: BatchNorm"):
+    assert "BatchNorm in 1 computes statistics in half precision" in refusal.reason
+    with pytest.raises(Mismatch, match="which would change the training result: BatchNorm"):
         half.apply_rules([ShardBatchRule(ranks=2, bucket=KIB)])
 
 
@@ -163,7 +163,7 @@ def test_ranks_are_used_where_the_link_is_fast_enough_with_reasons_for_the_other
     # Three ranks would only compute for longer than four take in all, and were not captured.
     others = {r.label: r.reason for r in fast.refused if r.trade == "shard_batch"}
     assert [*others] == ["among 3 ranks", "among 2 ranks"]
-    assert "at least, on another number of ranks" in others["among 3 ranks"]
+    assert "a step; another number of ranks" in others["among 3 ranks"]
 
 
 @looking_less_far()
@@ -230,7 +230,7 @@ def test_more_ranks_than_samples_are_refused_with_the_reason() -> None:
         searching=searching,
     )  # fmt: skip
     reasons = {r.label: r.reason for r in three.refusals if r.trade == "shard_batch"}
-    assert reasons == {"among 3 ranks": "the batch has 2 examples"}
+    assert reasons == {"among 3 ranks": "the batch has only 2 samples"}
 
 
 def test_a_parameter_with_gaps_is_refused_with_the_reason() -> None:
@@ -252,7 +252,7 @@ def test_a_declared_cluster_is_planned_from_its_declared_rates() -> None:
     assert ParallelLayout.of(rules).num_ranks in (1, 2, 4, 8)
     assert many.predicted.step_seconds.value <= one
     (uneven,) = (r for r in many.plan.refused if r.label == "among 16 ranks")
-    assert uneven.reason == "the batch has 8 examples"
+    assert uneven.reason == "the batch has only 8 samples"
 
 
 @looking_less_far()
