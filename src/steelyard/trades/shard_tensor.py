@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from steelyard.errors import Mismatch
+from steelyard.errors import BadInput, Mismatch
 from steelyard.ir.graph import Graph, Role, path_matches
 from steelyard.ir.parallel_layout import TENSOR
 from steelyard.ir.placement import Placement, Shard
@@ -66,13 +66,18 @@ class ShardTensor:
         reason = program.update.unparted if program.update is not None else ""
         by_pattern: dict[tuple[tuple[str, Placement], ...], list[Region]] = {}
         if not reason:
-            for region in source.regions(program.graph, num_ranks=ranks):
+            try:
+                regions = source.regions(program.graph, num_ranks=ranks)
+            except BadInput as refused:  # a torch without the rules for it
+                regions, reason = (), refused.happened
+            for region in regions:
                 pattern = tuple(
                     (pattern_of(name.partition(":")[2], program.graph.runs), placement)
                     for name, placement in region.inputs
                 )
                 by_pattern.setdefault(pattern, []).append(region)
-            reason = "" if by_pattern else "no operators go together that could work on parts"
+            if not by_pattern:
+                reason = reason or "no operators go together that could work on parts"
         if reason:
             label = f"tensors among {ranks} ranks"
             return (), (Rejection(trade=self.name, label=label, reason=reason),)
