@@ -158,6 +158,7 @@ PRIVATE_NAMES: Mapping[str, PrivateNames] = {
             f"{_CONFIG}.allow_rnn",
             f"{_CONFIG}.assume_static_by_default",
             f"{_CONFIG}.automatic_dynamic_shapes",
+            f"{_CONFIG}.enable_dynamo_decompositions",
             f"{_CONFIG}.ignore_logging_functions",
             f"{_CONFIG}.replay_side_effects",
             f"{_CONFIG}.side_effect_replay_policy",
