@@ -253,13 +253,9 @@ def _dynamo_config(
     import torch._dynamo
 
     # torch 2.11 takes x.add_(y, alpha=a) apart, which rounds otherwise than eager.
-    apart = (
-        {"enable_dynamo_decompositions": False}
-        if minor_version(torch.__version__) < (2, 12)
-        else {}
-    )
+    older: dict[str, Any] = {"enable_dynamo_decompositions": False}
     patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
-        **apart,
+        **(older if minor_version(torch.__version__) < (2, 12) else {}),
         ignore_logging_functions=ignored_loggers,
         allow_rnn=True,
         assume_static_by_default=True,
