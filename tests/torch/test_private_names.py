@@ -32,6 +32,7 @@ from steelyard.operators import operator_named
 from steelyard.operators.missing_flops import may_multiply_uncounted
 from steelyard.passes.pipeline.in_place_sends import WRITING
 from steelyard.torch_version import minor_version
+from tests.support.torch_since import torch_since
 
 aten = torch.ops.aten
 VERSION = minor_version(torch.__version__)
@@ -69,6 +70,7 @@ def joint(dynamo_graph: Any) -> torch.fx.GraphModule:
     return graph
 
 
+@torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_dtensor_says_which_placements_a_product_takes() -> None:
     """Of one axis and without a mesh: result, left side, right side."""
     left = _torch.MetaTensor((4, 8), (8, 1), torch.float32)
@@ -102,7 +104,16 @@ def test_everything_that_is_imported_or_defined_is_listed() -> None:
 
 @pytest.mark.parametrize("file", PRIVATE_NAMES)
 def test_this_torch_has_every_name_of_the_table(file: str) -> None:
-    private_names.require(file)
+    oldest = PRIVATE_NAMES[file].oldest
+    if oldest <= VERSION:
+        private_names.require(file)
+        return
+    with pytest.raises(BadInput) as caught:
+        private_names.require(file)
+    first, expected, remedy = str(caught.value).splitlines()
+    assert first.endswith(f"does not work under torch {torch.__version__}")
+    assert expected == f"  expected: torch {oldest[0]}.{oldest[1]} or newer"
+    assert remedy.startswith("  next: pip install")
 
 
 def test_the_table_has_every_name_that_is_imported_or_read() -> None:

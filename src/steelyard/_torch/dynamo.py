@@ -18,6 +18,7 @@ import torch
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 
 from steelyard._torch.private_names import require
+from steelyard.torch_version import minor_version
 
 __all__ = [
     "Guarded",
@@ -230,14 +231,20 @@ def _without_hidden_decompositions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_logs() -> Iterator[None]:
-    """Suppress torch's stack trace of a failed shape check, which would precede our own refusal."""
-    noisy = logging.getLogger("torch._subclasses.fake_tensor")
-    level = noisy.level
-    noisy.setLevel(logging.CRITICAL + 1)
+    """Suppress stack traces that torch logs.
+
+    One is that of a failed shape check, which would precede our own refusal; the other that of
+    torch 2.11, which cannot write down the ignored loggers.
+    """
+    names = ("torch._subclasses.fake_tensor", "torch._dynamo.metrics_context")
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        noisy.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _dynamo_config(
@@ -245,7 +252,10 @@ def _dynamo_config(
 ) -> contextlib.AbstractContextManager[Any]:
     import torch._dynamo
 
+    # torch 2.11 takes x.add_(y, alpha=a) apart, which rounds otherwise than eager.
+    older: dict[str, Any] = {"enable_dynamo_decompositions": False}
     patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+        **(older if minor_version(torch.__version__) < (2, 12) else {}),
         ignore_logging_functions=ignored_loggers,
         allow_rnn=True,
         assume_static_by_default=True,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from steelyard.errors import Mismatch
+from steelyard.errors import BadInput, Mismatch
 from steelyard.ir.graph import Graph, Role, path_matches
 from steelyard.ir.parallel_layout import TENSOR
 from steelyard.ir.placement import Placement, Shard
@@ -52,13 +52,18 @@ class ShardTensor:
         reason = program.update.unshardable if program.update is not None else ""
         by_pattern: dict[tuple[tuple[str, Placement], ...], list[Region]] = {}
         if not reason:
-            for region in source.regions(program.graph, num_ranks=ranks):
+            try:
+                regions = source.regions(program.graph, num_ranks=ranks)
+            except BadInput as refused:  # a torch without the rules for it
+                regions, reason = (), refused.happened
+            for region in regions:
                 pattern = tuple(
                     (pattern_of(name.partition(":")[2], program.graph.runs), placement)
                     for name, placement in region.inputs
                 )
                 by_pattern.setdefault(pattern, []).append(region)
-            reason = "" if by_pattern else "no operators form a region that can be sharded"
+            if not by_pattern:
+                reason = reason or "no operators form a region that can be sharded"
         if reason:
             label = f"tensors over {ranks} ranks"
             return (), (Rejection(trade=self.name, label=label, reason=reason),)

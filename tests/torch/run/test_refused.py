@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from steelyard.errors import BadInput, Mismatch
 from steelyard.run.step import LiveStep
 from tests.support.live import ADAMW, both, captured, live, twins
+from tests.support.torch_since import torch_since
 from tests.zoo.reference import (
     assert_same,
     assert_same_model,
@@ -375,6 +376,13 @@ def test_unknown_torch_modes_are_refused() -> None:
         step(batch)
     with torch.inference_mode(), pytest.raises(BadInput, match="inference_mode"):
         step(batch)
+    assert_same_model(plain, model)
+
+
+@torch_since((2, 12), "before torch 2.12 Dynamo cannot raise in a frame that it resumes (gb0057)")
+def test_a_step_inside_torch_compile_is_refused() -> None:
+    (model, loss, batch), plain, _ = both("mlp")
+    step = live(model, loss, batch, optimizer=ADAMW)
     with pytest.raises(BadInput, match=r"torch\.compile"):
         torch.compile(step.backward, backend="eager")(batch)
     assert_same_model(plain, model)

@@ -33,9 +33,13 @@ from steelyard.trades.shard_tensor import ShardTensor, ShardTensorRule
 from tests.harness import Trial
 from tests.support.declared import costs
 from tests.support.short_search import looking_less_far
+from tests.support.torch_since import torch_since
 from tests.torch.trades.test_shard_batch import ranks_of, shared, trial
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12"),
+]
 
 UP, DOWN = "blocks.*.mlp.up", "blocks.*.mlp.down.weight"
 MLP = tuple(

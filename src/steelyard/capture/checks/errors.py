@@ -118,6 +118,7 @@ _REASON_OF = {
     "use_numpy_random_stream": _OF_PYTHON,
     "UserDefinedObjectVariable(Generator)": _OWN_GENERATOR,
     "torch._C.Generator": _OWN_GENERATOR,
+    "Generator.__new__": _OWN_GENERATOR,  # before torch 2.13
     "SparseTensorImpl": "a gradient is sparse, as nn.Embedding(sparse=True) gives it",
     "backward through the graph a second time": "the loss function runs backward() itself",
     "_local_scalar_dense": "a number is read from a tensor (.item(), float(), int())",

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from steelyard.capture.checks.errors import shortened
 from steelyard.errors import CaptureRefused, Mismatch
 from tests.support.stepping import SEED, captured_step, differences, live, source_of
+from tests.support.torch_since import torch_since
 from tests.zoo import reference
 
 GENERATOR = torch.Generator()
@@ -192,7 +193,14 @@ def of_a_teacher_in_training_mode(model: nn.Module, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "said", "remedy"),
     [
-        (gradient_penalty, "takes a gradient itself, as a gradient penalty does", "remove the pen"),
+        pytest.param(
+            *(
+                gradient_penalty,
+                "takes a gradient itself, as a gradient penalty does",
+                "remove the pen",
+            ),
+            marks=torch_since((2, 12), "before torch 2.12 its requires_grad_() is refused first"),
+        ),
         (penalty_of_parameters, "takes a gradient itself", "plain PyTorch"),
         (flex_attention_loss, "FlexAttention has no backward pass on a CPU", "sdpa"),
         (of_inference, "made under torch.inference_mode", r"no_grad\(\) instead of"),
@@ -246,6 +254,7 @@ class FrozenWithAdapters(nn.Module):
         return x
 
 
+@torch_since((2, 12), "Dynamo traces requires_grad_() of intermediate tensors since torch 2.12")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_an_embedding_that_requires_grad_trains_as_in_plain_pytorch(use_reentrant: bool) -> None:
     torch.manual_seed(0)

@@ -30,6 +30,9 @@ from steelyard.ir.sharding_choice import ShardingChoice
 from steelyard.operators import torch_object
 from tests import zoo
 from tests.support import in_step
+from tests.support.torch_since import torch_since
+
+pytestmark = torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 
 # What computes in single precision inside, whatever its weights are, rounds as single does.
 ROUNDING, ROUNDING_SINGLE = 1e-12, 1e-6

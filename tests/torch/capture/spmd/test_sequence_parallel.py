@@ -13,7 +13,10 @@ from steelyard.ir.collective import GLOO, Exchange
 from steelyard.ir.graph import Graph, Phase
 from steelyard.ir.placement import REPLICATE, Shard
 from steelyard.ir.sharding_choice import ShardingChoice
+from tests.support.torch_since import torch_since
 from tests.torch.capture.spmd.test_partition import ROUNDING_SINGLE, Whole
+
+pytestmark = torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 
 _RANKS = 2
 

@@ -7,7 +7,10 @@ import pytest
 from steelyard.capture.spmd.shardable_regions import regions
 from steelyard.ir.placement import Shard
 from steelyard.ir.sharding_choice import ShardingChoice
+from tests.support.torch_since import torch_since
 from tests.torch.capture.spmd.test_partition import ROUNDING, ROUNDING_SINGLE, Whole
+
+pytestmark = torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 
 
 @pytest.mark.slow
