@@ -63,7 +63,7 @@ def test_few_rows_of_a_large_embedding_are_sent_as_sparse_gradients(
     assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
     (other,) = (r for r in plan.plan.refused if r.trade == "sparse_gradients")
     assert other.label == "rows of places.weight"
-    assert other.reason == "2 ranks look 32 rows each, and the table has only 32"
+    assert other.reason == "2 ranks look up 32 rows each, and the table has only 32"
     plan.save(path := tmp_path / "train.plan.toml")
     assert (
         '[[sparse_gradients]]\nparameter = "words.weight"\ncount = 1\nformat = "rows"'

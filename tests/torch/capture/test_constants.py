@@ -134,7 +134,7 @@ def test_a_dict_that_functional_call_changes_is_named() -> None:
         return value.square().mean()
 
     with pytest.raises(
-        CaptureRefused, match=r"has side effects on Python state .*test_constants\.CALLS"
+        CaptureRefused, match=r"has side effects on Python state: .*test_constants\.CALLS"
     ):
         source_of((Replacing(), loss, torch.randn(2, 4))).captured()
 

@@ -251,7 +251,7 @@ def test_a_full_disk_is_reported_before_the_run(tmp_path: Path) -> None:
 
 def test_more_than_the_declared_size_is_refused(tmp_path: Path) -> None:
     memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="1 MiB"))
-    with pytest.raises(BadInput, match=r"moves 2\.00 MiB"):
+    with pytest.raises(BadInput, match=r"offloads 2\.00 MiB"):
         Slots.of(memory, [2 << 20])
 
 

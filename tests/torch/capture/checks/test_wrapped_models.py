@@ -21,7 +21,7 @@ from tests.support.stepping import source_of
 
 
 @pytest.mark.parametrize(
-    ("wrapped", "said"), [("", "the model has"), ("0", "module 0 has"), ("1.0", r"module 1\.0 has")]
+    ("wrapped", "said"), [("", "the model was"), ("0", "module 0 was"), ("1.0", r"module 1\.0 was")]
 )
 def test_compiled_modules_are_refused_anywhere_in_the_model(wrapped: str, said: str) -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))

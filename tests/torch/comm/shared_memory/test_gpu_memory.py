@@ -42,7 +42,7 @@ def test_a_group_without_a_suitable_backend_is_refused(known: str) -> None:
     with mock.patch("steelyard.api.rank_context.dist") as groups:
         groups.group.WORLD.size.return_value = 2
         groups.get_backend_config.return_value = known
-        said = f"carries {known}, but the model is on cuda:1"
+        said = f"has the backends {known}, but the model is on cuda:1"
         with pytest.raises(BadInput, match=said) as refused:
             RankContext.of(ParallelLayout(data=2), GPU)
     assert 'init_process_group("cpu:gloo,cuda:nccl")' in str(refused.value)

@@ -137,7 +137,7 @@ def test_results_larger_than_in_the_graph_are_reported() -> None:
     graph = graph_of(("aten.mse_loss.default", [X, y], [torch.zeros(())]))
     _, survey = measure_operators([graph], DEVICE)
     (note,) = survey.notes
-    assert "aten.mse_loss.default hold 64.0 KiB more" in note
+    assert "aten.mse_loss.default take 64.0 KiB more" in note
 
 
 def test_results_with_other_strides_than_in_the_graph_are_reported() -> None:

@@ -270,7 +270,7 @@ def test_parameters_that_cannot_be_compressed_are_refused(source: CapturedStep) 
     with pytest.raises(Mismatch, match="two rules compress"):
         _applied(source, twice)
     alone = [rule for rule in _rules(2) if rule.trade == "ternary_gradients"]
-    with pytest.raises(Mismatch, match="share the batch"):
+    with pytest.raises(Mismatch, match="share only the batch"):
         _applied(source, alone)
 
 

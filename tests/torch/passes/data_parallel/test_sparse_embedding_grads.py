@@ -132,7 +132,7 @@ def _why_not(model: nn.Module, ranks: int = 2) -> dict[str, str]:
 def test_offered_tables_and_the_reasons_for_others() -> None:
     told = _why_not(Words())
     assert told.pop("word.weight") == ""
-    assert told == {"place.weight": "2 ranks look 6 rows each, and the table has only 6"}
+    assert told == {"place.weight": "2 ranks look up 6 rows each, and the table has only 6"}
     assert "also read by other operators" in _why_not(Words(tied=True))["word.weight"]
 
 
@@ -151,7 +151,7 @@ def test_a_table_looked_up_twice_is_refused_once() -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (SparseGradientsRule(parameter="head.weight", format="rows"), "looked up"),
+        (SparseGradientsRule(parameter="head.weight", format="rows"), "read only by one lookup"),
         (SparseGradientsRule(parameter="nothing.weight", format="rows"), "matches 0 parameters"),
         (
             SparseGradientsRule(parameter="word.weight", format="rows", count=2),
@@ -164,5 +164,5 @@ def test_impossible_rules_are_refused(source: CapturedStep, rule: Rule, said: st
         _applied(source, [*_shared(2), rule])
     assert len(str(caught.value).splitlines()) == 3
     assert said in str(caught.value)
-    with pytest.raises(Mismatch, match="sends rows"):
+    with pytest.raises(Mismatch, match="sends sparse gradients"):
         _applied(source, [_RULE])
