@@ -20,7 +20,7 @@ from steelyard.passes.recompute_copies import late_reads
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import held_underway
-from steelyard.search.single.copy_placement import (
+from steelyard.search.single.estimator.copy_placement import (
     NEVER,
     NO_CODES,
     Codes,
@@ -28,10 +28,10 @@ from steelyard.search.single.copy_placement import (
     CopyPlacement,
     placed,
 )
-from steelyard.search.single.estimate import Coder, Floats, PeakEstimate, RecomputableUnit
-from steelyard.search.single.lifetimes import Lifetimes
-from steelyard.search.single.sliced_reads import SlicedRead, sliced_reads
-from steelyard.search.single.transfer_timing import (
+from steelyard.search.single.estimator.estimate import Coder, Floats, PeakEstimate, RecomputableUnit
+from steelyard.search.single.estimator.lifetimes import Lifetimes
+from steelyard.search.single.estimator.sliced_reads import SlicedRead, sliced_reads
+from steelyard.search.single.estimator.transfer_timing import (
     NO_TRANSFERS,
     TransferLinks,
     TransferMode,
