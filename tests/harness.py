@@ -36,7 +36,7 @@ from steelyard.measure.links.background_load import BackgroundLoad
 from steelyard.measure.operators import benchmark as operators
 from steelyard.measure.operators.memory import meter_once
 from steelyard.offload.tier import OffloadFile
-from steelyard.planner import cost_provider as pricing
+from steelyard.planner import calibration
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Prediction
 from steelyard.plans.trade import Trade, apply_rules
@@ -85,7 +85,7 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
     of those measured."""
     with (
         mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
-        mock.patch.multiple(pricing, _CALIBRATION_SECONDS=1.0, _SPLIT_CALIBRATION_SECONDS=1.0),
+        mock.patch.multiple(calibration, _CALIBRATION_SECONDS=1.0, _SPLIT_CALIBRATION_SECONDS=1.0),
         mock.patch.object(offload_memory, "_ROUNDS", 6),
         # Beside nobody: two workers of tests are at work as it is.
         mock.patch.object(BackgroundLoad, "at_work", return_value=contextlib.nullcontext()),

@@ -25,6 +25,7 @@ from steelyard.ir.graph import Graph, Node
 from steelyard.ir.metrics import Estimate
 from steelyard.measure.links.probe import LinkMeasurement
 from steelyard.planner import cost_provider as pricing
+from steelyard.planner.calibration import StepCalibration
 from steelyard.predict.cost_table import CostTable, OperatorCost, Survey
 
 _COSTS = json.loads((Path(__file__).parent / "costs.json").read_text("utf-8"))
@@ -53,7 +54,7 @@ def fixed_costs() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(pricing, name, instead))
         # No step is run to check the sum of the operators by.
-        stack.enter_context(mock.patch.object(pricing.CostProvider, "_can_run", return_value=False))
+        stack.enter_context(mock.patch.object(StepCalibration, "_can_run", return_value=False))
         yield
 
 

@@ -1,61 +1,48 @@
 """Operator costs of a step on this machine: measured, cached, calibrated against a whole step.
 
-Not for the measurements themselves: see measure/.
+Not for the measurements themselves: see measure/. Not for running whole steps: see calibration.py.
 """
 
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
-from steelyard import _torch
 from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.comm.devices import CPU
-from steelyard.errors import BadInput, Mismatch
 from steelyard.hardware.cluster import Cluster, Link
 from steelyard.hardware.host_os import is_virtual, quota_cores
-from steelyard.ir.collective import SLOTS, Exchange, Transport
+from steelyard.ir.collective import SLOTS
 from steelyard.ir.graph import Graph, Node
 from steelyard.ir.message_slots import PINNED
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.optimizer_update import update_digest
 from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR
-from steelyard.ir.program import Pipeline, Program
-from steelyard.ir.sharding_choice import Region, ShardingChoice
+from steelyard.ir.program import Program
 from steelyard.measure.cache import CostCache
-from steelyard.measure.device_memory import free_bytes, random_devices
+from steelyard.measure.conditions import MeasuringConditions, profiler_error
 from steelyard.measure.links.background_load import BackgroundLoad
 from steelyard.measure.links.probe import Joined, measured_ranks
 from steelyard.measure.offload_bandwidth import measured_links
-from steelyard.measure.operators.benchmark import Calls, context_of, measure_operators
+from steelyard.measure.operators.benchmark import Calls, measure_operators
 from steelyard.measure.operators.memory import is_profiled
 from steelyard.measure.operators.optimizer_overhead import update_call_seconds
-from steelyard.measure.step_calibration import Runnable, host_lead, step_time_ratio, whole_step
-from steelyard.predict import collective_curves, peak_bytes
+from steelyard.planner.calibration import StepCalibration, operator_seconds
 from steelyard.predict.collectives.host_groups import RanksPerHost
 from steelyard.predict.cost_table import CostTable, Missing, OperatorCost, Survey
-from steelyard.predict.rank_subsets import Subset, best_joined, declared_seconds, numbers_of_ranks
-from steelyard.run.codegen import emit
-from steelyard.run.compiled.inductor import compile_program
+from steelyard.predict.declared_curves import declared_curves, declared_subsets
+from steelyard.predict.rank_subsets import Subset
 from steelyard.run.launch.environment import rank_info
-from steelyard.run.step import LiveStep
 
 Progress = Callable[[str], None]
 
-# Time budget of the calibration against a whole step, and of one for each number of micro-batches.
-# Steps that take longer are not calibrated.
-_CALIBRATION_SECONDS, _SPLIT_CALIBRATION_SECONDS = 12.0, 8.0
-_SHARE_OF_FREE_MEMORY = 0.5
-# Declared clusters with more devices use the first ones in order, without comparing subsets.
-_MAX_DEVICES_COMPARED = 64
 _UNCALIBRATED = Estimate(value=1.0, low=0.8, high=1.25)
 # Concatenates the tensors that one collective sends together.
 _JOIN = "aten.cat.default"
@@ -70,32 +57,31 @@ class CostProvider:
     def __init__(
         self, cluster: Cluster, *, on_progress: Progress, torch_device: torch.device = CPU
     ) -> None:
-        self._is_here, self._torch_device = cluster.is_here, torch_device
+        self._is_here = cluster.is_here
         self._on_progress = on_progress
-        self._cache = CostCache()
+        cache = CostCache()
         self._operators: dict[str, OperatorCost] = {}
         self._known: set[str] = set()
         self._split_calibrations: dict[int, Estimate] = {}
         # Step time at each number of micro-batches, relative to the undivided step.
         self._split_times: dict[int, Estimate] = {}
         self._update_calls = 0
-        # Speed of this host relative to the fastest one: times measured here are scaled by it.
-        self._host_speed = 1.0
+        host_speed = 1.0
         self._base: Program
         self.notes: list[str] = []
         # A rank gets its share of the cores; one rank alone on a host keeps the user's setting.
-        self._threads = cluster.fastest.threads if cluster.ranks_of_a_host > 1 else None
+        threads = cluster.fastest.threads if cluster.ranks_of_a_host > 1 else None
         links: dict[str, Link] = {}
         spread = None
         # Bandwidth of each host's link in bytes per second, if known.
         self.host_rates: tuple[float, ...] = ()
-        subsets = _declared_subsets(cluster)
+        subsets = declared_subsets(cluster)
         skew = None
         if cluster.num_devices > 1 and self._is_here:
             on_progress("measuring the links between ranks")
             measured = measured_ranks(
                 cluster.num_devices, hosts=cluster.hosts, torch_device=torch_device,
-                speeds=cluster.speeds, cache=self._cache,
+                speeds=cluster.speeds, cache=cache,
             )  # fmt: skip
             # Ranks of one machine, or of hosts with one rank each, all have the same distance.
             if measured.near is not None:
@@ -112,19 +98,26 @@ class CostProvider:
                 cluster = cluster.at_speeds(measured.speeds)
             if cluster.hosts > 1 and cluster.speeds:
                 own = rank_info(os.environ).rank
-                self._host_speed = cluster.speeds[own] / max(cluster.speeds)
+                host_speed = cluster.speeds[own] / max(cluster.speeds)
         self.cluster = cluster
-        self._device = cluster.fastest
         ranks_per_host, hosts = (
             (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
         )
         if torch_device.type != "cpu":
             # Ranks on their own GPUs do not slow each other down.
             ranks_per_host = hosts = 1
-        self._background_load = BackgroundLoad(ranks_per_host, self._device, hosts=hosts)
+        self._conditions = MeasuringConditions(
+            device=cluster.fastest,
+            torch_device=torch_device,
+            cache=cache,
+            load=BackgroundLoad(ranks_per_host, cluster.fastest, hosts=hosts),
+            threads=threads,
+            host_speed=host_speed,
+        )
+        self._calibration = StepCalibration(self._conditions, on_progress=on_progress)
         if cluster.offload_memory is not None:
             on_progress("measuring offload memory")
-            far_links, notes = measured_links(cluster.offload_memory, cache=self._cache)
+            far_links, notes = measured_links(cluster.offload_memory, cache=cache)
             links |= far_links
             self.notes += notes
         self.costs = CostTable(
@@ -134,7 +127,7 @@ class CostProvider:
             cut_steps=self._split_calibrations,
             links=links,
             far_bytes=cluster.offload_memory.size_bytes if cluster.offload_memory else 0,
-            collective_curves=_collective_curves(cluster),
+            collective_curves=declared_curves(cluster),
             spread=spread,
             subsets=subsets,
             skew=skew,
@@ -155,7 +148,7 @@ class CostProvider:
         It exceeds 1 if the control group has less than one core for each rank here, and each rank
         runs one thread. Wall-clock measurements already contain it.
         """
-        threads = self._threads or torch.get_num_threads()
+        threads = self._conditions.threads or torch.get_num_threads()
         if not self._is_here or threads > 1:
             return 1.0
         slowdown = max(1.0, ranks_per_host / quota_cores())
@@ -208,7 +201,7 @@ class CostProvider:
         Nothing is measured while a profiler of the user is active. That is an error, unless costs
         ``may_lack``. Return the number of operators that then lack a cost.
         """
-        self._background_load.is_given(graphs)
+        self._conditions.load.is_given(graphs)
         new = {
             n.signature for g in graphs for n in g.nodes if not n.is_free and not n.is_transfer
         } - self._known
@@ -216,14 +209,14 @@ class CostProvider:
             return 0
         self._on_progress("measuring operators")
         self._known |= new
-        with self.threads_of_rank():
+        with self._conditions.threads_of_rank():
             costs, survey = self._measure_operators(graphs)
         self._operators.update(costs.operators)
         self.failed |= {u.signature for u in survey.unmeasured if u.why is Missing.FAILED}
         profiled = {u.signature for u in survey.unmeasured if u.why is Missing.PROFILED}
         self._known -= profiled
         if profiled and not may_lack:
-            raise _profiled(f"{len(profiled)} operators")
+            raise profiler_error(f"{len(profiled)} operators")
         return len(profiled)
 
     def measure_compiled(self, graph: Graph, calls: Calls) -> None:
@@ -240,10 +233,10 @@ class CostProvider:
         if not self._is_here or not any(is_wanted(n) for n in graph.nodes if not n.is_free):
             return
         self._on_progress("compiling and measuring kernels")
-        with self.threads_of_rank():
+        with self._conditions.threads_of_rank():
             costs, survey = self._measure_operators([graph], is_wanted=is_wanted, calls=calls)
         if count := survey.count(Missing.PROFILED):
-            raise _profiled(f"{count} compiled kernels")
+            raise profiler_error(f"{count} compiled kernels")
         self._operators.update(costs.operators)
         self._known |= costs.operators.keys()
 
@@ -253,25 +246,29 @@ class CostProvider:
         """Measure operators, under the background load of as many ranks as the step will have."""
         costs, survey = measure_operators(
             graphs,
-            self._device,
-            cache=self._cache,
-            sharers=self._background_load.num_ranks,
-            hosts=self._background_load.hosts,
-            beside=self._background_load.at_work,
-            torch_device=self._torch_device,
+            self._conditions.device,
+            cache=self._conditions.cache,
+            sharers=self._conditions.load.num_ranks,
+            hosts=self._conditions.load.hosts,
+            beside=self._conditions.load.at_work,
+            torch_device=self._conditions.torch_device,
             **options,
         )
-        notes = (*survey.notes, *self._background_load.notes)
+        notes = (*survey.notes, *self._conditions.load.notes)
         self.notes += [note for note in notes if note not in self.notes]
         operators = {
-            signature: replace(cost, seconds=cost.seconds.scaled(self._host_speed))
+            signature: replace(cost, seconds=cost.seconds.scaled(self._conditions.host_speed))
             for signature, cost in costs.operators.items()
         }
         return replace(costs, operators=operators), survey
 
     def stop_background_load(self) -> None:
         """Stop the background load until something is measured again."""
-        self._background_load.dismiss()
+        self._conditions.load.dismiss()
+
+    def threads_of_rank(self) -> contextlib.AbstractContextManager[None]:
+        """Run operators within the context on as many threads as a rank has."""
+        return self._conditions.threads_of_rank()
 
     def measure_update(self, make: OptimizerFactory, update: Program) -> None:
         """Measure the optimizer's operators, and its Python overhead between them."""
@@ -282,53 +279,35 @@ class CostProvider:
         calls = sum(not update.graph.by_name[i.node].is_free for i in update.instructions)
         self._update_calls = calls
         name = f"between the calls of {update_digest(update)}"
-        with self.threads_of_rank():
-            context = self._context()
-            seconds = self._cache.read_whole(context, name)
+        with self._conditions.threads_of_rank():
+            context = self._conditions.context()
+            seconds = self._conditions.cache.read_whole(context, name)
             if seconds is None:
                 if is_profiled(is_quick=True):
-                    raise _profiled("the optimizer's step")
-                with self._background_load.at_work():
+                    raise profiler_error("the optimizer's step")
+                with self._conditions.load.at_work():
                     seconds = update_call_seconds(
-                        make, dims=dims, calls=calls, device=self._torch_device
+                        make, dims=dims, calls=calls, device=self._conditions.torch_device
                     )
-                seconds = self._cache.settle_whole(context, name, seconds)
-        seconds = seconds.scaled(self._host_speed)
+                seconds = self._conditions.cache.settle_whole(context, name, seconds)
+        seconds = seconds.scaled(self._conditions.host_speed)
         self.costs = replace(self.costs, update_call_seconds=seconds)
 
     def check(self, source: CapturedStep, base: Program) -> None:
         """Calibrate the costs against a whole step, if one can be run in reasonable time."""
         self._base = base
-        if not self._can_run(source, base):
+        if not self._is_here:
             return
-        whole = self._calibrated(
-            source,
-            base.graph.fingerprint,
-            "calibrating them with a whole step",
-            lambda: whole_step(
-                self._runnable(source, base),
-                seconds_budget=_CALIBRATION_SECONDS,
-                device=self._torch_device,
-            ),
-            operators=self._operator_seconds(base),
-            scale=self._host_speed,
-        )
+        whole = self._calibration.whole_ratio(source, base, self.costs)
         if whole is None:
             return
         self.costs = replace(self.costs, whole_step=whole.scaled(self._cpu_quota_slowdown))
-        if self._torch_device.type != "cpu" and self._update_calls:
+        if self._conditions.torch_device.type != "cpu" and self._update_calls:
             self._subtract_overlapped_update(source, base)
 
     def _subtract_overlapped_update(self, source: CapturedStep, base: Program) -> None:
         """Subtract the optimizer's Python time that overlaps with the backward pass on the GPU."""
-        run = self._runnable(source, base).run
-        lead = self._calibrated(
-            source,
-            f"lead of the host in {base.graph.fingerprint}",
-            "measuring how far the host runs ahead",
-            lambda: host_lead(run, device=self._torch_device),
-            operators=1.0,
-        )
+        lead = self._calibration.host_lead(source, base, self.costs)
         if lead is None:
             return
         each, hidden = self.costs.update_call_seconds, lead.value / self._update_calls
@@ -339,20 +318,9 @@ class CostProvider:
 
     def check_compiled(self, source: CapturedStep, base: Program, lowered: Program) -> None:
         """Calibrate the costs of the compiled step against a whole compiled step."""
-        if not self._can_run(source, lowered):
+        if not self._is_here:
             return
-        found = self._calibrated(
-            source,
-            f"{base.graph.fingerprint} compiled",
-            "compiling a whole step and calibrating them with it",
-            lambda: whole_step(
-                self._runnable(source, base, lowered=lowered),
-                seconds_budget=_CALIBRATION_SECONDS,
-                device=self._torch_device,
-            ),
-            operators=self._operator_seconds(lowered),
-            scale=self._host_speed,
-        )
+        found = self._calibration.compiled_ratio(source, base, lowered, self.costs)
         if found is not None:
             self.compiled_step = found.scaled(self._cpu_quota_slowdown)
 
@@ -363,7 +331,7 @@ class CostProvider:
 
     def are_no_faster(self, cut: Program, whole: Program) -> bool:
         """True if the operators of ``cut`` add up to at least the time of those of ``whole``."""
-        return self._operator_seconds(cut) >= self._operator_seconds(whole)
+        return operator_seconds(cut, self.costs) >= operator_seconds(whole, self.costs)
 
     def check_cut(self, source: CapturedStep, cut: Program) -> None:
         """Calibrate the step in micro-batches against the whole step, once for each number of them.
@@ -375,21 +343,12 @@ class CostProvider:
         """
         if cut.repeats in self._split_calibrations:
             return
-        operator_ratio = self._operator_seconds(cut) / self._operator_seconds(self._base)
+        operator_ratio = operator_seconds(cut, self.costs) / operator_seconds(
+            self._base, self.costs
+        )
         ratio = None
-        if self._can_run(source, cut):
-            ratio = self._calibrated(
-                source,
-                f"{cut.repeats} x {cut.graph.fingerprint} beside {self._base.graph.fingerprint}",
-                f"calibrating them with a step in {cut.repeats} micro-batches",
-                lambda: step_time_ratio(
-                    self._runnable(source, cut),
-                    self._runnable(source, self._base),
-                    seconds_budget=_SPLIT_CALIBRATION_SECONDS,
-                    device=self._torch_device,
-                ),
-                operators=operator_ratio,
-            )
+        if self._is_here:
+            ratio = self._calibration.split_ratio(source, cut, self._base, self.costs)
         ratio = ratio or _UNCALIBRATED
         times = sorted((p, t) for p, t in self._split_times.items() if p < cut.repeats)
         coarser = [Estimate.exactly(1.0), *(t for _, t in times)]
@@ -399,96 +358,6 @@ class CostProvider:
             ratio = replace(ratio, value=slower, high=max(ratio.high, slower))
         self._split_times[cut.repeats] = ratio.scaled(operator_ratio)
         self._split_calibrations[cut.repeats] = self.costs.whole_step.times(ratio)
-
-    def _calibrated(
-        self,
-        source: CapturedStep,
-        name: str,
-        doing: str,
-        run: Callable[[], Estimate | None],
-        *,
-        operators: float,
-        scale: float = 1.0,
-    ) -> Estimate | None:
-        """Return the ratio of whole-step time to the sum of operator times, scaled by ``scale``.
-
-        ``run`` measures the ratio once, and the cache keeps it, so that two plans of a step and its
-        run agree. The cache stores the step time itself, because the sum of ``operators`` may be
-        measured more completely the next time.
-        """
-        with self.threads_of_rank():
-            context = self._context()
-            found = self._cache.read_whole(context, name)
-            if found is None or not found.low:
-                if is_profiled(is_quick=True):
-                    raise _profiled("a whole step")
-                self._on_progress(doing)
-                with _restored(source.model, self._torch_device), self._background_load.at_work():
-                    ratio = run()
-                if ratio is None:
-                    return None
-                found = self._cache.settle_whole(context, name, ratio.scaled(operators))
-        return found.scaled(scale / operators)
-
-    def _context(self) -> str:
-        company = self._background_load
-        return context_of(self._device, sharers=company.num_ranks, hosts=company.hosts)
-
-    @contextlib.contextmanager
-    def threads_of_rank(self) -> Iterator[None]:
-        """Run operators within the context on as many threads as a rank has."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._threads or before)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
-    def _can_run(self, source: CapturedStep, program: Program) -> bool:
-        """True if a step can run on the live model without leaving traces."""
-        return (
-            self._is_here
-            and not source.is_imagined
-            and not source.captured().is_grown
-            and not _torch.any_hooks(list(source.model.parameters()))
-            and self._operator_seconds(program) > 0
-            and peak_bytes(program, self.costs)
-            < _SHARE_OF_FREE_MEMORY * free_bytes(self._torch_device)
-        )
-
-    def _runnable(
-        self, source: CapturedStep, program: Program, *, lowered: Program | None = None
-    ) -> Runnable:
-        """Return the step on the user's model, to run within ``_restored``; compiled if lowered."""
-        parts = program.repeats
-        step = LiveStep(
-            source.model,
-            program,
-            constants=source.captured(micro_batches=parts).constants,
-            batch=source.batch,
-            reduction=source.reduction().value if parts > 1 else "mean",
-            runner=compile_program if lowered else emit,
-        )
-
-        def run() -> None:
-            step.backward(source.batch)
-            step.zero_grad()
-
-        return Runnable(run=run, operator_seconds=self._operator_seconds(lowered or program))
-
-    def _operator_seconds(self, program: Program) -> float:
-        nodes = program.graph.by_name
-        computed = [nodes[i.node] for i in program.instructions if i.sink is None]
-        return program.repeats * sum(self.costs.seconds(node).value for node in computed)
-
-
-def _profiled(what: str) -> BadInput:
-    return BadInput(
-        f"a profiler is active, but this plan needs {what} to be measured: measuring would take "
-        "the profiler's events, and the profiler would slow down the measurement",
-        expected="no torch.profiler that records or warms up while a step is planned",
-        remedy="call steelyard.plan() before the profiler is started",
-    )
 
 
 class LazyCosts:
@@ -522,156 +391,7 @@ def _subset_of(joined: Joined) -> Subset:
     return Subset(ranks=joined.ranks, links=links)
 
 
-def _collective_curves(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
-    """Return the collective curves of a declared cluster, for the groups that a step may use.
-
-    Groups are neighbours that shard tensors, the ranks of all such groups that share the batch, and
-    ranks of adjacent pipeline stages.
-    """
-    count = cluster.num_devices
-    if count == 1 or cluster.is_here:
-        return {}
-    # The numbers of ranks that a step may use: see search/ranks/layout_search.py.
-    return _curves_on(cluster, {*_divisors(count), *numbers_of_ranks(count), 2})
-
-
-def _curves_on(
-    cluster: Cluster, rank_counts: Collection[int], among: Sequence[int] = ()
-) -> dict[tuple[str, Exchange, int, int], Link]:
-    """Return the curves on these numbers of ranks, for groups of each size that divides them.
-
-    The ranks are the first ones, or those in ``among``.
-    """
-    group_sizes: dict[int, set[int]] = {}
-    for ranks in rank_counts:
-        for stride in _divisors(ranks)[:-1]:
-            group_sizes.setdefault(stride, set()).update(_divisors(ranks // stride)[1:])
-    found: dict[tuple[str, Exchange, int, int], Link] = {}
-    for stride, sizes in group_sizes.items():
-        for axis in (DATA, PIPELINE) if stride > 1 else (DATA, PIPELINE, TENSOR):
-            found |= collective_curves(
-                cluster.tree, axis=axis, numbers=sorted(sizes), stride=stride, among=among
-            )
-    return found
-
-
-def _declared_subsets(cluster: Cluster) -> dict[int, Subset]:
-    """Return the devices to use for each number of ranks, if they are not simply the first ones."""
-    count = cluster.num_devices
-    if not 2 < count <= _MAX_DEVICES_COMPARED or cluster.is_here:
-        return {}
-    fastest = cluster.fastest.flops_per_second
-    devices = [cluster.tree.device_of(rank) for rank in range(count)]
-    speeds = [device.flops_per_second / fastest for device in devices]
-    groups = best_joined(declared_seconds(cluster.tree), speeds)
-    return {
-        number: Subset(ranks=group, collective_curves=_curves_on(cluster, [number], group))
-        for number, group in groups.items()
-        if 1 < number < count and group != tuple(range(number))
-    }
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def dims_of(update: Program) -> list[int]:
     """Return the number of dimensions of each updated parameter."""
     gradients = (n for n in update.graph.inputs() if n.name.startswith("gradient:"))
     return [len(n.outputs[0].shape) for n in gradients]
-
-
-class PricedSource:
-    """The step at other batch sizes; each variant is measured as soon as it is captured."""
-
-    def __init__(self, source: CapturedStep, prices: CostProvider) -> None:
-        self._source = source
-        self._prices = prices
-        self._updates: dict[tuple[ShardingChoice, ...], Program] = {}
-
-    @property
-    def transport(self) -> Transport:
-        return self._source.transport
-
-    def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
-        graph = self._source.graph(micro_batches=micro_batches, share=share)
-        self._prices.measure(graph)
-        # Unequal shares do not add up to the batch in any number; they are taken to behave like as
-        # many equal ones.
-        if micro_batches > 1 and share == 1:
-            self._prices.check_cut(self._source, Program.plain(graph).repeated(micro_batches))
-        return graph
-
-    def rewritten(self, graph: Graph) -> Graph:
-        self._prices.measure(graph)
-        for node in graph.nodes:
-            if node.body is not None and node.signature in self._prices.failed:
-                raise Mismatch(
-                    f"the result of {node.path or 'the loss'} cannot be computed in slices",
-                    expected="operators that give the same result on some of the rows as on all",
-                    remedy="remove the chunk rule from the plan, or plan again",
-                )
-        return graph
-
-    def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
-        return self._source.regions(graph, num_ranks=num_ranks)
-
-    def in_parts(self, graph: Graph, choice: ShardingChoice, *, rank: int) -> Graph:
-        graph = self._source.in_parts(graph, choice, rank=rank)
-        self._prices.measure(graph)
-        return graph
-
-    def update_in_parts(self, update: Program, shardings: tuple[ShardingChoice, ...]) -> Program:
-        if shardings not in self._updates:
-            self._updates[shardings] = self._source.update_in_parts(update, shardings)
-            self._prices.measure(self._updates[shardings].graph)
-        return self._updates[shardings]
-
-    def in_stages(
-        self, program: Program, *, ends: tuple[str, ...], schedule: str, num_ranks: int
-    ) -> Pipeline:
-        found = self._source.in_stages(program, ends=ends, schedule=schedule, num_ranks=num_ranks)
-        self._prices.measure(found.stages.graph, *(update.graph for update in found.updates))
-        return found
-
-    def divisors(self) -> tuple[int, ...]:
-        return self._source.divisors()
-
-    def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
-        """Compare by operators alone, so that no whole step has to run."""
-        cut, whole = (
-            self._source.graph(micro_batches=parts, share=share) for parts in (micro_batches, than)
-        )
-        self._prices.measure(cut, whole)
-        programs = (Program.plain(cut).repeated(micro_batches // than), Program.plain(whole))
-        return self._prices.are_no_faster(*programs)
-
-    def why_not_split(self) -> str | None:
-        return self._source.why_not_split()
-
-    def sharers(self) -> tuple[int, ...]:
-        return self._source.sharers()
-
-    def why_not_shared(self) -> str | None:
-        return self._source.why_not_shared()
-
-    def leaner_settings(self) -> tuple[str, ...]:
-        return self._source.leaner_settings()
-
-
-@contextlib.contextmanager
-def _restored(model: nn.Module, torch_device: torch.device) -> Iterator[None]:
-    """Restore gradients, buffers and the random state after the context."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng(devices=random_devices(torch_device)):
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, saved in buffers:
-                buffer.copy_(saved)

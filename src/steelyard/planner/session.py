@@ -34,8 +34,9 @@ from steelyard.measure.malloc import keep_freed_memory
 from steelyard.offload.optimizer_state import why_undivided, why_unsliceable
 from steelyard.operators import is_pointwise
 from steelyard.passes.offload.sliced_optimizer import why_whole
-from steelyard.planner.cost_provider import CostProvider, LazyCosts, PricedSource, Progress, dims_of
+from steelyard.planner.cost_provider import CostProvider, LazyCosts, Progress, dims_of
 from steelyard.planner.local_cluster import local_cluster
+from steelyard.planner.priced_source import PricedSource
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Prediction, Target
 from steelyard.plans.plan_check import DECOMPOSITIONS

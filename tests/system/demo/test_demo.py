@@ -16,7 +16,7 @@ from steelyard.api.demo import scenario as story
 from steelyard.api.demo import worker as child
 from steelyard.api.demo.gpt import Size, workload
 from steelyard.errors import BadInput, RunFailed
-from steelyard.planner import cost_provider as pricing
+from steelyard.planner import calibration
 from steelyard.plans.plan import Plan
 from steelyard.predict.step import PEAK_SHARE
 from tests.support.sample import MEASURED, PLAN
@@ -49,7 +49,7 @@ class Planning(story._Stage):
             # Steps enough for a check: what is not checked here, each process would check anew.
             with (
                 mock.patch.dict(os.environ, self._environment),
-                mock.patch.object(pricing, "_CALIBRATION_SECONDS", 4.0),
+                mock.patch.object(calibration, "_CALIBRATION_SECONDS", 4.0),
                 looking_less_far(),
             ):
                 child._ROLES[role](task, workload(task.size))

@@ -45,11 +45,10 @@ def said(
     def checked(*_: Any, **__: Any) -> Estimate:
         return found[current]
 
-    with mock.patch.multiple(
-        CostProvider,
-        _can_run=mock.Mock(return_value=True),
-        _operator_seconds=lambda _, program: operators if program.repeats > 1 else 1.0,
-        _calibrated=mock.Mock(side_effect=checked),
+    prices._is_here, prices._calibration = True, mock.Mock(split_ratio=checked)
+    with mock.patch(
+        "steelyard.planner.cost_provider.operator_seconds",
+        lambda program, _: operators if program.repeats > 1 else 1.0,
     ):
         for current in checks:
             prices.check_cut(mock.Mock(), cut_into(current))
@@ -98,7 +97,8 @@ def test_cpu_timings_are_scaled_by_withheld_cpu_time(
     quota: float, threads: int, ranks: int, longer: float
 ) -> None:
     prices = CostProvider.__new__(CostProvider)
-    prices._is_here, prices._threads, prices.notes = True, threads, []
+    prices._is_here, prices.notes = True, []
+    prices._conditions = mock.Mock(threads=threads)
     with mock.patch("steelyard.planner.cost_provider.quota_cores", return_value=quota):
         assert prices._slowdown_of_cpu_quota(ranks) == pytest.approx(longer)
     assert bool(prices.notes) == (longer > 1)

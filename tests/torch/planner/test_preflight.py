@@ -13,7 +13,7 @@ import steelyard as sy
 from steelyard.capture.step import CapturedStep
 from steelyard.errors import BadInput, Infeasible
 from steelyard.ir.program import Program
-from steelyard.planner import cost_provider as pricing
+from steelyard.planner import calibration
 from steelyard.planner import session as session_module
 from steelyard.planner.preflight import floor_of
 from steelyard.search import Floor, StepSearch
@@ -62,7 +62,7 @@ def test_another_budget_for_the_same_step_is_refused_without_a_search(
     monkeypatch: pytest.MonkeyPatch, costs: Path
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
-    monkeypatch.setattr(pricing, "_CALIBRATION_SECONDS", 1.0)
+    monkeypatch.setattr(calibration, "_CALIBRATION_SECONDS", 1.0)
     planned = sy.plan(*_asked(), optimizer=ADAM)
     monkeypatch.setattr(StepSearch, "find", never("searched"))
     with pytest.raises(Infeasible, match="memory that is resident for the whole step"):

@@ -342,11 +342,11 @@ def test_an_impossible_rule_is_refused(rule: Rule, said: str) -> None:
 def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from steelyard.planner import cost_provider as pricing
+    from steelyard.planner import calibration
 
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
-    monkeypatch.setattr(pricing, "_CALIBRATION_SECONDS", 1.0)
-    monkeypatch.setattr(pricing, "_SPLIT_CALIBRATION_SECONDS", 1.0)
+    monkeypatch.setattr(calibration, "_CALIBRATION_SECONDS", 1.0)
+    monkeypatch.setattr(calibration, "_SPLIT_CALIBRATION_SECONDS", 1.0)
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)

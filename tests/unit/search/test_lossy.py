@@ -17,7 +17,7 @@ from steelyard.plans.trade import apply_rules
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable, OperatorCost
 from steelyard.search import StepSearch
-from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.lower_bound import least_seconds
 from steelyard.search.single.min_cut import MinCut
 from steelyard.trades import TRADES

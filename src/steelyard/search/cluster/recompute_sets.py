@@ -15,7 +15,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.rule import CallSite, spot_of
 from steelyard.predict.analytic.node_assignment import MIDDLE
 from steelyard.predict.cost_table import CostTable
-from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.min_cut import MinCut
 
 # Seconds per byte, from recomputing nothing to recomputing everything.

@@ -8,7 +8,7 @@ multi_recompute.py.
 from collections.abc import Iterator
 
 from steelyard.ir.graph import Graph
-from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
 
 # In a sequence of modules: save the outputs of every n-th module, and recompute the outputs of
 # every m-th module once.

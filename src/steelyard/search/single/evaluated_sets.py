@@ -6,8 +6,8 @@ local_search.py.
 """
 
 from steelyard.search.pareto_front import ParetoFront, Point
-from steelyard.search.single.estimate import PeakEstimate
-from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.estimate import PeakEstimate
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
 
 # Maximum number of storages in remembered sets, an upper limit on the memory of the cache; beyond
 # it the cache is cleared.

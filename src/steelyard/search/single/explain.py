@@ -30,16 +30,16 @@ from steelyard.plans.budget import Budget
 from steelyard.plans.plan import SelectedTrade
 from steelyard.plans.trade import Offer, Rejection, Remaining, Trade, rule_type, trade_of
 from steelyard.search.pareto_front import Point
-from steelyard.search.single.estimate import PeakEstimate
+from steelyard.search.single.estimator.estimate import PeakEstimate
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.transfer_timing import TransferMode
 from steelyard.search.single.explore import (
     Explored,
     choices_in_trace,
-    recompute_rules,
     values_in_trace,
 )
-from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.granularity import offloaded_bytes
-from steelyard.search.single.transfer_timing import TransferMode
+from steelyard.search.single.plan_rules import recompute_rules
 from steelyard.search.single.variant import Variant
 from steelyard.units import format_bytes, format_seconds
 

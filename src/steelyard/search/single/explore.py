@@ -10,13 +10,13 @@ from types import MappingProxyType
 
 from steelyard.ir.graph import BlockRun, Graph
 from steelyard.ir.program import Program
-from steelyard.ir.rule import CallSite, spot_of, spots, starred, to_rules
-from steelyard.ir.rule_kinds import Recomputation
+from steelyard.ir.rule import CallSite, spot_of, spots, starred
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.single.baseline_plans import simple_plans
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.transfer_timing import TransferMode
 from steelyard.search.single.evaluated_sets import Trials
-from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.local_search import LocalSearch
 from steelyard.search.single.min_cut import MinCut
 from steelyard.search.single.multi_recompute import recompute_repeatedly
@@ -28,7 +28,6 @@ from steelyard.search.single.price_sweep import (
     quantize_sweep,
     uniform_sweep,
 )
-from steelyard.search.single.transfer_timing import TransferMode
 
 _LIMITS = 24
 _ROUNDS, _OFFLOAD_ROUNDS = 20, 8
@@ -236,19 +235,6 @@ def choices_in_trace(
                 )
             )
     return frozenset(found)
-
-
-def recompute_rules(
-    graph: Graph, times: Mapping[str, int], rule: type[Recomputation]
-) -> tuple[Recomputation, ...]:
-    """Return rules that recompute each of these values at most the given number of times."""
-    return tuple(
-        found
-        for number in sorted(set(times.values()))
-        for found in to_rules(
-            graph, (v for v, count in times.items() if count == number), rule, times=number
-        )
-    )
 
 
 def _names_in_trace(values: Iterable[str], graph: Graph, to: FastEstimator) -> dict[str, str]:

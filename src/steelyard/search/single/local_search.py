@@ -9,10 +9,10 @@ from itertools import pairwise
 from random import Random
 
 from steelyard.search.pareto_front import ParetoFront, Point
-from steelyard.search.single.copy_placement import NEVER
-from steelyard.search.single.estimate import PeakEstimate
+from steelyard.search.single.estimator.copy_placement import NEVER
+from steelyard.search.single.estimator.estimate import PeakEstimate
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.evaluated_sets import Trials
-from steelyard.search.single.fast_estimator import FastEstimator
 
 _MAX_NEIGHBORS = 8
 _FEW_NEIGHBORS = 4

@@ -7,9 +7,9 @@ the bound is loose where memory is tight. Not for finding plans.
 import numpy as np
 
 from steelyard.passes.recompute_copies import merged
-from steelyard.search.single.copy_placement import NEVER
-from steelyard.search.single.estimate import Floats
-from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.copy_placement import NEVER
+from steelyard.search.single.estimator.estimate import Floats
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.min_cut import MinCut
 
 _ROUNDS = 150

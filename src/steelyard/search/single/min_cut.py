@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.graph.python import max_flow
 
-from steelyard.search.single.copy_placement import NEVER
-from steelyard.search.single.estimate import Floats
-from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.copy_placement import NEVER
+from steelyard.search.single.estimator.estimate import Floats
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
 
 # Capacities are integers: picoseconds, which leaves room for steps of ten hours.
 _TICKS_PER_SECOND = 1e12

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from steelyard.search.pareto_front import Point
 from steelyard.search.single.baseline_plans import checkpoints_between
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.evaluated_sets import Trials
-from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.local_search import LocalSearch
 
 # Extra trials, as a share of those made before, and their minimum. They cover only the lower part

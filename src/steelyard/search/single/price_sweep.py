@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from steelyard.search.single.estimate import Floats, PeakEstimate
+from steelyard.search.single.estimator.estimate import Floats, PeakEstimate
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.transfer_timing import TransferMode
 from steelyard.search.single.evaluated_sets import Trials
-from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.min_cut import MinCut, RecomputeChoice
-from steelyard.search.single.transfer_timing import TransferMode
 
 # From a price at which nothing is worth recomputing to one at which everything is, in steps of a
 # third.

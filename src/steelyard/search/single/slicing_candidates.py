@@ -6,7 +6,7 @@ value enlarges the search. Not for the number of slices: see trades/.
 
 from collections.abc import Mapping
 
-from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.lower_bound import unavoidable_bytes
 
 # Share of the maximum over all lines. A line with fewer unavoidable bytes has free memory when the

@@ -57,3 +57,7 @@ class Variant:
     @property
     def unchanged(self) -> "Variant":
         return replace(self, changes=())
+
+
+# The step without changes.
+PLAIN = Variant()

@@ -17,9 +17,9 @@ from steelyard.passes.offload.sliced_activation_matmuls import (
 )
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable, OperatorCost
-from steelyard.search.single.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
+from steelyard.search.single.estimator.transfer_timing import TransferMode
 from steelyard.search.single.slicing_candidates import worth_slicing
-from steelyard.search.single.transfer_timing import TransferMode
 from steelyard.trades.offload import with_transfers
 from steelyard.trades.quantize_activations import quantizable, with_codes
 from steelyard.trades.recompute import recomputable, with_copies

@@ -23,8 +23,8 @@ from steelyard.search.infeasible import beyond_budget
 from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.result import Gap
 from steelyard.search.single.baseline_plans import simple_plans
+from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.explore import Explored, explore, prefer_block_uniform
-from steelyard.search.single.fast_estimator import FastEstimator
 from steelyard.search.single.lower_bound import least_seconds
 from steelyard.search.single.min_cut import MinCut
 from steelyard.search.single.search import search

@@ -11,7 +11,6 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, OFFLOAD_PIECE_BYTES
 from steelyard.ir.graph import OutputKind, Phase
@@ -20,7 +19,7 @@ from steelyard.passes.recompute_copies import late_reads
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.predict.liveness import held_underway
-from steelyard.search.single.copy_placement import (
+from steelyard.search.single.estimator.copy_placement import (
     NEVER,
     NO_CODES,
     Codes,
@@ -28,10 +27,11 @@ from steelyard.search.single.copy_placement import (
     CopyPlacement,
     placed,
 )
-from steelyard.search.single.estimate import Coder, Floats, PeakEstimate, RecomputableUnit
-from steelyard.search.single.lifetimes import Lifetimes
-from steelyard.search.single.sliced_reads import SlicedRead, sliced_reads
-from steelyard.search.single.transfer_timing import (
+from steelyard.search.single.estimator.estimate import Coder, Floats, PeakEstimate, RecomputableUnit
+from steelyard.search.single.estimator.live_bytes import LiveBytes
+from steelyard.search.single.estimator.sliced_reads import SlicedRead, sliced_reads
+from steelyard.search.single.estimator.storage_lines import StorageLines
+from steelyard.search.single.estimator.transfer_timing import (
     NO_TRANSFERS,
     TransferLinks,
     TransferMode,
@@ -73,12 +73,27 @@ class FastEstimator:
         backward = (i for i, ins in enumerate(self._lines) if ins.phase is Phase.BACKWARD)
         self.backward_start = next(backward, len(self._lines))
         buffers = held_underway(replace(program, instructions=tuple(self._lines)))
-        self._exchange_buffers = [
+        exchange_buffers = [
             (e.issue, e.wait, nbytes) for e, nbytes in buffers if e.wait is not None
         ]
-        self._read_lifetimes()
-        self._read_units(values, costs)
-        self._build_arrays(costs)
+        lines = StorageLines(program, self._lines, self.backward_start)
+        self.nbytes, self.born, self.storages = lines.nbytes, lines.born, lines.produced
+        self.forward_last = lines.forward_last
+        self.backward_first, self.backward_last = lines.backward_first, lines.backward_last
+        self._storages_by_node = lines.by_node
+        self._read_units(values, costs, lines.updates_by_reader)
+        self.workspace = np.array(
+            [costs.workspace_bytes(program.graph.by_name[i.node]) for i in self._lines],
+            dtype=np.float64,
+        )
+        self.gradients = frozenset(
+            s
+            for o in program.graph.outputs
+            if o.kind is OutputKind.GRADIENT
+            for s in lines.by_node[o.node]
+        )
+        loss = frozenset(lines.by_node[program.loss] if program.loss else ())
+        self.persistent = self.gradients | loss
         self._set_scale(costs)
         self.needed_at = self._find_needed_lines()
         self.offloadable: dict[int, str] = {}
@@ -104,6 +119,16 @@ class FastEstimator:
         self._codecs = {
             s: Coder.of(program.graph, value, costs) for s, value in self.quantizable.items()
         }
+        self._live_bytes = LiveBytes(
+            lines,
+            workspace=self.workspace,
+            exchange_buffers=exchange_buffers,
+            persistent=self.persistent,
+            gradients=self.gradients - loss,
+            is_repeated=program.repeats > 1,
+            units=self.units,
+            codecs=self._codecs,
+        )
 
     @property
     def num_lines(self) -> int:
@@ -242,60 +267,12 @@ class FastEstimator:
         repeats = sorted(choice for choice in choices if choice >= first_repeat)
         return {self.storage(choice): self.times(choice) for choice in repeats}
 
-    def _read_lifetimes(self) -> None:
-        """Record the lines that make each storage and read it first and last.
-
-        Reads of the forward pass and later ones are recorded separately.
-        """
-        graph = self.program.graph
-        resident = {t.storage for node in graph.inputs() for t in node.outputs}
-        count = len(graph.storages)
-        self.nbytes = [s.nbytes for s in graph.storages]
-        self.born = [NEVER] * count
-        self.forward_last = [-1] * count
-        self.backward_first = [NEVER] * count
-        self.backward_last = [-1] * count
-        storages_by_node = {n.name: [s for s in graph.storages_of(n.name) if s not in resident]
-              for n in graph.nodes}  # fmt: skip
-        self._storages_by_node = storages_by_node
-        self._updates_by_reader = self._find_buffer_updates()
-        for line, instruction in enumerate(self._lines):
-            for storage in storages_by_node[instruction.node]:
-                if self.born[storage] == NEVER:
-                    self.born[storage] = line
-                    last = self.forward_last if line < self.backward_start else self.backward_last
-                    last[storage] = line
-            for name in instruction.inputs:
-                for storage in (*storages_by_node[name], *self._updates_by_reader.get(name, ())):
-                    self._note_read(storage, line)
-        self.storages = [s for s in range(count) if self.born[s] < NEVER]
-
-    def _note_read(self, storage: int, line: int) -> None:
-        if line < self.backward_start:
-            self.forward_last[storage] = max(self.forward_last[storage], line)
-        else:
-            self.backward_first[storage] = min(self.backward_first[storage], line)
-            self.backward_last[storage] = max(self.backward_last[storage], line)
-
-    def _find_buffer_updates(self) -> dict[str, tuple[int, ...]]:
-        """Map each reader of a buffer to the storages of the buffer's new value.
-
-        The new value is written after the last reader of the old one, and lives as long.
-        """
-        graph = self.program.graph
-        inputs = {node.name: node for node in graph.inputs()}
-        updates_by_reader: dict[str, tuple[int, ...]] = {}
-        for output in graph.outputs:
-            if output.kind is not OutputKind.UPDATE:
-                continue
-            old = {t.storage for t in inputs[output.target].outputs}
-            new = tuple(self._storages_by_node[output.node])
-            for node in graph.nodes:
-                if any(t.storage in old for t in node.outputs):
-                    updates_by_reader[node.name] = (*updates_by_reader.get(node.name, ()), *new)
-        return updates_by_reader
-
-    def _read_units(self, values: Iterable[str], costs: CostTable) -> None:
+    def _read_units(
+        self,
+        values: Iterable[str],
+        costs: CostTable,
+        updates_by_reader: Mapping[str, Sequence[int]],
+    ) -> None:
         graph = self.program.graph
         chosen: dict[str, list[int]] = {}
         for value in values:
@@ -320,9 +297,7 @@ class FastEstimator:
                     reads=tuple(
                         dict.fromkeys(s for i in node.inputs for s in self._storages_by_node[i])
                     ),
-                    touches=tuple(
-                        s for i in node.inputs for s in self._updates_by_reader.get(i, ())
-                    ),
+                    touches=tuple(s for i in node.inputs for s in updates_by_reader.get(i, ())),
                     seconds=costs.seconds(node).value,
                     flops=node.flops,
                     workspace_bytes=costs.workspace_bytes(node),
@@ -338,30 +313,6 @@ class FastEstimator:
             backward_reads=self.backward_reads,
         )
 
-    def _build_arrays(self, costs: CostTable) -> None:
-        """Store the lifetimes as arrays over the storages that the program itself makes."""
-        graph, produced = self.program.graph, self.storages
-        self._bytes = np.array([self.nbytes[s] for s in produced], dtype=np.float64)
-        self._born = np.array([self.born[s] for s in produced], dtype=np.int64)
-        self._forward_last = np.array([self.forward_last[s] for s in produced], dtype=np.int64)
-        self._backward_last = np.array([self.backward_last[s] for s in produced], dtype=np.int64)
-        self._row = {s: row for row, s in enumerate(produced)}
-        self.workspace = np.array(
-            [costs.workspace_bytes(graph.by_name[i.node]) for i in self._lines], dtype=np.float64
-        )
-        self.gradients = frozenset(
-            s
-            for o in graph.outputs
-            if o.kind is OutputKind.GRADIENT
-            for s in self._storages_by_node[o.node]
-        )
-        loss = frozenset(self._storages_by_node[self.program.loss] if self.program.loss else ())
-        self.persistent = self.gradients | loss
-        self._is_gradient = np.array(
-            [s in self.gradients and s not in loss for s in produced], dtype=bool
-        )
-        self._is_persistent = np.array([s in self.persistent for s in produced], dtype=bool)
-
     def _set_scale(self, costs: CostTable) -> None:
         """Compute the resident bytes, the optimizer step and the fixed seconds with predict/."""
         program = self.program
@@ -370,7 +321,7 @@ class FastEstimator:
         if program.update is not None:
             resting = replace(update_only, update=replace(program.update, instructions=()))
         self.resident_bytes = peak_bytes(resting, costs)
-        self.persistent_bytes = int(self._bytes[self._is_persistent].sum())
+        self.persistent_bytes = sum(self.nbytes[s] for s in self.storages if s in self.persistent)
         self._update_bytes = peak_bytes(update_only, costs) + self.persistent_bytes
         self.plain_seconds = step_seconds(program, costs).value
         self._factor = program.repeats * costs.whole_step_in(program.parts).value
@@ -414,7 +365,7 @@ class FastEstimator:
         codes = self._place_codecs(quantized, copies) if quantized else NO_CODES
         copies = codes.copies or copies
         transfers = self._transfer_plans(offloaded, copies, codes)
-        live_bytes, later_bytes = self._live_bytes(recomputed, copies, codes, transfers)
+        live_bytes, later_bytes = self._live_bytes.by_line(recomputed, copies, codes, transfers)
         if self.program.repeats > 1:
             live_bytes = np.maximum(live_bytes, later_bytes + self.persistent_bytes)
         pieces = self._pieces_bytes if transfers.by_storage else 0
@@ -512,89 +463,3 @@ class FastEstimator:
             for s in times
             for more in range(2, 1 + min(times[s], num_copies[s]))
         )
-
-    def _live_bytes(
-        self, recomputed: frozenset[int], copies: Copies, codes: Codes, transfers: TransferPlans
-    ) -> tuple[Floats, Floats]:
-        """Return the bytes above the resident ones at each line, copies included.
-
-        The first array is for the first micro-batch, the second for the later ones, which add to
-        its gradients.
-        """
-        lifetimes = self._lifetimes(recomputed, copies, codes)
-        slices: list[tuple[int, int, SlicedRead]] = []
-        for storage, transfer in transfers.by_storage.items():
-            lifetimes.evict(
-                self._row[storage],
-                evicted_at=transfer.evicted_at,
-                restored_at=None if transfer.slices else transfer.restored_at,
-            )
-            slices += transfer.slices
-        for storage, (encode, decode) in codes.by_storage.items():
-            lifetimes.evict(self._row[storage], evicted_at=encode, restored_at=decode)
-        length = self.num_lines + len(copies.units) + 2 * len(codes.by_storage)
-        workspace = self._workspace_by_line(copies, codes, length)
-        changes = np.zeros(length + 1)
-        for storage, (encode, decode) in codes.by_storage.items():
-            changes[encode] += self._codecs[storage].nbytes
-            changes[decode + 1] -= self._codecs[storage].nbytes
-        for issue, wait, nbytes in self._exchange_buffers:
-            changes[issue + copies.shift[issue]] += nbytes
-            changes[wait + copies.shift[wait] + 1] -= nbytes
-        for begin, end, read in slices:
-            changes[begin] += read.room_bytes
-            changes[end + 1] -= read.room_bytes
-            workspace[end] += read.more_workspace
-
-        def total(persistent: NDArray[np.bool_]) -> Floats:
-            summed: Floats = np.cumsum(
-                lifetimes.byte_changes(self._bytes, length, persistent=persistent) + changes
-            )
-            return summed[:length] + workspace
-
-        first = total(self._is_persistent)
-        return first, total(
-            self._is_persistent & ~self._is_gradient
-        ) if self.program.repeats > 1 else first
-
-    def _lifetimes(self, recomputed: frozenset[int], copies: Copies, codes: Codes) -> Lifetimes:
-        """Return the line intervals of all storages and of all recomputed copies."""
-        shift, row = copies.shift, self._row
-        backward_last = np.where(
-            self._backward_last >= 0, self._backward_last + shift[self._backward_last], -1
-        )
-        forward_last = self._forward_last
-        if codes.by_storage:
-            forward_last = np.where(forward_last >= 0, forward_last + shift[forward_last], -1)
-        lifetimes = Lifetimes(
-            self._born + shift[self._born], np.maximum(forward_last, backward_last), forward_last
-        )
-        add_copy = lifetimes.add_copy
-        repeated_last_read, last_read = copies.repeated_last_read, copies.last_read
-        backward_end: list[int] = backward_last.tolist()
-        for number, line in zip(copies.units, copies.lines):
-            for storage in self.units[number].makes:
-                at, end = row[storage], line
-                if storage in recomputed:
-                    end = repeated_last_read.get((storage, line), -1)
-                    if end < 0:
-                        end = max(line, backward_end[at], last_read.get(storage, -1))
-                add_copy(at, line, end)
-        dropped = [
-            row[s] for u in set(copies.units) for s in self.units[u].makes if s in recomputed
-        ]
-        lifetimes.dies[dropped] = forward_last[dropped]
-        for storage, line in last_read.items():
-            at = row[storage]
-            if storage not in recomputed and line > lifetimes.dies[at]:
-                lifetimes.dies[at] = line
-        return lifetimes
-
-    def _workspace_by_line(self, copies: Copies, codes: Codes, length: int) -> Floats:
-        workspace = np.zeros(length)
-        workspace[np.arange(self.num_lines) + copies.shift] = self.workspace
-        workspace[list(copies.lines)] = [self.units[u].workspace_bytes for u in copies.units]
-        for storage, (encode, decode) in codes.by_storage.items():
-            workspace[encode] = self._codecs[storage].encode_workspace
-            workspace[decode] = self._codecs[storage].decode_workspace
-        return workspace

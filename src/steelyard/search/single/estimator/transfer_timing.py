@@ -16,8 +16,8 @@ from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import Phase
 from steelyard.ir.program import Instruction, Program
 from steelyard.predict.cost_table import CostTable
-from steelyard.search.single.estimate import Floats, Ints
-from steelyard.search.single.sliced_reads import SlicedRead
+from steelyard.search.single.estimator.estimate import Floats, Ints
+from steelyard.search.single.estimator.sliced_reads import SlicedRead
 
 
 class TransferMode(IntEnum):

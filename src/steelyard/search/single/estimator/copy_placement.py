@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from steelyard.passes.recompute_copies import Span, starts
-from steelyard.search.single.estimate import Ints, RecomputableUnit
+from steelyard.search.single.estimator.estimate import Ints, RecomputableUnit
 
 # A line number after every line: the value is never needed.
 NEVER = 1 << 40

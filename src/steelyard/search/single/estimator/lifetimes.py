@@ -6,7 +6,7 @@ Not for choosing the lines: those follow from the choices.
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.search.single.estimate import Floats, Ints
+from steelyard.search.single.estimator.estimate import Floats, Ints
 
 
 class Lifetimes:

@@ -1,0 +1,111 @@
+"""The variants of the step that a search may explore, for each number of micro-batches.
+
+Not for the levels of one kind of rule: see granularity.py. Not for exploring: see
+variant_plans.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from steelyard.errors import Mismatch
+from steelyard.ir.rule import Rule, Stage, of_kind
+from steelyard.ir.rule_kinds import MicroBatches, SlicedComputation, StateOffload
+from steelyard.predict import step_seconds
+from steelyard.predict.cost_table import CostTable
+from steelyard.search.single.granularity import (
+    chunk_levels,
+    micro_batch_counts,
+    offload_levels,
+    slice_counts,
+)
+from steelyard.search.single.traded_step import TradedStep
+from steelyard.search.single.variant import Variant
+
+# The kinds of variants with levels of their own; all others are tried in full or not at all.
+_LEVELLED = (MicroBatches, SlicedComputation, StateOffload)
+
+
+class VariantLevels:
+    """The variants that combine the levels of the offered rules."""
+
+    def __init__(self, step: TradedStep, costs: CostTable, rules: Sequence[Rule]) -> None:
+        self._step, self._costs = step, costs
+        self.micro_batch_counts = micro_batch_counts(
+            [r.micro_batches for r in of_kind(rules, MicroBatches) if r.micro_batches > 1]
+        )
+        self._chunk_levels = chunk_levels(of_kind(rules, SlicedComputation))
+        self._state_rules = of_kind(rules, StateOffload)
+        changes = {r for r in rules if r.stage is Stage.VARIANT and not isinstance(r, _LEVELLED)}
+        self._change_levels = tuple(dict.fromkeys(((), tuple(sorted(changes)))))
+        self._chunked: dict[tuple[int, tuple[SlicedComputation, ...]], Variant] = {}
+
+    @property
+    def slices_gradients(self) -> bool:
+        """True if a gradient can be offloaded in slices."""
+        return any(rule.what == "gradient" and rule.slices for rule in self._state_rules)
+
+    def of(self, parts: int) -> tuple[Variant, ...]:
+        """Return the variants with this many micro-batches.
+
+        With small micro-batches, some levels of chunks are the same.
+        """
+        variants = (
+            replace(self._with_chunks(parts, chunks), states=states, changes=changes)
+            for changes in self._change_levels
+            for states in self._state_levels
+            for chunks in self._chunk_levels
+        )
+        return tuple({variant.rules: variant for variant in variants}.values())
+
+    def _with_chunks(self, parts: int, chunks: tuple[SlicedComputation, ...]) -> Variant:
+        """Return the variant with chunks if its micro-batches can be chunked, else without.
+
+        A micro-batch may have too few rows.
+        """
+        variant = Variant(split=self._step.split(parts), chunks=chunks)
+        if not chunks:
+            return variant
+        if (parts, chunks) not in self._chunked:
+            try:
+                self._step.apply(variant.rules)
+            except Mismatch:
+                variant = variant.unchunked
+            self._chunked[parts, chunks] = variant
+        return self._chunked[parts, chunks]
+
+    @cached_property
+    def _state_levels(self) -> tuple[tuple[StateOffload, ...], ...]:
+        """The levels of offloaded parameters, gradients and optimizer state to explore."""
+        counts = slice_counts(self._state_rules)
+        sliced = {rule: degrees for rule, degrees in counts.items() if degrees[-1]}
+        chosen = self._fastest_slice_counts(sliced)
+        rules = [replace(rule, slices=chosen.get(rule, 0)) for rule in counts]
+        max_counts = max((len(degrees) for degrees in sliced.values()), default=0)
+        finer = [
+            {rule: _finer_count(degrees, chosen[rule], step) for rule, degrees in sliced.items()}
+            for step in range(1, max_counts)
+        ]
+        return offload_levels(self._step.program, rules, finer)
+
+    def _fastest_slice_counts(
+        self, counts: Mapping[StateOffload, Sequence[int]]
+    ) -> dict[StateOffload, int]:
+        """Return the number of slices of each parameter that hides most of its transfers.
+
+        The parameters are tried in turn, each with the current choice of the others.
+        """
+        chosen = {rule: degrees[-1] for rule, degrees in counts.items() if len(degrees) > 1}
+        for rule in chosen:
+            seconds_of = {}
+            for degree in counts[rule]:
+                chosen[rule] = degree
+                program = self._step.apply([replace(r, slices=n) for r, n in chosen.items()])
+                seconds_of[degree] = step_seconds(program, self._costs).value
+            chosen[rule] = min(seconds_of, key=seconds_of.__getitem__)
+        return {rule: chosen.get(rule, degrees[-1]) for rule, degrees in counts.items()}
+
+
+def _finer_count(degrees: Sequence[int], degree: int, step: int) -> int:
+    """Return the number of slices ``step`` positions finer, or the finest."""
+    return degrees[min(degrees.index(degree) + step, len(degrees) - 1)]
