@@ -125,7 +125,7 @@ class Replanner:
         self._rank, self._search_rank = step.ranks.rank, 0
         self._executed_programs: dict[tuple[Rule, ...], Program] = {}
         self.written: Path | None = None
-        self._waited_seconds = step.traffic().waited
+        self._waited_seconds = step.traffic_counter.total().waited
         link = session.prices.costs.links[DATA]
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
         self._links = _LinkState(link=link, rates=rates)
@@ -179,7 +179,7 @@ class Replanner:
 
     def after_step(self, number: int, seconds: float | None) -> bool:
         """Check the pace after each step, on all ranks; return True if the plan was switched."""
-        traffic = self._step.traffic().waited
+        traffic = self._step.traffic_counter.total().waited
         waited, self._waited_seconds = traffic - self._waited_seconds, traffic
         flagged = self._coordinator.flagged
         self._has_fallen_back |= self._step.has_fallen_back
@@ -193,7 +193,7 @@ class Replanner:
         if self._background is not None and self._background.is_done():
             self._coordinator.flag(_ANSWER_READY)
         # Messages of this method are no part of a step.
-        self._waited_seconds = self._step.traffic().waited
+        self._waited_seconds = self._step.traffic_counter.total().waited
         return False
 
     def close(self) -> None:

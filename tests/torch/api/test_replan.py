@@ -23,7 +23,7 @@ SLOW = Link(kind="network", latency_seconds=1e-4, bytes_per_second=5.9e6)
 def adapting(*, hosts: int = 2, each: int = 1, members: tuple[int, ...] = (0,)) -> Any:
     """Build the object of rank 0 without a step, links or measurements."""
     one: Any = Replanner.__new__(Replanner)
-    one._home, one._is_compiled = torch.device("cpu"), False
+    one._torch_device, one._is_compiled = torch.device("cpu"), False
     one._hosts, one._num_ranks, one._members = hosts, hosts * each, members
     one._rank = one._search_rank = one._steps_unmeasured = one._left_at = 0
     one._has_fallen_back = False
@@ -33,7 +33,7 @@ def adapting(*, hosts: int = 2, each: int = 1, members: tuple[int, ...] = (0,)) 
     one._session = SimpleNamespace(with_link=lambda link: link)
     one._coordinator = SimpleNamespace(flagged=0, flag=mock.Mock(), each=lambda n: [n])
     one._step = SimpleNamespace(
-        traffic=lambda: SimpleNamespace(waited=0.0),
+        traffic_counter=SimpleNamespace(total=lambda: SimpleNamespace(waited=0.0)),
         plan=SimpleNamespace(decisions=SimpleNamespace(rules=())),
         is_as_planned=False,
         has_fallen_back=False,
@@ -122,6 +122,6 @@ def test_a_replan_names_the_link_that_changed() -> None:
     own = adapting()
     slow, fast = _LinkState(link=SLOW), _LinkState(link=FAST)
     assert own._change_text(fast, slow) == (
-        "host 1's link now carries 5.9 MB/s, 118 MB/s when the plan was made"
+        "host 1's link now carries 5.9 MB/s, it carried 118 MB/s when the plan was made"
     )
     assert own._change_text(slow, slow) == "plans were compared for the present links"
