@@ -247,7 +247,7 @@ def _peak(step: Step, batch: Any) -> int:
     for _ in range(METERED):
         dist.barrier()
         step.live.zero_grad()
-        metered.append(int(step.meter(lambda: step.live(batch))))
+        metered.append(int(step.memory_meter.peak_bytes(lambda: step.live(batch))))
     return min(metered)
 
 

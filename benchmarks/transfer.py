@@ -352,9 +352,9 @@ def _alone(step: Step, batch: Any) -> list[float]:
     """The computing time of the busier rank in a step: what is left is waiting and messages."""
     found = []
     for _ in range(TURNS):
-        begin, before = time.perf_counter(), step.traffic()
+        begin, before = time.perf_counter(), step.traffic_counter.total()
         step.live(batch)
-        took, after = time.perf_counter() - begin, step.traffic()
+        took, after = time.perf_counter() - begin, step.traffic_counter.total()
         busy = torch.tensor(took - (after.waited - before.waited), dtype=torch.float64)
         dist.all_reduce(busy, op=dist.ReduceOp.MAX)
         found.append(float(busy))

@@ -3,60 +3,44 @@
 Three steps in a row that take another time than predicted trigger a link measurement of some tenths
 of a second. If a link has changed, one rank searches for better ways to send gradients, if possible
 in a background process. All ranks then switch to the result, which is written as a plan file. Not
-for the alternatives: see search/ranks/retune.py; nor for the trigger: see pace.py.
+for the search: see replan_search.py; nor for the trigger: see search/ranks/pace.py.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from steelyard.api.background import BackgroundProcess
+from steelyard.api.replan_search import LinkState, PresentRun, ReplanSearch
 from steelyard.api.step import Step
 from steelyard.comm.devices import CPU
 from steelyard.errors import BadInput, PlanFileError
-from steelyard.hardware.link import Link
-from steelyard.ir.gradient_codec import Codec
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.parallel_layout import DATA, ParallelLayout
-from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, of_kind
 from steelyard.ir.rule_kinds import GradientCompression
 from steelyard.measure.device_memory import free_bytes
 from steelyard.measure.links.worker import measured_now, rates_now
 from steelyard.plan_files.plan_file import decode_decisions, encode_decisions
 from steelyard.plan_files.prediction_file import write_plan
-from steelyard.planner.compiled import compiled_limit
 from steelyard.planner.gradient_compression import (
-    available_codecs,
     compile_codecs,
-    peak_in_less_lossy_codecs,
 )
-from steelyard.planner.lossy import LossyPlanner
 from steelyard.planner.session import PlanningSession
-from steelyard.plans.plan import Plan, Prediction
+from steelyard.plans.plan import Plan
 from steelyard.plans.plan_on_file import explanation_path
-from steelyard.predict import predict
 from steelyard.run.launch.environment import rank_info
 from steelyard.safe_files import write_where_other
 from steelyard.search.ranks.pace import Pace
 from steelyard.search.ranks.retune import (
-    LEAST_GAIN,
     Alternative,
-    alternatives,
     at_once,
-    best_hosts,
-    compressed_alternatives,
-    link_among,
-    numbers_of_hosts,
-    on_fewer,
     same_on_fewer,
     why_no_alternative,
-    worth_trying,
 )
 from steelyard.units import format_seconds
 
@@ -71,24 +55,9 @@ _SKIPPED_STEPS = 2
 _MIN_INTERVAL, _MAX_INTERVAL, _MEASURING_SHARE = 10, 1600, 0.02
 # A host that stands by probes codecs on its own weights, which may be at most this many steps old.
 _RECENT_STEPS = 100
-# The number of candidates that are lowered in one search, while all ranks wait.
-_MAX_LOWERINGS = 3
-# The share of the free memory that a step on fewer ranks may need in addition to the present step.
-_SHARE_OF_FREE_MEMORY = 0.5
 
 # Separator of the parts of a message to other ranks, and prefix of an error in place of a message.
 _SEPARATOR, _FAILURE = "\0", "\1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LinkState:
-    """The present link between ranks; ``rates`` are those from the first host to each other host.
-
-    ``rates`` is empty with fewer than three hosts.
-    """
-
-    link: Link
-    rates: tuple[float, ...] = ()
 
 
 class Replanner:
@@ -110,7 +79,7 @@ class Replanner:
             )
         self._step, self._session, self._path, self._on_note = step, session, path, on_note
         self._coordinator = step.ranks.coordinator
-        self._lossy = LossyPlanner(session=session)
+        self._search = ReplanSearch(step, session)
         self._decisions, self._first_drift = (
             step.plan.decisions,
             step.plan.predicted.metrics.accuracy_loss,
@@ -123,13 +92,12 @@ class Replanner:
         self._is_compiled = session.request.runner == "inductor"
         self._members = tuple(range(self._num_ranks))
         self._rank, self._search_rank = step.ranks.rank, 0
-        self._executed_programs: dict[tuple[Rule, ...], Program] = {}
         self.written: Path | None = None
-        self._waited_seconds = step.traffic().waited
+        self._waited_seconds = step.traffic_counter.total().waited
         link = session.prices.costs.links[DATA]
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
-        self._links = _LinkState(link=link, rates=rates)
-        self._pending: tuple[PlanningSession, _LinkState] | None = None
+        self._links = LinkState(link=link, rates=rates)
+        self._pending: tuple[PlanningSession, LinkState] | None = None
         # Free bytes on the device with the least free memory, when links were last measured.
         self._free_bytes = 0
         # The step after which a host last left the run.
@@ -155,31 +123,20 @@ class Replanner:
         """
         return self._torch_device == CPU and not self._is_compiled
 
-    @cached_property
-    def _compressed_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The rules of the fastest step with each gradient codec, over the initial link.
-
-        Other links use the same rules, because no further operators are measured in a run.
-        """
-        codecs = self._codecs(self._session)
-        return compressed_alternatives(self._session.layouts, self._decisions.rules, codecs)
-
     def _prepare(self) -> None:
         """Capture and measure all alternatives before the first step; later only links change.
 
         Every rank compiles the codecs.
         """
-        compile_codecs(self._codecs(self._session), num_ranks=self._num_ranks)
+        compile_codecs(self._search.codecs(self._session), num_ranks=self._num_ranks)
         if self._rank == 0 or (
             self._step.supports_standby and self._rank % self._ranks_per_host == 0
         ):
-            self._predict(self._session, self._decisions.rules)
-            for _ in self._alternatives(self._session, self._links):
-                pass
+            self._search.prepare(self._links)
 
     def after_step(self, number: int, seconds: float | None) -> bool:
         """Check the pace after each step, on all ranks; return True if the plan was switched."""
-        traffic = self._step.traffic().waited
+        traffic = self._step.traffic_counter.total().waited
         waited, self._waited_seconds = traffic - self._waited_seconds, traffic
         flagged = self._coordinator.flagged
         self._has_fallen_back |= self._step.has_fallen_back
@@ -193,7 +150,7 @@ class Replanner:
         if self._background is not None and self._background.is_done():
             self._coordinator.flag(_ANSWER_READY)
         # Messages of this method are no part of a step.
-        self._waited_seconds = self._step.traffic().waited
+        self._waited_seconds = self._step.traffic_counter.total().waited
         return False
 
     def close(self) -> None:
@@ -240,12 +197,13 @@ class Replanner:
         self._search_rank = self._least_busy(number)
         if self._rank != self._search_rank:
             return has_turned
-        rules = self._step.plan.decisions.rules
+        now = self._present(links)
 
         def work() -> str:
-            return self._search_better(
-                session.without_measuring() if self._is_background else session, links, rules
+            best = self._search.best(
+                session.without_measuring() if self._is_background else session, now
             )
+            return "" if best is None else self._encode(best[0], drift=best[1])
 
         if self._is_background:
             self._background = BackgroundProcess(work)
@@ -253,6 +211,14 @@ class Replanner:
             self._answer = work()
             self._coordinator.flag(_ANSWER_READY)
         return has_turned
+
+    def _present(self, links: LinkState) -> PresentRun:
+        return PresentRun(
+            links=links,
+            rules=self._step.plan.decisions.rules,
+            ranks=self._members,
+            free_bytes=self._free_bytes,
+        )
 
     def _least_busy(self, number: int) -> int:
         """Return the first rank of the first host that stands by, whose cores are idle.
@@ -266,7 +232,7 @@ class Replanner:
         is_recent = number - self._left_at <= _RECENT_STEPS
         return next(idle, 0) if self._is_background and is_recent else 0
 
-    def _switch_at_once(self, number: int, session: PlanningSession, links: _LinkState) -> bool:
+    def _switch_at_once(self, number: int, session: PlanningSession, links: LinkState) -> bool:
         """Switch to the same plan on fewer hosts or to the initial plan, if that is faster.
 
         Both take a moment to price. Other codecs must be probed first; meanwhile the run should
@@ -279,13 +245,15 @@ class Replanner:
             rules, most = self._step.plan.decisions.rules, self._decisions.budget.memory_bytes
             choices = [
                 Alternative(candidate=same_on_fewer(subset.layouts, rules, len(ranks)), ranks=ranks)
-                for ranks, subset in self._on_fewer_hosts(unmeasured, links)
+                for ranks, subset in self._search.on_fewer_hosts(unmeasured, links)
                 if len(ranks) < len(self._members)
             ]
             if len(self._members) < self._num_ranks and not self._has_fallen_back:
                 first = unmeasured.layouts.candidates.counted(at_once(self._decisions.rules))
                 choices.append(Alternative(candidate=first, ranks=tuple(range(self._num_ranks))))
-            better = self._worth_trying(unmeasured, links, rules, choices, most or math.inf)
+            better = self._search.worth_trying(
+                unmeasured, self._present(links), choices, most or math.inf
+            )
             if better:
                 drift = self._first_drift if better[0].is_lossy else ""
                 encoded = self._encode(better[0], drift=drift)
@@ -306,7 +274,7 @@ class Replanner:
         ranks = tuple(map(int, json.loads(members)))
         self._switch(number, session, decode_decisions(decisions).rules, ranks, drift)
 
-    def _measure_links(self) -> _LinkState:
+    def _measure_links(self) -> LinkState:
         begin = time.perf_counter()
         link = measured_now(self._links.link, hosts=self._hosts, torch_device=self._torch_device)
         # With two hosts, the one link has just been measured.
@@ -316,10 +284,10 @@ class Replanner:
             math.ceil(seconds / (_MEASURING_SHARE * self._pace.seconds.value))
         )
         self._measuring_interval = min(max(steps, _MIN_INTERVAL), _MAX_INTERVAL)
-        return _LinkState(link=link, rates=rates)
+        return LinkState(link=link, rates=rates)
 
     @staticmethod
-    def _has_changed(one: _LinkState, other: _LinkState) -> bool:
+    def _has_changed(one: LinkState, other: LinkState) -> bool:
         """True if messages take a sufficiently different time; the same on all ranks."""
         seconds = tuple(state.link.seconds(_MESSAGE_BYTES, messages=2) for state in (one, other))
         pairs = [seconds, *zip(one.rates, other.rates, strict=True)]
@@ -358,139 +326,6 @@ class Replanner:
             self._background = None
         return answer or ""
 
-    def _search_better(
-        self, session: PlanningSession, links: _LinkState, rules: tuple[Rule, ...]
-    ) -> str:
-        """Search a better plan and return it encoded; empty if none is worth a switch."""
-        budget, max_bytes = self._decisions.budget, math.inf
-        if budget.memory_bytes is not None:
-            max_bytes = budget.memory_bytes
-            if self._is_compiled:
-                max_bytes = compiled_limit(session, budget.memory_bytes)
-        for choice in self._improvements(session, links, rules, max_bytes):
-            drift = self._drift(session, choice.candidate.rules, budget.accuracy_loss, max_bytes)
-            if drift is not None:
-                return self._encode(choice, drift=drift)
-        return ""
-
-    def _improvements(
-        self, session: PlanningSession, links: _LinkState, rules: tuple[Rule, ...], max_bytes: float
-    ) -> Iterator[Alternative]:
-        """Yield the alternatives that are faster by enough and fit the memory.
-
-        A compiled step computes for less time than the captured one, so it gains more from faster
-        communication. Only lowering shows its time, so few candidates are tried.
-        """
-        choices = [*self._alternatives(session, links)]
-        if not self._is_compiled:
-            yield from self._worth_trying(session, links, rules, choices, max_bytes)
-            return
-        fastest = sorted(choices, key=lambda c: (c.candidate.seconds, c.candidate.nbytes))[
-            :_MAX_LOWERINGS
-        ]
-        seconds = self._predict(session, rules).metrics.step_seconds.value
-        for choice in fastest:
-            predicted = self._predict(session, choice.candidate.rules)
-            is_enough = seconds >= (1 + LEAST_GAIN) * predicted.metrics.step_seconds.value
-            if is_enough and predicted.peak.nbytes <= max_bytes:
-                yield choice
-
-    def _worth_trying(
-        self,
-        session: PlanningSession,
-        links: _LinkState,
-        rules: tuple[Rule, ...],
-        choices: Sequence[Alternative],
-        max_bytes: float,
-    ) -> list[Alternative]:
-        current = self._predict(self._session_among(session, links, self._members), rules)
-        return worth_trying(
-            current.metrics.step_seconds.value,
-            [choice for choice in choices if self._is_possible(session, choice, current)],
-            most_bytes=max_bytes,
-            coming_back_seconds=self._step.state_bytes / links.link.bytes_per_second,
-            num_ranks=len(self._members),
-        )
-
-    def _alternatives(self, session: PlanningSession, links: _LinkState) -> Iterator[Alternative]:
-        all_ranks = tuple(range(self._num_ranks))
-        for candidate in alternatives(
-            session.layouts, self._decisions.rules, self._compressed_rules
-        ):
-            yield Alternative(candidate=candidate, ranks=all_ranks)
-        if self._is_compiled or not self._step.supports_standby:
-            return
-        for ranks, subset in self._on_fewer_hosts(session, links):
-            for candidate in on_fewer(subset.layouts, self._decisions.rules, len(ranks)):
-                yield Alternative(candidate=candidate, ranks=ranks)
-
-    def _on_fewer_hosts(
-        self, session: PlanningSession, links: _LinkState
-    ) -> Iterator[tuple[tuple[int, ...], PlanningSession]]:
-        """Yield the best-connected ranks of fewer hosts, with a session over their links."""
-        each, degrees = self._ranks_per_host, session.source.sharers()
-        are_unequal = bool(ParallelLayout.of(self._decisions.rules).shares)
-        for count in numbers_of_hosts(self._hosts):
-            members = best_hosts(self._rates(links), count)
-            ranks = tuple(host * each + n for host in members for n in range(each))
-            if len(ranks) in degrees and not (are_unequal and len(ranks) > 1):
-                yield ranks, self._session_among(session, links, ranks)
-
-    def _rates(self, links: _LinkState) -> tuple[float, ...]:
-        return links.rates or (links.link.bytes_per_second,) * (self._hosts - 1)
-
-    def _session_among(
-        self, session: PlanningSession, links: _LinkState, ranks: Sequence[int]
-    ) -> PlanningSession:
-        """Return the session priced over the links among these ranks."""
-        if len(ranks) == self._num_ranks or not links.rates:
-            return session
-        each = self._ranks_per_host
-        return session.with_link(
-            link_among(links.link, links.rates, sorted({r // each for r in ranks}))
-        )
-
-    def _is_possible(
-        self, session: PlanningSession, choice: Alternative, current: Prediction
-    ) -> bool:
-        """True if all operators of the alternative were measured, and its memory is available."""
-        if not session.prices.has_costs(
-            session.layouts.candidates.apply_rules(choice.candidate.rules).graph
-        ):
-            return False
-        if len(choice.ranks) >= len(self._members):
-            return True
-        extra_bytes = choice.candidate.nbytes - current.peak.nbytes
-        return extra_bytes <= _SHARE_OF_FREE_MEMORY * self._free_bytes
-
-    def _codecs(self, session: PlanningSession) -> Sequence[Codec]:
-        return available_codecs(session) if self._decisions.budget.accuracy_loss else []
-
-    def _predict(self, session: PlanningSession, rules: tuple[Rule, ...]) -> Prediction:
-        """Predict the program as executed; the program is cached, as no link changes it."""
-        if rules not in self._executed_programs:
-            self._executed_programs[rules] = session.as_executed(session.apply_rules(rules))
-        return predict(self._executed_programs[rules], session.costs)
-
-    def _drift(
-        self, session: PlanningSession, rules: tuple[Rule, ...], allowed: float, max_bytes: float
-    ) -> str | None:
-        """Return the probed drift as text; empty for an exact plan.
-
-        None if the drift is unknown or more than allowed, or if the less lossy fallback codecs do
-        not fit.
-        """
-        program = session.apply_rules(rules)
-        if not program.is_lossy:
-            return ""
-        is_bound = max_bytes < math.inf
-        if is_bound and peak_in_less_lossy_codecs(session, rules, program) > max_bytes:
-            return None
-        if self._lossy.session is not session:
-            self._lossy = LossyPlanner(session=session)
-        drift = self._lossy.probe_drift(rules, program, allowed)
-        return None if isinstance(drift, str) or not drift.keeps(allowed) else str(drift)
-
     def _pace_of(self, plan: Plan, *, skips: int) -> Pace:
         metrics = plan.predicted.metrics
         expected = (
@@ -519,10 +354,12 @@ class Replanner:
         assert self._pending is not None
         links = self._pending[1]
         unmeasured = session if self._is_compiled else session.without_measuring()
-        old_prediction = self._predict(
-            self._session_among(unmeasured, links, members), self._step.plan.decisions.rules
+        old_prediction = self._search.predict(
+            self._search.session_among(unmeasured, links, members), self._step.plan.decisions.rules
         )
-        predicted = self._predict(self._session_among(unmeasured, links, ranks), rules)
+        predicted = self._search.predict(
+            self._search.session_among(unmeasured, links, ranks), rules
+        )
         if drift:
             predicted = replace(predicted, metrics=replace(predicted.metrics, accuracy_loss=drift))
         if not set(members) <= set(ranks):
@@ -548,14 +385,14 @@ class Replanner:
             f"~{format_seconds(old_prediction.metrics.step_seconds.value)}; written: {path.name}"
         )
 
-    def _change_text(self, before: _LinkState, now: _LinkState) -> str:
+    def _change_text(self, before: LinkState, now: LinkState) -> str:
         """Name the link that has changed since the last switch, with its old and new rate."""
         if not self._has_changed(now, before):
             return "plans were compared for the present links"
         link_name, rate, then = "the link between ranks", now.link, before.link
         pair = rate.bytes_per_second, then.bytes_per_second
         if self._hosts > 1:
-            pairs = [*zip(self._rates(now), self._rates(before), strict=True)]
+            pairs = [*zip(now.rates_of(self._hosts), before.rates_of(self._hosts), strict=True)]
             host = max(range(len(pairs)), key=lambda n: abs(math.log(pairs[n][0] / pairs[n][1])))
             link_name, pair = f"host {host + 1}'s link", pairs[host]
         if max(pair) <= _CHANGED_RATIO * min(pair):

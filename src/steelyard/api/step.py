@@ -5,83 +5,54 @@ Connects run/ to the meters of measure/. Not for the loop of ``steelyard run``: 
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from steelyard import _torch
+from steelyard.api.batch_program import BatchPrograms
+from steelyard.api.memory_meter import MemoryMeter, resident_bytes
 from steelyard.api.rank_context import RankContext, refuse_other_ranks
+from steelyard.api.receipt import (
+    ShownReceipt,
+    note_on_coding,
+    notes_on_fallbacks,
+    notes_on_finite,
+    notes_on_ranks,
+)
+from steelyard.api.traffic import Traffic, TrafficCounter, median_traffic
 from steelyard.api.user_loop import UserLoop
-from steelyard.capture.batch.splitting import batch_size
-from steelyard.capture.step import Captured, CapturedStep
+from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.optimizer import OptimizerFactory, refuse_foreign
 from steelyard.comm.devices import torch_device_of
-from steelyard.comm.tcp_counters import SentBytesCounter
-from steelyard.errors import BadInput, Mismatch
-from steelyard.hardware.cluster import OFFLOAD_PIECE_BYTES
+from steelyard.errors import BadInput
 from steelyard.hardware.host_os import this_device
-from steelyard.ir.gradient_codec import (
-    CODED_CALLS,
-)
-from steelyard.ir.parallel_layout import DATA, ParallelLayout, spelled
+from steelyard.ir.parallel_layout import DATA, ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import BETWEEN_RANKS, Rule, of_kind
-from steelyard.ir.rule_kinds import GradientCompression, MicroBatches
-from steelyard.ir.step_source import ShardedSource
-from steelyard.measure.operators.memory import is_profiled, meter_once
 from steelyard.measure.operators.timer import Laps
 from steelyard.measure.process import rss_peak_bytes
 from steelyard.offload.optimizer_state import OffloadedStates
 from steelyard.offload.tier import OffloadFile
 from steelyard.planner.cost_provider import LazyCosts
-from steelyard.plans.codec_fallbacks import codec_fallbacks, warm_up_of
+from steelyard.plans.codec_fallbacks import warm_up_of
 from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import RankMemory, Receipt, RunMeasurement
-from steelyard.plans.trade import apply_rules, apply_rules_on_ranks
-from steelyard.predict import kept_gradients_bytes, peak_bytes, rank_peak_bytes
-from steelyard.report.document import tree_of
-from steelyard.report.html import to_html
-from steelyard.report.styled_text import plain
-from steelyard.report.text import render
+from steelyard.predict import kept_gradients_bytes
 from steelyard.run.codegen import Emitted, emit
 from steelyard.run.compiled.inductor import compile_program
-from steelyard.run.compiled.lower import lower
 from steelyard.run.compression_fallback import CompressionFallback
-from steelyard.run.finite_check import FiniteWatch, blamed
+from steelyard.run.finite_check import FiniteWatch
 from steelyard.run.launch.coordination import bring_up_to_date, broadcast_model
-from steelyard.run.sharded_model.layers import ShardedLayers, ShardedTensorsOfLayers
-from steelyard.run.sharded_model.tensors import ShardedTensors
-from steelyard.run.step import CodeReads, Constants, LiveStep
+from steelyard.run.step import LiveStep
 from steelyard.safe_text import printable
-from steelyard.trades import TRADES
-from steelyard.units import format_bytes, format_seconds
+from steelyard.units import format_bytes
 
 # The second call is metered: the first one also allocates state, and later ones would interrupt a
 # training loop that is under way.
 _METERED_CALL = 2
-# The byte counter scans for new connections in this many calls: before, between and after the first
-# steps.
-_CONNECTION_SCANS = 4
 # Ranks first exchange their measured peaks after this many calls.
 _FIRST_REPORT = 4
-
-
-class Traffic(NamedTuple):
-    """Time and bytes spent on transfers.
-
-    ``busy``: seconds in which values were moved to or from offload memory. ``waited``: seconds
-    spent waiting for these transfers or for other ranks. ``sent``: bytes that this rank sent to
-    other ranks. ``coding``: seconds in which it encoded and decoded gradients.
-    """
-
-    busy: float
-    waited: float
-    sent: float
-    coding: float
 
 
 class Step:
@@ -114,9 +85,16 @@ class Step:
         self._members = tuple(range(self.ranks.layout.num_ranks))
         if self.ranks.groups:
             broadcast_model([*source.model.parameters(), *source.model.buffers()], self._device)
-        self._sharded_model: ShardedTensors | ShardedLayers | ShardedTensorsOfLayers | None = None
-        self._codec_fallbacks = codec_fallbacks(plan.decisions.rules)
-        program, captured = self._program_for(source)
+        self.notes: list[str] = []
+        self._programs = BatchPrograms(
+            plan,
+            source,
+            pricing=pricing,
+            update=update,
+            ranks=self.ranks,
+            on_note=self.notes.append,
+        )
+        program, captured = self._programs.program_for(source)
         captured.reads.check()
         offload_memory = plan.decisions.offload_memory
         self.offload_file = OffloadFile(offload_memory) if offload_memory else None
@@ -126,7 +104,7 @@ class Step:
                 expected="an optimizer, so that its step can be tested on shards",
                 remedy="plan with optimizer=, and call step(batch)",
             )
-        self._sharded_model = self.ranks.parts_of(source.model, program)
+        sharded_model = self._programs.sharded_model = self.ranks.parts_of(source.model, program)
         live_optimizer = None if optimizer is None else optimizer(source.model.parameters())
         if live_optimizer is not None:
             refuse_foreign(live_optimizer, source.model.parameters())
@@ -141,9 +119,9 @@ class Step:
             batch=source.batch,
             optimizer=live_optimizer,
             states=states,
-            parts=self._sharded_model,
+            parts=sharded_model,
             reduction=source.reduction().value if program.parts > 1 else "mean",
-            other_shape=self._bind_other_shape,
+            other_shape=lambda batch: self._programs.for_batch(batch, rung=self.live.rung),
             on_change=lambda words: self.ranks.coordinator.check_equal("batch", words),
             runner=self._runner(states),
             reads=captured.reads,
@@ -153,20 +131,22 @@ class Step:
             guard=self._guard(),
             finite=self._finite,
         )
-        self._constants = tuple(captured.constants.values())
-        self._batch_bytes = program.batch_bytes
+        self.memory_meter = MemoryMeter(
+            self.live,
+            device=self._device,
+            constants=tuple(captured.constants.values()),
+            batch_bytes=program.batch_bytes,
+            moves_pieces=self.offload_file is not None,
+            on_note=self.notes.append,
+        )
         self._laps = Laps(self._device)
-        self._sent_counter, self._num_scans = SentBytesCounter(), 0
-        self._traffic = [self.traffic()]
+        self.traffic_counter = TrafficCounter(self.live, self.ranks, offload_file=self.offload_file)
+        self._traffic = [self.traffic_counter.total()]
         self._losses: list[torch.Tensor] = []
         self._metered: int | None = None
-        self.notes: list[str] = []
         self._calls = 0
         self._keeps_gradients = False
         self._user_loop: UserLoop | None = None
-        # Number of steps that were not metered because a profiler was active, or because the batch
-        # had another shape.
-        self._num_profiled = self._num_other_shapes = 0
         self._peak_bytes_by_rank: list[int] = []
         self._next_report = _FIRST_REPORT
 
@@ -178,7 +158,7 @@ class Step:
         self._refuse_other_ranks()
         self._calls += 1
         first = _METERED_CALL + warm_up_of(self.plan.decisions.rules)
-        if self._metered is None and self._calls >= first and self.may_meter(batch):
+        if self._metered is None and self._calls >= first and self.memory_meter.may_meter(batch):
             self.live.zero_grad()
             self._metered, loss = self._metered_call(lambda: self.live(batch))
         else:
@@ -189,7 +169,7 @@ class Step:
     def backward(self, batch: Any, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Add gradients of ``scale`` times the loss, as ``(loss * scale).backward()`` would."""
         self._refuse_other_ranks()
-        if self._sharded_model is not None:
+        if self.live.parts is not None:
             raise BadInput(
                 "step.backward returns gradients, but this plan shards them: clipping or "
                 "unscaling would then differ between ranks",
@@ -197,13 +177,15 @@ class Step:
                 remedy="remove the rules that shard weights from the plan, or call step(batch)",
             )
         if self._user_loop is None:
-            self._user_loop = UserLoop(self.live, device=self._device, resident=self.resident_bytes)
+            self._user_loop = UserLoop(
+                self.live, device=self._device, resident=self.memory_meter.resident_bytes
+            )
         loop, has_gradients = self._user_loop, bool(self.live.gradients())
         self._keeps_gradients = self._keeps_gradients or has_gradients
         with loop.wrap_pass() as is_new_step:
             if self._finite is not None:
                 self._finite.adds_up = not is_new_step
-            if loop.needs_peak(has_gradients=has_gradients) and self.may_meter(batch):
+            if loop.needs_peak(has_gradients=has_gradients) and self.memory_meter.may_meter(batch):
                 nbytes, loss = self._metered_call(lambda: self.live.backward(batch, scale))
                 loop.note_peak(nbytes, has_gradients=has_gradients)
             else:
@@ -237,7 +219,7 @@ class Step:
             f"{printable(declared)}, whose times differ"
         )
 
-    def receipt(self) -> "ShownReceipt":
+    def receipt(self) -> ShownReceipt:
         """Return the measured cost of the steps so far, with the predicted cost."""
         # The first step also allocates state, fills caches and touches memory for the first time.
         laps, loop = self._laps.seconds[1:], self._user_loop
@@ -245,7 +227,7 @@ class Step:
         if loop is not None and not self._calls:
             seconds = loop.step_seconds(has_update=self._update is not None)
         losses = [float(x) for x in self._losses]
-        busy, waited, sent = self.median_exchange(self._traffic)
+        busy, waited, sent = self.traffic_counter.median_exchange(self._traffic)
         peaks = [
             n
             for n in (self._measured_peak_bytes(), *self._peak_bytes_by_rank)
@@ -269,56 +251,22 @@ class Step:
                     stands_in=self.stands_in,
                     notes=(
                         *self.notes,
-                        *self._note_on_finite(),
-                        *self.notes_on_metering(is_metered=self._is_metered),
+                        *notes_on_finite(self._finite, self._rank_codes),
+                        *self.memory_meter.notes(is_metered=self._is_metered),
                         *(loop.notes(has_update=self._update is not None) if loop else ()),
-                        *self.notes_on_ranks(waited, sent),
-                        *self.notes_on_compression(self._traffic),
+                        *self.notes_on_exchange(self._traffic, waited=waited, sent=sent),
                         *self._note_on_gradients(),
                     ),
                 ),
             )
         )
 
-    def may_meter(self, batch: Any) -> bool:
-        """True if the batch has the planned shape and no profiler is active.
-
-        Metering would take events from a profiler.
-        """
-        if not self.live.is_planned(batch):
-            self._num_other_shapes += 1
-            return False
-        if is_profiled(self._device):
-            self._num_profiled += 1
-            return False
-        return True
-
-    def _note_on_finite(self) -> tuple[str, ...]:
-        """Return a note on the first step with a non-finite loss, and on its source."""
-        finite = self._finite
-        if finite is None or finite.failed_at is None:
-            return ()
-        has_ranks = bool(self.ranks.channels)
-        codes = self._finite_codes if has_ranks else [finite.code]
-        first = blamed(codes).words if codes else ""
-        source = f"; first not finite: {first}" if first else ""
-        return (f"the loss was not finite in step {finite.failed_at}{source}",)
-
-    def notes_on_metering(self, *, is_metered: bool) -> tuple[str, ...]:
-        """Return a note on why no step was metered, if a step could have been."""
-        reasons = []
-        if self._num_profiled:
-            reasons.append(
-                f"a profiler was active in {self._num_profiled} of them, and metering a step would "
-                "have taken its events"
-            )
-        if self._num_other_shapes:
-            reasons.append(
-                f"{self._num_other_shapes} had another batch shape or another gradient codec"
-            )
-        if is_metered or not reasons:
-            return ()
-        return (f"no step's memory was measured: {'; '.join(reasons)}",)
+    @property
+    def _rank_codes(self) -> list[int]:
+        """The non-finite codes of the ranks, as far as they are known."""
+        if self.ranks.channels or self._finite is None:
+            return self._finite_codes
+        return [self._finite.code]
 
     def memory_of_ranks(self, measured: Sequence[int]) -> tuple[RankMemory, ...]:
         """Return predicted and measured peak bytes of each rank.
@@ -327,23 +275,6 @@ class Step:
         """
         if not self.ranks.channels:
             return ()
-        program = self.live.program
-        if program.layout.shares:
-            # The prediction of this rank covers only its batch share; ranks with other shares
-            # differ.
-            base = Program.plain(self._source.captured().graph, update=self._update)
-            rules = self._codec_fallbacks[0]
-            program = apply_rules_on_ranks(base, rules, trades=TRADES, source=self._source)
-            others = tuple(self._as_executed(one) for one in program.sibling_programs)
-            predicted_bytes = rank_peak_bytes(
-                replace(self._as_executed(program), sibling_programs=others),
-                self._pricing.made.costs,
-            )
-        elif program.pipeline is None:
-            # All ranks need the same memory, which the plan predicts; nothing needs to be measured.
-            predicted_bytes = (self.plan.predicted.peak.nbytes,) * program.layout.num_ranks
-        else:
-            predicted_bytes = rank_peak_bytes(self._as_executed(program), self._pricing.made.costs)
         known = dict(enumerate(measured))
         return tuple(
             RankMemory(
@@ -351,8 +282,34 @@ class Step:
                 predicted_bytes=nbytes,
                 measured_bytes=found if (found := known.get(rank, -1)) >= 0 else None,
             )
-            for rank, nbytes in enumerate(predicted_bytes)
+            for rank, nbytes in enumerate(self._programs.peak_bytes_by_rank(self.live.program))
         )
+
+    def notes_on_exchange(
+        self, traffic: Sequence[Traffic], *, waited: float, sent: int | None
+    ) -> tuple[str, ...]:
+        """Return notes on waiting, sending and gradient compression in the median step."""
+        notes = list[str]()
+        if self.ranks.channels:
+            notes += notes_on_ranks(self.plan, waited=waited, sent=sent)
+        found = median_traffic(traffic)
+        if self.live.guard is not None and found is not None and found.coding:
+            costs = self._pricing.made.costs.on(self.ranks.layout.num_ranks)
+            notes.append(note_on_coding(self.live, costs.of_rank(self.ranks.rank), found.coding))
+        return (*notes, *notes_on_fallbacks(self.live, self._programs.fallbacks))
+
+    def _note_on_gradients(self) -> tuple[str, ...]:
+        """Return a note on gradients that the user's loop keeps between steps.
+
+        A planned step starts without gradients.
+        """
+        if not self._keeps_gradients:
+            return ()
+        program = self._programs.as_executed(self.live.program)
+        nbytes = kept_gradients_bytes(program, self._pricing.made.costs)
+        if not nbytes:
+            return ()
+        return (f"gradients kept between steps add ~{format_bytes(nbytes)} to the plan",)
 
     @property
     def are_unequal(self) -> bool:
@@ -361,65 +318,6 @@ class Step:
         return (
             bool(ParallelLayout.of(decisions.rules).shares) or len({*decisions.target.speeds}) > 1
         )
-
-    def traffic(self) -> Traffic:
-        """Return the traffic so far."""
-        busy = waited = sent = coded = 0.0
-        if self.ranks.channels:
-            if self._num_scans < _CONNECTION_SCANS:  # connections are opened on first use
-                self._num_scans += 1
-                self._sent_counter.look()
-            waited = sum(channel.waiting.seconds for channel in self.ranks.channels.values())
-            coded = sum(channel.coding.seconds for channel in self.ranks.channels.values())
-            moved = sum(channel.waiting.moved_bytes for channel in self.ranks.channels.values())
-            sent = self._sent_counter.sent_bytes + self.live.moved_bytes + moved
-            sent -= self.ranks.coordinator.asked_bytes
-        if self.offload_file is not None:
-            busy, waited = self.offload_file.busy_seconds, self.offload_file.waited_seconds + waited
-        return Traffic(busy, waited, sent, coded)
-
-    def median_exchange(self, samples: Sequence[Traffic]) -> tuple[float | None, float, int | None]:
-        """Return the transfer seconds, the waiting seconds and the sent bytes of the median step.
-
-        Transfer seconds are None with several ranks: torch does not report when a collective has
-        ended. Sent bytes are None if they were not counted.
-        """
-        found, has_ranks = median_traffic(samples), bool(self.ranks.channels)
-        if found is None:
-            return (None if self.offload_file or has_ranks else 0.0), 0.0, None
-        sent = round(found.sent) if has_ranks and self._counts_sent_bytes else None
-        return (None if has_ranks else found.busy), found.waited, sent
-
-    @property
-    def _counts_sent_bytes(self) -> bool:
-        """True if all bytes sent to other ranks are counted.
-
-        The kernel counts bytes sent over connections, and message slots are counted here. NCCL does
-        not report what it sends.
-        """
-        if all(channel.backend == "gloo" for channel in self.ranks.channels.values()):
-            return self._sent_counter.is_counted
-        program = self.live.program
-        collectives = (
-            node.collective for node in program.graph.nodes if node.collective is not None
-        )
-        summed = program.pipeline is not None and (
-            DATA in self.ranks.groups or program.pipeline.stages.shared
-        )
-        return (
-            self._sent_counter.is_counted and not summed and all(c.is_pinned for c in collectives)
-        )
-
-    def notes_on_ranks(self, waited: float, sent: int | None) -> tuple[str, ...]:
-        if not self.ranks.channels:
-            return ()
-        metrics = self.plan.predicted.metrics
-        own, predicted = format_seconds(waited), metrics.exposed_communication_seconds.value
-        notes = [f"waited {own} a step for other ranks (predicted ~{format_seconds(predicted)})"]
-        if sent is not None:
-            own, predicted = format_bytes(sent), metrics.communication_bytes.value
-            notes.append(f"sent {own} a step to other ranks (predicted {format_bytes(predicted)})")
-        return tuple(notes)
 
     def switch_plan(self, plan: Plan, members: Sequence[int] | None = None) -> None:
         """Switch to another plan from the next step on; all ranks call this together.
@@ -437,7 +335,7 @@ class Step:
         self.live.residuals.owe_all()
         if not set(members) <= set(self._members):
             bring_up_to_date(self.live, everyone.coordinator)
-        self.plan, self._codec_fallbacks = plan, codec_fallbacks(plan.decisions.rules)
+        self.plan = plan
         if members != self._members:
             layout = ParallelLayout.of(plan.decisions.rules)
             self.ranks = everyone if members == all_ranks else everyone.among(members, layout)
@@ -450,10 +348,11 @@ class Step:
                 else self.ranks.coordinator.broadcast_loss,
                 stands_by=self.ranks.stands_by,
             )
-            self._sent_counter, self._num_scans = SentBytesCounter(), 0
+            self.traffic_counter.change_ranks(self.ranks)
+        self._programs.switch_plan(plan, self.ranks)
         self.live.switch_programs(self._guard())
         self._laps.clear()
-        self._traffic = [self.traffic()]
+        self._traffic = [self.traffic_counter.total()]
 
     @property
     def supports_standby(self) -> bool:
@@ -477,87 +376,22 @@ class Step:
         guard = self.live.guard
         return guard is not None and guard.rung != 0 and not guard.warm_up
 
-    def notes_on_compression(self, traffic: Sequence[Traffic]) -> tuple[str, ...]:
-        """Return notes on gradient compression: its time, exact steps, residuals and fallbacks."""
-        if self.live.guard is None:
-            return ()
-        record, notes, found = self.live.guard.record(), list[str](), median_traffic(traffic)
-        if found is not None and found.coding:
-            costs = self._pricing.made.costs.on(self.ranks.layout.num_ranks).of_rank(
-                self.ranks.rank
-            )
-            nodes = (n for n in self.live.program.graph.nodes if n.op in CODED_CALLS)
-            predicted_seconds = sum(costs.seconds(node).value for node in nodes)
-            notes.append(
-                f"encoded and decoded gradients in {format_seconds(found.coding)} of a step "
-                f"(predicted ~{format_seconds(predicted_seconds)})"
-            )
-        if record.exact_steps:
-            notes.append(
-                f"{record.exact_steps} steps sent gradients uncompressed and are excluded from all "
-                "step figures"
-            )
-        if any(record.residuals):
-            notes.append(
-                f"error feedback held at most {max(record.residuals):.2g} steps' worth of "
-                f"gradients, in {len(record.residuals)} checks"
-            )
-        for rung, reason in enumerate(record.reasons, start=1):
-            notes.append(
-                f"gradients were sent in {_codec_text(self._codec_fallbacks[rung])} from then on: "
-                f"{reason}"
-            )
-        return tuple(notes)
-
-    def meter(self, call: Any) -> int:
-        """Return the peak bytes of ``call``.
-
-        These are the resident bytes, what the call adds in the allocator, and the buffers in which
-        values are moved to offload memory.
-        """
-        resident = self.resident_bytes()
-        metered = meter_once(call, device=self._device)
-        if not metered.is_clean:
-            self.notes.append(
-                f"the metered step freed {format_bytes(metered.freed_bytes)} from before it; "
-                "its measured memory may be that much too high"
-            )
-        return resident + metered.peak_bytes
-
-    def resident_bytes(self) -> int:
-        """Return the bytes that are resident for a whole step, as the plan counts them."""
-        resident = resident_bytes(self.live, self._constants) + self._batch_bytes
-        return resident + (2 * OFFLOAD_PIECE_BYTES if self.offload_file else 0)
-
-    def _note_on_gradients(self) -> tuple[str, ...]:
-        """Return a note on gradients that the user's loop keeps between steps.
-
-        A planned step starts without gradients.
-        """
-        if not self._keeps_gradients:
-            return ()
-        program = self._as_executed(self.live.program)
-        nbytes = kept_gradients_bytes(program, self._pricing.made.costs)
-        if not nbytes:
-            return ()
-        return (f"gradients kept between steps add ~{format_bytes(nbytes)} to the plan",)
-
     def _metered_call(self, call: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
         """Return the peak bytes and the loss; the slowed call counts for nothing else."""
         losses: list[torch.Tensor] = []
-        nbytes = self.meter(lambda: losses.append(call()))
+        nbytes = self.memory_meter.peak_bytes(lambda: losses.append(call()))
         self._note_loss(losses[0])
         return nbytes, losses[0]
 
     def _timed_call(
         self, call: Callable[[], torch.Tensor], lap: Callable[[], Callable[[], None]]
     ) -> torch.Tensor:
-        before, is_over = self.traffic(), lap()
+        before, is_over = self.traffic_counter.total(), lap()
         loss = call()
         if self.is_as_planned:
             is_over()
             # Bytes sent between two calls are the user's own.
-            added = (b - a for a, b in zip(before, self.traffic(), strict=True))
+            added = (b - a for a, b in zip(before, self.traffic_counter.total(), strict=True))
             self._traffic.append(Traffic(*map(sum, zip(self._traffic[-1], added))))
         self._note_loss(loss)
         return loss
@@ -608,10 +442,10 @@ class Step:
         return OffloadedStates(optimizer, program, parameters=parameters, memory=self.offload_file)
 
     def _guard(self) -> CompressionFallback | None:
-        if len(self._codec_fallbacks) == 1:
+        if len(self._programs.fallbacks) == 1:
             return None
         return CompressionFallback(
-            len(self._codec_fallbacks), warm_up=warm_up_of(self.plan.decisions.rules)
+            len(self._programs.fallbacks), warm_up=warm_up_of(self.plan.decisions.rules)
         )
 
     def _runner(self, states: OffloadedStates | None) -> Callable[[Program], Emitted]:
@@ -620,7 +454,7 @@ class Step:
         def run(program: Program) -> Emitted:
             # The ranks that take part may change during the run.
             channels, watch = self.ranks.channels, self._exchange_watch
-            if self._is_compiled:
+            if self._programs.is_compiled:
                 return compile_program(program, channels=channels, watch=watch)
             return emit(
                 program,
@@ -635,150 +469,6 @@ class Step:
     @property
     def _exchange_watch(self) -> FiniteWatch | None:
         return self._finite if self.ranks.channels else None
-
-    @property
-    def _is_compiled(self) -> bool:
-        return self.plan.decisions.target.runner == "inductor"
-
-    def _as_executed(self, program: Program) -> Program:
-        """Return the program as the runner executes it, for predictions of its memory."""
-        return lower(program) if self._is_compiled else program
-
-    def _program_for(self, source: CapturedStep, rung: int = 0) -> tuple[Program, Captured]:
-        """Return the program of the plan's rules on this step, in the given fallback codec."""
-        rules = [self._fit_micro_batches(rule, source) for rule in self._codec_fallbacks[rung]]
-        if self.ranks.stands_by:
-            # A rank that stands by checks batches as the others do, but never runs the program.
-            rules = [rule for rule in rules if rule.stage not in BETWEEN_RANKS]
-        # The full model is traced; it is split into shards once the first step is bound.
-        with self._sharded_model.imagined() if self._sharded_model else contextlib.nullcontext():
-            graph = source.captured().graph
-            base = Program.plain(graph, update=self._update, rank=self.ranks.rank)
-            program = apply_rules(base, rules, trades=TRADES, source=source)
-            if program.layout.shares and self.ranks is self._plan_ranks:
-                self.ranks.coordinator.check_equal("exchanges", "\n".join(program.collective_order))
-            return program, source.captured(micro_batches=program.units, share=program.share)
-
-    def _fit_micro_batches(self, rule: Rule, source: CapturedStep) -> Rule:
-        """Return the rule for the size of this batch.
-
-        A smaller last batch may not divide into the planned number of micro-batches. It is split
-        into the fewest micro-batches that are no larger than planned.
-        """
-        size, layout = batch_size(source.batch), ParallelLayout.of(self.plan.decisions.rules)
-        possible = ShardedSource(source=source, layout=layout).divisors()
-        if not isinstance(rule, MicroBatches) or not possible or size is None:
-            return rule
-        if rule.micro_batches in possible:
-            return rule
-        size //= layout.units
-        max_samples = (batch_size(self._source.batch) or 1) // layout.units // rule.micro_batches
-        parts = min(k for k in possible if size // k <= max(max_samples, 1))
-        return replace(rule, micro_batches=parts)
-
-    def _bind_other_shape(self, batch: Any) -> tuple[Program, Constants, CodeReads]:
-        """Return the program for a batch of another shape, if it fits the budget."""
-        size, layout = batch_size(batch), ParallelLayout.of(self.plan.decisions.rules)
-        if size is not None and size % layout.units:
-            shares = f"shares of {spelled(layout.shares)}" if layout.shares else "equal shares"
-            raise Mismatch(
-                f"a batch of {size} samples does not divide into {shares} for {layout.data} ranks",
-                expected=f"a number of samples that {layout.units} divides",
-                remedy="drop the last partial batch (drop_last=True), or pad it",
-            )
-        entries = self._source.at(batch).entries()
-        has_planned_shape = [e.shape for e in entries] == [e.shape for e in self._source.entries()]
-        # A sharded model provides the shapes of the full model, without values. A batch of the
-        # planned shape was already tried, when its loss was computed.
-        source = self._source
-        if not has_planned_shape or self._sharded_model is not None:
-            source = self._source.at(
-                batch, with_values=self._sharded_model is None and not has_planned_shape
-            )
-        program, captured = self._program_for(source, self.live.rung)
-        num_unmeasured = self._pricing.made.measure(program.graph, may_lack=True)
-        limit = self.plan.decisions.budget.memory_bytes
-        if has_planned_shape and limit is None:
-            return program, captured.constants, captured.reads  # only the codecs differ
-        # The highest need of any rank decides: all ranks continue, or none does.
-        as_executed = self._as_executed(program)
-        nbytes = self.ranks.coordinator.most(peak_bytes(as_executed, self._pricing.made.costs))
-        if limit is not None and nbytes > limit:
-            what = (
-                "a step in another gradient codec"
-                if has_planned_shape
-                else "a batch of another shape"
-            )
-            raise Mismatch(
-                f"{what} would need {format_bytes(nbytes)} under this plan",
-                expected=f"at most {format_bytes(limit)}, the plan's budget",
-                remedy="drop or pad that batch, raise the budget, or plan for this shape",
-            )
-        if (
-            self.offload_file is not None
-            and program.far_bytes > self.offload_file.offload_memory.size_bytes
-        ):
-            raise Mismatch(
-                f"a batch of another shape would offload {format_bytes(program.far_bytes)}",
-                expected=f"at most {format_bytes(self.offload_file.offload_memory.size_bytes)}, "
-                "the size of the offload memory",
-                remedy="drop that batch, give offload memory a larger size, or plan for this shape",
-            )
-        if has_planned_shape:
-            return program, captured.constants, captured.reads
-        shapes = ", ".join(str(list(e.shape)) for e in entries[:2])
-        cut = f" in {program.repeats} micro-batches" if program.repeats > 1 else ""
-        unmeasured_text = (
-            f"; {num_unmeasured} of its operators were not measured, because a profiler was active"
-        )
-        self.notes.append(
-            f"also ran batches of {shapes}{cut} (predicted {format_bytes(nbytes)}"
-            f"{unmeasured_text if num_unmeasured else ''})"
-        )
-        return program, captured.constants, captured.reads
-
-
-def _codec_text(rules: Sequence[Rule]) -> str:
-    codes = {rule.codec.label for rule in of_kind(rules, GradientCompression)}
-    return " and ".join(sorted(label.removeprefix("gradients in ") for label in codes)) or "no code"
-
-
-class ShownReceipt:
-    """A receipt that prints as the explain tree, with measured and predicted values."""
-
-    def __init__(self, receipt: Receipt) -> None:
-        self.receipt = receipt
-        self.plan, self.measured = receipt.plan, receipt.measured
-
-    def __str__(self) -> str:
-        return plain(render(tree_of(self.receipt)))
-
-    def _repr_html_(self) -> str:
-        """Return the page that ``steelyard run --html`` writes, for a notebook."""
-        return to_html(tree_of(self.receipt))
-
-
-def median_traffic(traffic: Sequence[Traffic]) -> Traffic | None:
-    """Return the median traffic of a step, without the first step; None before the second."""
-    added = [[b - a for a, b in zip(*both)] for both in pairwise(traffic)][1:]
-    return Traffic(*map(median, zip(*added))) if added else None
-
-
-def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> int:
-    """Return the bytes of the storages that outlive a step.
-
-    These are weights, buffers, optimizer state, other tensors that the code reads, message buffers
-    shared with other ranks, and gradients kept from earlier steps.
-    """
-    tensors = [*live.model.parameters(), *live.model.buffers(), *live.gradients(), *constants]
-    tensors += live.residuals.tensors
-    if live.optimizer is not None:
-        for state in live.optimizer.state.values():
-            tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
-    if live.states is not None:
-        tensors = [t for t in tensors if not live.states.tensors.holds(t)]
-    storages = {_torch.storage_key(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values()) + live.shared_bytes
 
 
 def _refuse_meta(model: nn.Module) -> None:

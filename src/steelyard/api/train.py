@@ -97,8 +97,8 @@ def run_workload(
             checkpoints=checkpoints,
             on_step=report_step,
             on_note=add_note,
-            meter=step.meter,
-            may_meter=step.may_meter,
+            meter=step.memory_meter.peak_bytes,
+            may_meter=step.memory_meter.may_meter,
             predicted_bytes=planned.plan.predicted.peak.nbytes,
             coordinator=step.ranks.coordinator,
         )
@@ -124,7 +124,7 @@ class _Log:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._traffic = [step.traffic()]
+        self._traffic = [step.traffic_counter.total()]
         self.notes: list[str] = []
         self._steps = 0
         self._seconds: list[float] = []
@@ -133,7 +133,7 @@ class _Log:
         self._last: float | None = None
 
     def add(self, report: StepReport) -> None:
-        traffic = self._step.traffic()
+        traffic = self._step.traffic_counter.total()
         self._steps += 1
         if report.seconds is not None and self._step.is_as_planned:
             self._seconds.append(report.seconds)
@@ -153,8 +153,8 @@ class _Log:
         if has_new_plan:
             self._seconds.clear()
             self._peak_bytes = None
-            self._traffic = [self._step.traffic()]
-        self._traffic[-1] = self._step.traffic()
+            self._traffic = [self._step.traffic_counter.total()]
+        self._traffic[-1] = self._step.traffic_counter.total()
 
     def _max_over_ranks(self, nbytes: int | None) -> int | None:
         """Return the maximum over all ranks; a rank that stood by may have no value."""
@@ -171,16 +171,15 @@ class _Log:
     def measured(self, steps: int) -> RunMeasurement:
         # The first step also allocates state, fills caches and touches memory for the first time.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
-        busy, waited, sent = self._step.median_exchange(self._traffic)
-        # Some ranks may have metered no step: see Step.may_meter.
+        busy, waited, sent = self._step.traffic_counter.median_exchange(self._traffic)
+        # Some ranks may have metered no step: see MemoryMeter.may_meter.
         peaks = self._step.ranks.coordinator.each(
             -1 if self._peak_bytes is None else self._peak_bytes
         )
         sent = self._max_over_ranks(sent)
         if self._step.are_unequal:
             waited = self._min_over_ranks(waited)
-        self.notes += self._step.notes_on_ranks(waited, sent)
-        self.notes += self._step.notes_on_compression(self._traffic)
+        self.notes += self._step.notes_on_exchange(self._traffic, waited=waited, sent=sent)
         return RunMeasurement(
             steps=steps,
             first_step=steps - self._steps + 1,
@@ -194,5 +193,5 @@ class _Log:
             last_loss=self._last,
             ranks=self._step.memory_of_ranks(peaks),
             stands_in=self._step.stands_in,
-            notes=(*self.notes, *self._step.notes_on_metering(is_metered=max(peaks) >= 0)),
+            notes=(*self.notes, *self._step.memory_meter.notes(is_metered=max(peaks) >= 0)),
         )

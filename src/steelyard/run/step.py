@@ -7,18 +7,18 @@ training loop: see train_loop.py.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from steelyard import _torch
 from steelyard.comm.channel import Channel
 from steelyard.comm.devices import CPU
 from steelyard.errors import BadInput, Mismatch
 from steelyard.ir.optimizer_update import WEIGHT
 from steelyard.ir.program import Program
 from steelyard.offload.optimizer_state import OffloadedStates
+from steelyard.run.accumulate import GradientAccumulation, PipelineRunner, Reduction
 from steelyard.run.binding import (
     BatchLayout,
     BoundProgram,
@@ -32,11 +32,9 @@ from steelyard.run.compression_fallback import CompressionFallback
 from steelyard.run.error_feedback import ErrorFeedback
 from steelyard.run.finite_check import FiniteWatch
 from steelyard.run.model_guards import ModelWatch, OptimizerWatch
-from steelyard.run.rng_state import per_rank_rng
-from steelyard.run.target_counts import shares
+from steelyard.run.parameter_hooks import ParameterHooks
 
 Constants = Mapping[str, torch.Tensor]
-Reduction = Literal["mean", "sum", "counted"]
 
 
 class CodeReads(Protocol):
@@ -64,30 +62,6 @@ class ShardedModelState(Protocol):
     def whole(
         self, optimizer: torch.optim.Optimizer | None = None
     ) -> contextlib.AbstractContextManager[None]: ...
-
-
-class PipelineRunner(Protocol):
-    """Runs forward and backward over all micro-batches on ranks that each own some pipeline
-    stages.
-
-    ``held_bytes`` is the memory this rank reserves for it between steps, in addition to the
-    model; ``moved_bytes`` counts the bytes sent to other ranks so far without a network
-    connection. ``finite`` checks the values before they are sent.
-    """
-
-    finite: FiniteWatch | None
-
-    @property
-    def held_bytes(self) -> int: ...
-
-    @property
-    def moved_bytes(self) -> int: ...
-
-    def run(
-        self, micro_batches: Sequence[Mapping[str, Any]], shares: Sequence[float]
-    ) -> torch.Tensor:
-        """Return the weighted sum of the micro-batch losses, on every rank."""
-        ...
 
 
 class LiveStep:
@@ -140,12 +114,10 @@ class LiveStep:
         self.parts = parts
         self.program = program
         self.other: dict[Shapes, Program] = {}
-        self._rank = rank
         self._broadcast_loss: BroadcastLoss | None = None
         self._is_standby = False
         self._in_stages = in_stages
         self._stages: dict[Program, PipelineRunner] = {}
-        self._reduction = reduction
         self._other_shape = other_shape
         self._on_change = on_change
         self._runner = runner
@@ -153,10 +125,13 @@ class LiveStep:
         self._optimizer_watch = OptimizerWatch(optimizer, model) if optimizer else None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = next((p.device for p in self._parameters), CPU)
-        self._accumulators: list[Any] | None = None
+        self._hooks = ParameterHooks(model)
         self._layout = BatchLayout(batch, unread=frozenset() if reads is None else reads.unread)
         self._planned = self._last = shapes_of(self._layout.leaves(batch))
         self.finite = finite
+        self._accumulation = GradientAccumulation(
+            self._hooks, device=self.device, rank=rank, reduction=reduction, finite=finite
+        )
         self.residuals = ErrorFeedback(channels, self.device)
         self._set_guard(guard)
         # The position of the last step's gradient codec in the fallback order.
@@ -166,7 +141,6 @@ class LiveStep:
         self._bound = {(0, self._planned): self._bind(program, constants, self._planned)}
         self._reads = {(0, self._planned): reads}
         self._devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
-        self._tangents: dict[tuple[int, float, float], torch.Tensor] = {}
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one training step; return the loss before the update, detached."""
@@ -175,7 +149,7 @@ class LiveStep:
             assert self._broadcast_loss is not None
             return self._broadcast_loss(None)
         self.zero_grad()
-        loss = self._run_checked(bound, leaves, 1.0)
+        loss = self._run(bound, leaves, 1.0)
         self._check_compression(loss)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -193,7 +167,7 @@ class LiveStep:
                 remedy="write, for example, step.backward(batch, 0.5)",
             )
         bound, leaves = self._prepare(batch)
-        loss = self._run_checked(bound, leaves, scale)
+        loss = self._run(bound, leaves, scale)
         self._check_compression(loss)
         return loss
 
@@ -277,12 +251,16 @@ class LiveStep:
         if (reads := self._reads[self.rung, shapes]) is not None:
             reads.check()
         bound.check_strides(leaves)
-        if bound.repeats > 1 and self._any_hooks():
-            raise self._hook_mismatch(bound.repeats)
-        if bound.sliced_gradients and self._any_hooks():
-            self._refuse_hooks_of(bound.sliced_gradients)
+        self._hooks.refuse_in_micro_batches(bound.repeats)
+        self._hooks.refuse_on_sliced(bound.sliced_gradients)
         self.taken += 1
         return bound, leaves
+
+    def _run(
+        self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor
+    ) -> torch.Tensor:
+        stages = self._stages[bound.program] if bound.program.pipeline is not None else None
+        return self._accumulation.run(bound, leaves, scale, stages=stages)
 
     def _shape_change(self, shapes: Shapes) -> str:
         """Describe a shape change; equal on all ranks that see the same shapes."""
@@ -292,29 +270,6 @@ class LiveStep:
             if now != planned
         ]
         return f"at step {self.taken + 1} {', '.join(changes) or 'it has the planned shapes again'}"
-
-    def _any_hooks(self) -> bool:
-        if self._accumulators is None:
-            self._accumulators = _torch.accumulators(self._parameters)
-        return _torch.any_hooks(self._parameters, self._accumulators)
-
-    def _hook_mismatch(self, repeats: int) -> Mismatch:
-        named = self.model.named_parameters()
-        name = next(name for name, p in named if p.requires_grad and _torch.any_hooks([p]))
-        return Mismatch(
-            f"parameter {name} has a hook, which would run for each of {repeats} micro-batches",
-            expected="no hooks of parameters in a step with micro-batches",
-            remedy="remove the hook, or plan again with it: the batch is then not split",
-        )
-
-    def _refuse_hooks_of(self, names: Sequence[str]) -> None:
-        for name in names:
-            if _torch.any_hooks([self.model.get_parameter(name)]):
-                raise Mismatch(
-                    f"parameter {name} has a hook, but its gradient is never whole under this plan",
-                    expected="no hooks of parameters whose gradients are computed in slices",
-                    remedy="remove the hook, or plan again with it: that gradient is then whole",
-                )
 
     def _refuse_modes(self) -> None:
         if torch.is_inference_mode_enabled():
@@ -368,7 +323,7 @@ class LiveStep:
             self.residuals.pay_all(gradients())
             for key in [key for key in self._bound if key[0] <= self.rung]:
                 del self._bound[key], self._reads[key]
-            self._tangents.clear()  # they are keyed by programs that were just deleted
+            self._accumulation.forget_tangents()
 
     def _whole_gradients(self) -> dict[str, torch.Tensor]:
         named = self.model.named_parameters()
@@ -387,7 +342,7 @@ class LiveStep:
         With ``broadcast_loss``, all ranks receive the loss of the first; a rank that ``stands_by``
         does nothing else.
         """
-        self._rank, self.residuals.channels = rank, channels
+        self._accumulation.rank, self.residuals.channels = rank, channels
         self._broadcast_loss, self._is_standby = broadcast_loss, stands_by
 
     def switch_programs(self, guard: CompressionFallback | None) -> None:
@@ -399,8 +354,9 @@ class LiveStep:
         self.residuals.owe_all()
         self._set_guard(guard)
         self.rung = 0
-        for cache in (self._bound, self._reads, self._tangents, self.other):
+        for cache in (self._bound, self._reads, self.other):
             cache.clear()
+        self._accumulation.forget_tangents()
 
     def _set_guard(self, guard: CompressionFallback | None) -> None:
         self.guard = guard
@@ -454,183 +410,9 @@ class LiveStep:
             residuals=self.residuals,
         )
 
-    def _run_checked(
-        self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor
-    ) -> torch.Tensor:
-        """Run forward and backward, and check that the loss is finite."""
-        if self.finite is None:
-            return self._accumulate(bound, leaves, scale)
-        self.finite.begin()
-        loss = self._accumulate(bound, leaves, scale)
-        no_tangent = torch.zeros((), device="cpu")
-        own = (
-            bound.batch_inputs(leaves, index, no_tangent).values()
-            for index in self._own_micro_batches(bound)
-        )
-        self.finite.end(loss, lambda: (leaf for part in own for leaf in part))
-        return loss
-
-    def _accumulate(
-        self, bound: BoundProgram, leaves: Sequence[Any], scale: float | torch.Tensor
-    ) -> torch.Tensor:
-        """Run this rank's micro-batches forward and backward; return the sum of their weighted
-        losses."""
-        shares = self._shares(bound, leaves)
-        if bound.program.pipeline is not None:
-            return self._accumulate_in_stages(bound, leaves, shares, scale)
-        for carrier in bound.emitted.carriers:
-            carrier.begin()
-        hooked = self._any_hooks()
-        total: torch.Tensor | None = None
-        own = self._own_micro_batches(bound)
-        with (
-            self._on_device(),
-            torch.no_grad(),
-            self._own_rng(bound),
-            _reduced_gradients_detached(bound),
-        ):
-            for index in own:
-                part = bound if index == own[-1] else bound.earlier
-                share = shares[index]
-                if share == 0.0:  # no counted target: no loss, no gradient, and 0 / 0 in its mean
-                    continue
-                tangent, weight = self._tangent(bound, share, scale), self._weight(bound, share)
-                inputs = part.inputs(leaves, index, tangent, weight, total)
-                deferred: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if hooked else None
-                sinks = part.sinks_for(inputs, deferred)
-                with _torch.below_autograd():
-                    loss = part.run(inputs, sinks)
-                if deferred:
-                    _accumulate_through_hooks(deferred)
-                loss = loss.detach()
-                if weight is None:
-                    loss = _scaled(loss, share)
-                total = loss if total is None or part.returns_total_loss else total + loss
-                del loss  # or it occupies memory while the next micro-batch runs
-        assert total is not None
-        return total
-
-    def _accumulate_in_stages(
-        self,
-        bound: BoundProgram,
-        leaves: Sequence[Any],
-        shares: Sequence[float],
-        scale: float | torch.Tensor,
-    ) -> torch.Tensor:
-        if self._any_hooks():
-            raise self._hook_mismatch(bound.repeats)
-        if 0.0 in shares:
-            raise _no_targets(f"micro-batch {shares.index(0.0) + 1}")
-        own = self._own_micro_batches(bound)
-        micro_batches = [
-            bound.batch_inputs(leaves, index, self._tangent(bound, shares[index], scale))
-            for index in own
-        ]
-        with self._on_device(), self._own_rng(bound):
-            return self._stages[bound.program].run(micro_batches, [shares[index] for index in own])
-
-    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the model's GPU current: programs name a GPU without its index."""
-        return (
-            torch.cuda.device(self.device)
-            if self.device.type == "cuda"
-            else contextlib.nullcontext()
-        )
-
-    def _own_micro_batches(self, bound: BoundProgram) -> range:
-        first = self._rank * bound.repeats
-        return range(first, first + bound.repeats)
-
-    def _own_rng(self, bound: BoundProgram) -> contextlib.AbstractContextManager[None]:
-        return per_rank_rng(self._rank) if bound.draws_per_rank else contextlib.nullcontext()
-
-    def _shares(self, bound: BoundProgram, leaves: Sequence[Any]) -> list[float]:
-        """Return the weight of each micro-batch's loss in the loss of the batch; equal on all
-        ranks."""
-        summed = [1.0] * bound.parts
-        if not bound.counters:
-            total = sum(bound.sizes)
-            return summed if self._reduction == "sum" else [n / total for n in bound.sizes]
-        weights = shares(
-            bound.counts(leaves), bound.sizes, are_weighted=self._reduction == "counted"
-        )
-        if bound.share is not None and 0.0 in weights:
-            rank = weights.index(0.0) // bound.repeats
-            raise _no_targets(f"rank {rank}'s share of the batch")
-        return summed if self._reduction == "sum" else weights
-
-    def _weight(self, bound: BoundProgram, share: float) -> torch.Tensor | None:
-        """Return the weight tensor of this rank's loss, if the program sums the losses of the
-        ranks."""
-        planned = bound.share
-        if planned is None:
-            return None
-        dtype = getattr(torch, planned.dtype)
-        return torch.full(planned.shape, share, dtype=dtype, device=self.device)
-
-    def _tangent(
-        self, bound: BoundProgram, share: float, scale: float | torch.Tensor
-    ) -> torch.Tensor:
-        """Return the gradient of the scaled batch loss with respect to one micro-batch's loss."""
-        planned = bound.tangent
-        assert planned is not None, "a training step has a tangent"
-        dtype = getattr(torch, planned.dtype)
-        if isinstance(scale, torch.Tensor):
-            tensor = scale.detach().to(dtype).reshape(planned.shape)
-            return _scaled(tensor, share)
-        key = (id(bound), scale, share)
-        tangent = self._tangents.get(key)
-        if tangent is None:
-            # The factor of a gradient scaler changes often; only the last is worth caching.
-            self._tangents.clear()
-            tangent = torch.full(planned.shape, scale, dtype=dtype, device=self.device)
-            tangent = self._tangents[key] = _scaled(tangent, share)
-        return tangent
-
 
 # The key of the guard's state among the residuals of a checkpoint.
 _GUARD = "guard"
-
-
-@contextlib.contextmanager
-def _reduced_gradients_detached(bound: BoundProgram) -> Iterator[None]:
-    """Exclude already reduced gradients from this step's reduction, and add them afterwards.
-
-    If the step fails, they are restored unchanged.
-    """
-    before = bound.detach_reduced_gradients()
-    try:
-        yield
-    except BaseException:
-        bound.restore_gradients(before)
-        raise
-    for parameter, gradient in before:
-        assert parameter.grad is not None
-        parameter.grad = gradient.add_(parameter.grad)
-
-
-def _scaled(value: torch.Tensor, share: float) -> torch.Tensor:
-    """Scale a value. A share of the form 1/n divides, bit-equal to the usual ``loss / 3``."""
-    if share == 1.0:
-        return value
-    whole = round(1 / share)
-    return value / whole if share == 1 / whole else value * share
-
-
-def _no_targets(whose: str) -> Mismatch:
-    return Mismatch(
-        f"{whose} has no target that counts in the loss",
-        expected="at least one target that is not ignored in each part of the batch",
-        remedy="shuffle or pad the batch so that every part has some, or skip this batch",
-    )
-
-
-def _accumulate_through_hooks(deferred: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Accumulate each gradient through autograd, which runs the parameter's hooks."""
-    deferred.reverse()
-    while deferred:
-        parameter, gradient = deferred.pop()
-        torch.autograd.backward((parameter,), (gradient,))
 
 
 def _not_dense(name: str, leaf: torch.Tensor) -> Mismatch:
@@ -649,4 +431,4 @@ def _unsupported_mode(name: str, remedy: str) -> BadInput:
     )
 
 
-__all__ = ["CodeReads", "Constants", "LiveStep", "OtherShape", "Reduction"]
+__all__ = ["CodeReads", "Constants", "LiveStep", "OtherShape"]

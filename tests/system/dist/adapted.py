@@ -26,6 +26,7 @@ from steelyard.trades.shard_batch import ShardBatchRule
 from steelyard.comm.json_gather import gathered
 import steelyard as sy
 from steelyard.api import replan as adapting
+from steelyard.api import replan_search
 from steelyard.api.background import BackgroundProcess
 from steelyard.planner.session import PlanningSession, PlanRequest, Runner
 from steelyard.api.train import run_workload
@@ -178,7 +179,7 @@ def _run(
     losses: list[float] = []
     with (
         mock.patch.object(search, "LEAST_GAIN", gain),
-        mock.patch.object(adapting, "LEAST_GAIN", gain),
+        mock.patch.object(replan_search, "LEAST_GAIN", gain),
         mock.patch.object(adapting, "measured_now", link),
         # How quick this machine is just now is not what is tested.
         mock.patch.object(Pace, "add", _off_after(EVERY)),

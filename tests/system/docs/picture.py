@@ -74,7 +74,7 @@ def measure(page: str) -> tuple[Curve, Curve, int]:
     eager_optimizer, eager = _eager_step(names["model"], step.optimizer, names["loss"], batch)
     step.optimizer.zero_grad()
     # Weights, optimizer state and batch stay for the whole step, in both alike.
-    resident = step.resident_bytes()
+    resident = step.memory_meter.resident_bytes()
     before = Curve(
         levels=_trace(eager, eager_optimizer, resident),
         predicted_peak_bytes=plan.before.metrics.memory_bytes.value,

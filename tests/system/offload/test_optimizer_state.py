@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
+from steelyard.api.memory_meter import resident_bytes
 from steelyard.api.planned import Planned
-from steelyard.api.step import Step, resident_bytes
+from steelyard.api.step import Step
 from steelyard.errors import BadInput, Infeasible, Mismatch, PlanFileError
 from steelyard.ir.rule import Rule
 from steelyard.offload.optimizer_state import why_undivided

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import steelyard as sy
-from steelyard.api.step import resident_bytes
+from steelyard.api.memory_meter import resident_bytes
 from steelyard.capture.tracing.optimizer import capture_update
 from steelyard.errors import Infeasible, Mismatch
 from steelyard.ir.program import Program

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from steelyard.api.replan import Replanner, _LinkState
+from steelyard.api.replan import Replanner
+from steelyard.api.replan_search import LinkState
 from steelyard.hardware.link import Link
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.search.ranks.layout_candidates import LayoutCandidate
@@ -26,14 +27,14 @@ def adapting(*, hosts: int = 2, each: int = 1, members: tuple[int, ...] = (0,)) 
     one._torch_device, one._is_compiled = torch.device("cpu"), False
     one._hosts, one._num_ranks, one._members = hosts, hosts * each, members
     one._rank = one._search_rank = one._steps_unmeasured = one._left_at = 0
-    one._has_fallen_back = False
+    one._has_fallen_back, one._free_bytes = False, 0
     one._measuring_interval = 3
-    one._links, one._pending, one._background = _LinkState(link=FAST), None, None
+    one._links, one._pending, one._background = LinkState(link=FAST), None, None
     one._waited_seconds = 0.0
     one._session = SimpleNamespace(with_link=lambda link: link)
     one._coordinator = SimpleNamespace(flagged=0, flag=mock.Mock(), each=lambda n: [n])
     one._step = SimpleNamespace(
-        traffic=lambda: SimpleNamespace(waited=0.0),
+        traffic_counter=SimpleNamespace(total=lambda: SimpleNamespace(waited=0.0)),
         plan=SimpleNamespace(decisions=SimpleNamespace(rules=())),
         is_as_planned=False,
         has_fallen_back=False,
@@ -58,34 +59,32 @@ def test_a_link_that_changes_during_the_search_is_searched_again() -> None:
     own = adapting()
     own._rank = own._search_rank = 1  # of the host that stands by
     weighed = mock.Mock(**{"is_done.return_value": False})
-    own._pending, own._background = (SLOW, _LinkState(link=SLOW)), weighed
+    own._pending, own._background = (SLOW, LinkState(link=SLOW)), weighed
     with (
         mock.patch.object(Replanner, "_switch_at_once", return_value=True) as turned,
-        mock.patch.object(Replanner, "_measure_links", return_value=_LinkState(link=SLOW)) as links,
+        mock.patch.object(Replanner, "_measure_links", return_value=LinkState(link=SLOW)) as links,
     ):
         assert [own.after_step(number, 0.4) for number in range(4)] == [False] * 4
         assert links.call_count == 1, "links are measured in every third step"
         assert own._background is weighed, "links are as they were: what is weighed is of use"
-        links.side_effect = [_LinkState(link=FAST), _LinkState(link=SLOW)]
+        links.side_effect = [LinkState(link=FAST), LinkState(link=SLOW)]
         assert [own.after_step(number, 0.4) for number in (4, 5)] == [False] * 2
         assert own._background is weighed, "the second look did not confirm the first"
-        links.side_effect = [_LinkState(link=FAST)] * 2
+        links.side_effect = [LinkState(link=FAST)] * 2
         own._members = (0, 1)  # as they are behind a turn to all, which is patched
         own._steps_unmeasured = 2
         with mock.patch.object(Replanner, "_is_time_to_measure", return_value=True):
             assert own.after_step(6, 0.4) is True
     weighed.end.assert_called_once()
-    assert own._pending == (FAST, _LinkState(link=FAST))
-    assert turned.call_args.args == (6, FAST, _LinkState(link=FAST))
+    assert own._pending == (FAST, LinkState(link=FAST))
+    assert turned.call_args.args == (6, FAST, LinkState(link=FAST))
 
 
 def test_slow_steps_are_examined_while_plans_are_searched() -> None:
     own = adapting(members=(0, 1))
     own._rank = 1
-    own._pending, own._coordinator.flagged = (SLOW, _LinkState(link=SLOW)), 1
-    with mock.patch.object(
-        Replanner, "_measure_links", return_value=_LinkState(link=SLOW)
-    ) as links:
+    own._pending, own._coordinator.flagged = (SLOW, LinkState(link=SLOW)), 1
+    with mock.patch.object(Replanner, "_measure_links", return_value=LinkState(link=SLOW)) as links:
         assert own.after_step(1, 0.4) is False
     links.assert_called_once()
     own._pace.settle.assert_called_once()
@@ -107,20 +106,21 @@ def test_a_restored_link_brings_all_hosts_back_to_the_plan_of_the_beginning(gave
     own._decisions = SimpleNamespace(rules=(rule, code), budget=SimpleNamespace(memory_bytes=None))
     own._coordinator.saves, own._coordinator.words = True, lambda text: text
     own._step.supports_standby = True
+    own._search = SimpleNamespace(
+        on_fewer_hosts=lambda *_: [], worth_trying=lambda session, now, choices, most: choices
+    )
     with (
-        mock.patch.object(Replanner, "_on_fewer_hosts", return_value=[]),
-        mock.patch.object(Replanner, "_worth_trying", lambda *given: given[4]),
         mock.patch.object(Replanner, "_encode", lambda *_, drift: drift),
         mock.patch.object(Replanner, "_switch_to") as turned,
     ):
-        assert own._switch_at_once(7, session, _LinkState(link=FAST)) is not gave_up
+        assert own._switch_at_once(7, session, LinkState(link=FAST)) is not gave_up
     if not gave_up:
         turned.assert_called_once_with(7, session, "1 ± 0.1 %")
 
 
 def test_a_replan_names_the_link_that_changed() -> None:
     own = adapting()
-    slow, fast = _LinkState(link=SLOW), _LinkState(link=FAST)
+    slow, fast = LinkState(link=SLOW), LinkState(link=FAST)
     assert own._change_text(fast, slow) == (
         "host 1's link now carries 5.9 MB/s, it carried 118 MB/s when the plan was made"
     )

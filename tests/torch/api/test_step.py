@@ -33,7 +33,7 @@ def test_kept_gradients_are_measured_and_noted(set_to_none: bool) -> None:
     step = planned.apply()
     step.backward(batch)
     model.zero_grad(set_to_none=set_to_none)
-    measured = step.meter(lambda: step.backward(batch))
+    measured = step.memory_meter.peak_bytes(lambda: step.backward(batch))
     predicted = planned.predicted.memory_bytes.value
     program, costs = step.live.program, planned.session.prices.costs
     more = kept_gradients_bytes(program, costs)
@@ -62,7 +62,7 @@ def test_tensors_read_by_the_loss_are_measured() -> None:
     step = planned.apply()
     step.backward(torch.randn(4, 64))
     step.live.zero_grad()
-    measured = step.meter(lambda: step.backward(torch.randn(4, 64)))
+    measured = step.memory_meter.peak_bytes(lambda: step.backward(torch.randn(4, 64)))
     assert measured > table.nbytes
     assert measured == pytest.approx(planned.predicted.memory_bytes.value, rel=0.01)
 
