@@ -246,7 +246,7 @@ def test_cores_are_restricted_to_a_rank_only_while_it_measures() -> None:
 @pytest.mark.parametrize(
     ("places", "cores", "said"),
     [
-        ((0, 0, 1, 1), ({0}, {0}, {0}, {0}), "rank 1 is number 0 of its host"),
+        ((0, 0, 1, 1), ({0}, {0}, {0}, {0}), "rank 1 is local rank 0 of its host"),
         # A part of a part would be less than each was given.
         ((0, 1, 0, 1), ({0, 1}, {0, 1}, {0}, {1}), "rank 3 may use different cores than rank 2"),
     ],
@@ -309,7 +309,8 @@ def test_a_plan_that_uses_one_of_the_hosts_belongs_to_all_that_met(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "hosts", "said"), [("2", "1", "ranks on several hosts"), ("3", "2", "as many ranks")]
+    ("ranks", "hosts", "said"),
+    [("2", "1", "ranks on several hosts"), ("3", "2", "the same number of ranks on each host")],
 )
 def test_ranks_of_one_host_or_of_some_more_than_of_others_are_not_planned_for(
     monkeypatch: pytest.MonkeyPatch, ranks: str, hosts: str, said: str
@@ -529,7 +530,10 @@ def test_hosts_learn_that_another_did_not_join_the_measurement() -> None:
         mock.patch.object(HostRendezvous, "_measure") as measure,
     ):
         hearing.start()
-        with first.with_background_load(), pytest.raises(RankFailed, match="does not come"):
+        with (
+            first.with_background_load(),
+            pytest.raises(RankFailed, match="did not start its load"),
+        ):
             measured_ranks(3, hosts=3)
         first.broadcast("it failed")
         hearing.join(timeout=_SECONDS)

@@ -75,7 +75,7 @@ def test_the_earliest_rank_is_blamed_or_all_equal_ones() -> None:
         return NonFiniteValue(step, place).code
 
     first = blamed([code(5, LOSS), code(4, GRADIENTS), NOTHING], offset=10)
-    assert (first.rank, first.words) == (1, "the own gradients of rank 1, in step 14")
+    assert (first.rank, first.words) == (1, "the local gradients of rank 1, in step 14")
     assert blamed([code(5, LOSS), code(5, ACTIVATIONS)]).rank == 1
     stages = [code(5, GRADIENTS - 0), code(5, GRADIENTS - 1)]
     assert blamed(stages).rank == 1, "the last stage is the first to go back"

@@ -115,7 +115,7 @@ def test_a_proof_of_another_rendezvous_is_refused() -> None:
     except RankFailed as refused:
         error = refused
     assert error is not None
-    assert (error.rank, "does not know" in error.happened) == (1, True)
+    assert (error.rank, "does not have" in error.happened) == (1, True)
     for key in ("challenge/0", "answer/1"):
         now.set(key, before.get(key).decode())
     with pytest.raises(RankFailed, match="the process connected as rank 0 does not have"):
@@ -144,10 +144,10 @@ def test_a_secret_missing_on_some_ranks_is_reported_without_waiting() -> None:
     found = all_meet([TOKEN, b""])
     for error in found:
         assert isinstance(error, BadInput)
-        assert error.happened == "rank 0 has a STEELYARD_TOKEN, and rank 1 has none"
+        assert error.happened == "rank 0 has a STEELYARD_TOKEN, but rank 1 has none"
     _, second = all_meet([b"", TOKEN])
     assert isinstance(second, BadInput)
-    assert second.happened == "rank 1 has a STEELYARD_TOKEN, and rank 0 has none"
+    assert second.happened == "rank 1 has a STEELYARD_TOKEN, but rank 0 has none"
 
 
 def test_differing_numbers_of_ranks_are_reported_without_waiting() -> None:
@@ -170,7 +170,7 @@ def test_without_a_secret_the_store_is_unchanged() -> None:
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     assert token_of({}) == token_of({"STEELYARD_TOKEN": ""}) == b""
     assert token_of({"STEELYARD_TOKEN": "x" * 16}) == b"x" * 16
-    with pytest.raises(BadInput, match="has 15 characters"):
+    with pytest.raises(BadInput, match="has only 15 characters"):
         token_of({"STEELYARD_TOKEN": "x" * 15})
 
 
