@@ -33,7 +33,8 @@ from steelyard.ir.sharding_choice import Region, ShardingChoice
 from steelyard.measure.cache import CostCache
 from steelyard.measure.device_memory import free_bytes, random_devices
 from steelyard.measure.links.background_load import BackgroundLoad
-from steelyard.measure.links.probe import Joined, measured_ranks
+from steelyard.measure.links.link_figures import Joined
+from steelyard.measure.links.probe import measured_ranks
 from steelyard.measure.offload_bandwidth import measured_links
 from steelyard.measure.operators.benchmark import Calls, context_of, measure_operators
 from steelyard.measure.operators.memory import is_profiled
