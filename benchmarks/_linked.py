@@ -47,7 +47,9 @@ def know_link(pair: Hosts, folder: Path, *, ranks: int) -> None:
     """Put into the list of prices where that of a loopback would be: what is measured of this link
     is nobody else's, so whoever calls has set STEELYARD_CACHE to a file of its own."""
     from steelyard.measure.cache import CostCache
-    from steelyard.measure.links.probe import command_of, context_of, fitted
+    from steelyard.measure.links.link_fit import fitted
+    from steelyard.measure.links.local_ranks import command_of
+    from steelyard.measure.links.probe import context_of
 
     commands = [command_of(rank, folder=str(folder), num_ranks=ranks) for rank in range(ranks)]
     run_on(pair, folder, commands)

@@ -46,7 +46,9 @@ from benchmarks.runner import interval
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule_kinds import BatchSharding
 from steelyard.measure.cache import CostCache
-from steelyard.measure.links.probe import command_of, context_of, fitted
+from steelyard.measure.links.link_fit import fitted
+from steelyard.measure.links.local_ranks import command_of
+from steelyard.measure.links.probe import context_of
 from steelyard.plan_files.plan_file import read_decisions, write_decisions
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT

@@ -23,7 +23,7 @@ from steelyard.hardware.device import Device
 from steelyard.hardware.link import Link
 from steelyard.ir.graph import Graph, Node
 from steelyard.ir.metrics import Estimate
-from steelyard.measure.links.probe import LinkMeasurement
+from steelyard.measure.links.link_figures import LinkMeasurement
 from steelyard.planner import cost_provider as pricing
 from steelyard.planner.calibration import StepCalibration
 from steelyard.predict.cost_table import CostTable, OperatorCost, Survey

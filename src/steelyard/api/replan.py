@@ -24,7 +24,7 @@ from steelyard.ir.parallel_layout import DATA, ParallelLayout
 from steelyard.ir.rule import Rule, of_kind
 from steelyard.ir.rule_kinds import GradientCompression
 from steelyard.measure.device_memory import free_bytes
-from steelyard.measure.links.worker import measured_now, rates_now
+from steelyard.measure.links.current_links import measured_now, rates_now
 from steelyard.plan_files.plan_file import decode_decisions, encode_decisions
 from steelyard.plan_files.prediction_file import write_plan
 from steelyard.planner.gradient_compression import (

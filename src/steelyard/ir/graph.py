@@ -6,7 +6,7 @@ represented by its name, a tensor by its shape, strides, dtype and storage.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -248,67 +248,6 @@ class Body:
     calls: tuple[tuple[int, tuple[Node, ...]], ...]
     gives: tuple[SlicedValue, ...]
 
-    @property
-    def workspace_bytes(self) -> int:
-        """The peak bytes of one slice's intermediates, without kernel workspace."""
-        count, nodes = self.calls[-1]
-        sums = {given.name for given in self.gives if given.along is None}
-        columns = {given.name for given in self.gives if given.along == -1}
-        outside = {take.tensor.storage for take in self.takes}
-        read = {i for node in nodes for i in node.inputs}
-        sizes: dict[int, int] = {}
-        last: dict[int, int] = {}
-        storages_of: dict[str, set[int]] = {}
-        for index, node in enumerate(nodes):
-            storages_of[node.name] = {t.storage for t in node.outputs} - outside
-            # The kernel of a product that is only summed accumulates in place. The kernel of a
-            # product that is only a column slice of the result writes straight into that result.
-            is_added = node.name in sums - read and node.op in PRODUCTS
-            is_placed = node.name in columns - read and node.op in PRODUCTS
-            for tensor in () if is_added or is_placed else node.outputs:
-                full = tensor.nbytes if node.name in sums else -(-tensor.nbytes // self.rows)
-                nbytes = full if node.name in sums else full * count
-                if tensor.storage in storages_of[node.name]:
-                    sizes[tensor.storage] = max(sizes.get(tensor.storage, 0), nbytes)
-            for name in (node.name, *node.inputs):
-                last.update(dict.fromkeys(storages_of.get(name, ()), index))
-        for name in {given.name for given in self.gives} - columns:
-            last.update(dict.fromkeys(storages_of[name], len(nodes) - 1))
-        live = most = 0
-        born: set[int] = set()
-        for index, node in enumerate(nodes):
-            for storage in storages_of[node.name] - born:
-                live += sizes.get(storage, 0)
-            born |= storages_of[node.name]
-            most = max(most, live)
-            live -= sum(sizes.get(s, 0) for s, end in last.items() if end == index)
-        # Half-precision sums are accumulated in float32.
-        return most + sum(
-            given.tensor.numel * 4
-            for given in self.gives
-            if given.along is None and given.tensor.dtype in ("float16", "bfloat16")
-        )
-
-    @property
-    def cost_key(self) -> str:
-        """A text of every property that determines the cost of the body."""
-        named: dict[str, int] = {}
-
-        def number(name: str) -> int:
-            return named.setdefault(name, len(named))
-
-        lines = [f"{self.rows} rows in {self.parts}{f' of {self.each}' if self.each else ''}"]
-        lines += [
-            f"{number(s.name)} {s.along} {s.dims} {s.unit} {s.tensor.dtype} {s.tensor.shape} "
-            f"{s.tensor.stride} {s.tensor.pending}"
-            for s in (*self.takes, *self.gives)
-        ]
-        lines += [
-            f"{number(node.name)} {node.op} {[number(i) for i in node.inputs]} {node.signature}"
-            for node in self.calls[0][1]
-        ]
-        return "\n".join(lines)
-
     def counts(self) -> tuple[int, ...]:
         """Return the rows of each slice, larger slices first."""
         if self.each:
@@ -345,11 +284,6 @@ class CountedMean:
 
     targets: str
     ignored: int
-
-
-def same_shares(counts: Sequence[int], others: Sequence[int]) -> bool:
-    """True if each slice of a batch has the same weight in two counted means."""
-    return [n * sum(others) for n in counts] == [n * sum(counts) for n in others]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,44 +334,6 @@ class Graph:
     def collectives(self) -> tuple[str, ...]:
         """The nodes that issue a collective."""
         return tuple(node.name for node in self.nodes if node.collective is not None)
-
-    @cached_property
-    def counted(self) -> tuple[CountedMean, ...]:
-        """The counted means in the loss; two that count the same targets are listed once."""
-        if self.counts is not None:
-            return self.counts
-        found = []
-        for node in map(self.by_name.__getitem__, self._counted_means):
-            targets, ignored = node.args[1], node.args[4]
-            assert isinstance(targets, Ref)
-            assert isinstance(ignored, int)
-            found.append(CountedMean(targets=targets.name, ignored=ignored))
-        return tuple(dict.fromkeys(found))
-
-    @cached_property
-    def is_counted_alone(self) -> bool:
-        """True if the batch reaches the loss through counted means only."""
-        pending = [o.node for o in self.outputs if o.kind is OutputKind.LOSS]
-        seen = set(self._counted_means)
-        while pending:
-            node = self.by_name[pending.pop()]
-            if node.name in seen:
-                continue
-            if node.is_input and any(
-                self.storages[t.storage].role is Role.BATCH for t in node.outputs
-            ):
-                return False
-            seen.add(node.name)
-            pending += node.inputs
-        return bool(self._counted_means)
-
-    @cached_property
-    def _counted_means(self) -> tuple[str, ...]:
-        return tuple(
-            n.name
-            for n in self.forward()
-            if n.op in _COUNTED_MEANS and n.args[2] is None and n.args[3] == 1
-        )
 
     @cached_property
     def reaching_backward(self) -> frozenset[str]:
@@ -558,12 +454,6 @@ def item_bytes(dtype: str) -> int:
     """
     bits = re.search(r"\d+", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1
-
-
-# The last one is the divisor of the first when its sum is computed in slices.
-_COUNTED_MEANS = (
-    "aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default", "steelyard.nll_loss_weight",
-)  # fmt: skip
 
 
 def path_matches(path: str, pattern: str) -> bool:

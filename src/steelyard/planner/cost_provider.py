@@ -29,7 +29,8 @@ from steelyard.ir.program import Program
 from steelyard.measure.cache import CostCache
 from steelyard.measure.conditions import MeasuringConditions, profiler_error
 from steelyard.measure.links.background_load import BackgroundLoad
-from steelyard.measure.links.probe import Joined, measured_ranks
+from steelyard.measure.links.link_figures import Joined
+from steelyard.measure.links.probe import measured_ranks
 from steelyard.measure.offload_bandwidth import measured_links
 from steelyard.measure.operators.benchmark import Calls, measure_operators
 from steelyard.measure.operators.memory import is_profiled

@@ -29,19 +29,16 @@ from steelyard.errors import BadInput, CheckpointError, RankFailed, SteelyardErr
 from steelyard.hardware.host_os import cores_of
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.background_load import ALL_HOSTS, OTHER_HOSTS
+from steelyard.measure.links.current_links import probe_link
+from steelyard.measure.links.link_fit import ALIKE_SHARE
 from steelyard.measure.links.probe import (
-    ALIKE_SHARE,
     measured_joins,
     measured_ranks,
     remember_hosts,
     remembered_probe,
 )
-from steelyard.measure.links.worker import (
-    figures_of_this_rank,
-    probe_link,
-    quick_product_seconds,
-    work_until,
-)
+from steelyard.measure.links.rank_speeds import quick_product_seconds, work_until
+from steelyard.measure.links.worker import figures_of_this_rank
 from steelyard.predict.rank_subsets import PARTS_OF_CORES
 from steelyard.run.launch.coordination import Coordinator
 from steelyard.run.launch.environment import RankInfo, rank_info

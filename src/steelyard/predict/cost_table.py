@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Device, Link
+from steelyard.ir.analysis.sliced_body import body_workspace_bytes
 from steelyard.ir.collective import Collective, Exchange
 from steelyard.ir.graph import Body, Node, Phase
 from steelyard.ir.metrics import NOTHING, Estimate
@@ -142,7 +143,7 @@ class CostTable:
         if known is not None and (known.is_measured or node.body is None):
             return known.workspace_bytes
         # The workspace computed from the calls is a lower bound where nothing was measured.
-        return node.body.workspace_bytes if node.body is not None else 0
+        return body_workspace_bytes(node.body) if node.body is not None else 0
 
     def declared_seconds(self, node: Node) -> Estimate:
         if node.body is not None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from steelyard import _torch
 from steelyard.errors import Mismatch
+from steelyard.ir.analysis.counted_means import counted_means
 from steelyard.ir.gradient_codec import RESIDUAL
 from steelyard.ir.graph import OutputKind, Tensor
 from steelyard.ir.program import LOSS_SO_FAR, SO_FAR, Program
@@ -125,7 +126,7 @@ class BoundProgram:
         # The number of batch units in each micro-batch, over all ranks in rank order.
         self.sizes = tuple(size for size in portions for _ in range(program.repeats))
         self._units, self._size = program.units, program.share
-        counted = program.graph.counted if program.parts > 1 else ()
+        counted = counted_means(program.graph) if program.parts > 1 else ()
         self.counters = [TargetCounter(program.graph, mean) for mean in counted]
         self.run = emitted.run
         self.emitted = emitted

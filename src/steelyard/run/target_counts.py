@@ -1,14 +1,15 @@
 """Count the targets of each micro-batch in a loss, and derive the weight of each micro-batch.
 
 A mean over the targets that are not ignored is not the mean of the micro-batch means, unless all
-count equally many. Not for finding such losses: see ir/graph.py.
+count equally many. Not for finding such losses: see ir/analysis/counted_means.py.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from steelyard.errors import Mismatch
-from steelyard.ir.graph import CountedMean, Graph, same_shares
+from steelyard.ir.analysis.counted_means import same_shares
+from steelyard.ir.graph import CountedMean, Graph
 from steelyard.ir.program import Program, as_captured
 from steelyard.run.codegen import emit
 

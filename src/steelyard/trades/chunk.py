@@ -12,6 +12,7 @@ from math import prod
 from typing import ClassVar
 
 from steelyard.errors import Mismatch
+from steelyard.ir.analysis.sliced_body import body_cost_key
 from steelyard.ir.graph import Body, Graph, Node, Phase, Ref, SlicedValue, Symbol, Tensor
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, matching, to_rules
@@ -283,7 +284,7 @@ class _SlicedGraph:
             path=maker.path,
             line=maker.line,
             nth=maker.nth,
-            signature=f"steelyard.sliced({sha256(body.cost_key.encode()).hexdigest()[:24]})",
+            signature=f"steelyard.sliced({sha256(body_cost_key(body).encode()).hexdigest()[:24]})",
             flops=sum(n.flops for n in region.nodes),
             moved_bytes=sum(n.moved_bytes for n in region.nodes),
             body=body,

@@ -22,7 +22,7 @@ def hurried(arguments: list[str]) -> int:
     costs = Path(os.environ["STEELYARD_CACHE"])
     with (
         in_a_hurry(costs),
-        mock.patch("steelyard.measure.links.worker._COMPUTING_SECONDS", 0.2),
+        mock.patch("steelyard.measure.links.rank_speeds._COMPUTING_SECONDS", 0.2),
         mock.patch.object(BackgroundLoad, "at_work", _AT_WORK),
     ):
         return main(arguments)

@@ -62,7 +62,7 @@ def _met(rank: int) -> Iterator[HostRendezvous]:
         shared = Path(tempfile.gettempdir()) / f"met-by-children-of-{os.getppid()}"
         who = RankInfo(rank=rank, size=2, hosts=2, address="127.0.0.1")
         # How fast each computes takes a while.
-        with mock.patch("steelyard.measure.links.worker._COMPUTING_SECONDS", 0.1):
+        with mock.patch("steelyard.measure.links.rank_speeds._COMPUTING_SECONDS", 0.1):
             yield HostRendezvous(who=who, store=FileStore(str(shared), 2))
         again = f"file://{shared}-again"
         dist.init_process_group("gloo", init_method=again, rank=rank, world_size=2)

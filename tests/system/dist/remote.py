@@ -85,7 +85,9 @@ def measured(rank: int) -> list[str]:
     """The figures of slots among those of hosts."""
     with (
         _as_two_hosts(rank),
-        mock.patch.multiple("steelyard.measure.links.worker", _COMPUTING_SECONDS=0.05, _ROUNDS=2),
+        mock.patch("steelyard.measure.links.rank_speeds._COMPUTING_SECONDS", 0.05),
+        mock.patch("steelyard.measure.links.worker.ROUNDS", 2),
+        mock.patch("steelyard.measure.links.exchange_timing.ROUNDS", 2),
     ):
         return sorted(figures_of_this_rank(hosts=2))
 

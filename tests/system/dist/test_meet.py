@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.measure.links.probe import BETWEEN_HOSTS
+from steelyard.measure.links.link_figures import BETWEEN_HOSTS
 from tests.system.dist.ranks import on_two_ranks
 
 pytestmark = pytest.mark.dist

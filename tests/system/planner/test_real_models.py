@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from steelyard.ir.analysis.sliced_body import body_workspace_bytes
 from steelyard.ir.metrics import Estimate
 from steelyard.plans.budget import Budget
 from steelyard.predict import step_seconds
@@ -107,7 +108,7 @@ def in_no_time(trial: Trial) -> dict[str, OperatorCost]:
     graphs = [stream.rewrite(trial.plain, o.rules, trial.source).graph for o in offers]
     return {
         node.signature: OperatorCost(
-            seconds=Estimate.exactly(1e-9), workspace_bytes=node.body.workspace_bytes
+            seconds=Estimate.exactly(1e-9), workspace_bytes=body_workspace_bytes(node.body)
         )
         for graph in graphs
         for node in graph.nodes

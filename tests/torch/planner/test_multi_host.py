@@ -31,14 +31,14 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.measure.cache import CostCache
 from steelyard.measure.links.background_load import BackgroundLoad
+from steelyard.measure.links.exchange_sizes import SIZES
 from steelyard.measure.links.host_pairs import latency_of, name_of, rate_of
+from steelyard.measure.links.link_figures import BETWEEN_HOSTS
 from steelyard.measure.links.probe import (
-    BETWEEN_HOSTS,
     measured_ranks,
     remember_hosts,
     remembered_probe,
 )
-from steelyard.measure.links.worker import SIZES
 from steelyard.planner.compatibility import target_differences
 from steelyard.planner.cost_provider import CostProvider
 from steelyard.planner.multi_host import (

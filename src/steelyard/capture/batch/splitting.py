@@ -21,7 +21,8 @@ from steelyard.capture.batch.independence_proof import (
 )
 from steelyard.capture.checks.batch_independence import coupling
 from steelyard.capture.tracing.joint_graph import Loss
-from steelyard.ir.graph import CountedMean, Graph, OutputKind, Ref, same_shares
+from steelyard.ir.analysis.counted_means import counted_means, is_counted_alone, same_shares
+from steelyard.ir.graph import CountedMean, Graph, OutputKind, Ref
 from steelyard.operators import call
 from steelyard.passes.data_parallel.sync_batchnorm import normalising, why_not_synchronised
 from steelyard.plans.plan import BatchEntry
@@ -80,7 +81,7 @@ def splitting(
     leaves = (x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor))
     if any(t.device.type == "meta" for t in (*model.parameters(), *leaves)):
         return indivisible("independence of samples cannot be checked without values (meta device)")
-    counted = [c for mean in graph.counted if (c := _counts(graph, mean, batch))]
+    counted = [c for mean in counted_means(graph) if (c := _counts(graph, mean, batch))]
     every = counted[0] if counted else [1] * size
     if any(not same_shares(every, other) for other in counted):
         return indivisible("two means in the loss count targets of different samples")
@@ -88,7 +89,7 @@ def splitting(
         return indivisible(
             "fewer than two samples hold a counted target, so splitting the batch cannot be checked"
         )
-    if len(set(every)) > 1 and not graph.is_counted_alone:
+    if len(set(every)) > 1 and not is_counted_alone(graph):
         return indivisible(
             "samples have different numbers of counted targets, and the loss has another term"
         )
@@ -97,7 +98,7 @@ def splitting(
         samples = [Sample(batch=_rows(batch, [row]), count=every[row]) for row in rows]
         is_low = computes_in_half(graph)
         verdict = compare_with_samples(model, loss, _rows(batch, rows), samples, is_low=is_low)
-    if verdict.reduction is Reduction.MEAN and graph.is_counted_alone:
+    if verdict.reduction is Reduction.MEAN and is_counted_alone(graph):
         return replace(verdict, reduction=Reduction.COUNTED)
     return verdict
 
@@ -182,7 +183,7 @@ def _counted_by_more_than_the_batch(graph: Graph) -> str:
 
     A random draw would differ from the step's own, and model outputs are not known yet.
     """
-    made = [name for mean in graph.counted for name in graph.ancestors(mean.targets)]
+    made = [name for mean in counted_means(graph) for name in graph.ancestors(mean.targets)]
     for node in map(graph.by_name.__getitem__, made):
         where = f" ({node.line})" if node.line else ""
         if node.is_random:

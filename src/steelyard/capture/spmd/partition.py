@@ -18,6 +18,7 @@ from steelyard.capture.spmd.sharding_strategies import SPLITS, strategies, tenso
 from steelyard.capture.spmd.vocab_parallel import split_by_rows
 from steelyard.comm.devices import CPU
 from steelyard.errors import BadInput
+from steelyard.ir.analysis.counted_means import counted_means
 from steelyard.ir.collective import Transport
 from steelyard.ir.graph import (
     Argument,
@@ -142,7 +143,7 @@ class _Partitioner:
                     mean.targets, REPLICATE, at=self._graph.by_name[mean.targets]
                 ),
             )
-            for mean in self._graph.counted
+            for mean in counted_means(self._graph)
         )
         nodes = tuple(number_calls(self._local.nodes))
         graph = replace(

@@ -8,18 +8,29 @@ part. Not for collectives among all ranks: see worker.py.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from steelyard.measure.links.worker import ALMOST_ZERO, ExchangeSizes, all_reduce_figures
+from steelyard.comm.devices import CPU
+from steelyard.measure.links.exchange_sizes import ExchangeSizes
+from steelyard.measure.links.exchange_timing import (
+    FEW_ROUNDS,
+    LONG_SECONDS,
+    ROUNDS,
+    all_reduce_seconds,
+    elapsed,
+    ones,
+    slowdown,
+)
+from steelyard.measure.links.link_figures import ALMOST_ZERO
 from steelyard.predict.rank_subsets import best_joined, better_joined
 
 # Message sizes of a pair: the last one is used only if the one before is quick.
 _SMALL, _MIDDLE, _LARGE = 4096, 256 << 10, 1 << 20
 _QUICK_SECONDS = 0.1
-_ROUNDS, _FEW_ROUNDS = 9, 3
 # Up to this many hosts, every pair is timed; beyond, each host with those at growing distances.
 _MOST_WITH_ALL = 16
 
@@ -39,7 +50,7 @@ def measure_host_links(
     groups = best_joined(seconds, speeds)
     for number in better_joined(groups, seconds):
         ranks = [host * each + n for host in groups[number] for n in range(each)]
-        found |= {name_of(number, what): s for what, s in all_reduce_figures(ranks, sizes).items()}
+        found |= {name_of(number, what): s for what, s in _all_reduce_figures(ranks, sizes).items()}
     return found
 
 
@@ -128,6 +139,40 @@ def rounds_of_pairs(hosts: int) -> list[list[tuple[int, int]]]:
     return found
 
 
+def _all_reduce_figures(ranks: Sequence[int], sizes: ExchangeSizes) -> dict[str, float]:
+    """Return all-reduce figures of some ranks of the group, as the maximum over these ranks.
+
+    The figures are the seconds of all-reduces of a small, a middle and a large tensor, the
+    slowdown of concurrent computation, and the minimum seconds of the first two, by which a later
+    run detects a changed link. All ranks of the group call this and get the same result.
+    """
+    names = (*sizes._fields, "disturbs", *(f"least {name}" for name in sizes._fields[:2]))
+    group = dist.new_group([*ranks])
+    figures = torch.zeros(len(names), dtype=torch.float64, device=CPU)
+    if dist.get_rank() in ranks:
+        small, middle, large = (ones(nbytes // 4) for nbytes in sizes)
+        found = {"small": all_reduce_seconds(small, 3 * ROUNDS, group)}
+        found["middle"] = all_reduce_seconds(middle, FEW_ROUNDS, group)
+        found["large"] = all_reduce_seconds(large, FEW_ROUNDS, group)
+        # All ranks of the subset must choose the same tensor.
+        slowest = torch.tensor(found["large"], dtype=torch.float64, device=CPU)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        x, alone = (large, "large") if slowest <= LONG_SECONDS else (middle, "middle")
+        found["disturbs"] = slowdown(
+            lambda: [dist.all_reduce(x, group=group, async_op=True)], found[alone], group
+        )
+        for name, tensor, rounds in (
+            ("small", small, 3 * ROUNDS),
+            ("middle", middle, FEW_ROUNDS),
+        ):
+            exchange = partial(dist.all_reduce, tensor, group=group)
+            found[f"least {name}"] = min(elapsed(exchange, group) for _ in range(rounds))
+        figures.copy_(torch.tensor([found[name] for name in names], dtype=torch.float64))
+        dist.destroy_process_group(group)
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+    return dict(zip(names, map(float, figures), strict=True))
+
+
 def _pair_figures(hosts: int, each: int) -> dict[str, float]:
     rank = dist.get_rank()
     figures = torch.zeros((hosts, hosts, 2), dtype=torch.float64, device="cpu")
@@ -148,7 +193,7 @@ def _pair_figures(hosts: int, each: int) -> dict[str, float]:
 
 def _timed(is_first: bool, other: int) -> tuple[float, float]:
     """Return latency and rate of messages between this rank and another that runs the same code."""
-    small = _one_way_seconds(_SMALL, _ROUNDS, is_first, other)
+    small = _one_way_seconds(_SMALL, ROUNDS, is_first, other)
     nbytes = _MIDDLE
     larger = _one_way_seconds(nbytes, 1, is_first, other)
     # Both ranks must use the same size.
@@ -156,7 +201,7 @@ def _timed(is_first: bool, other: int) -> tuple[float, float]:
     dist.send(is_quick, other) if is_first else dist.recv(is_quick, other)
     if is_quick:
         nbytes = _LARGE
-        larger = _one_way_seconds(nbytes, _FEW_ROUNDS, is_first, other)
+        larger = _one_way_seconds(nbytes, FEW_ROUNDS, is_first, other)
     rate = (nbytes - _SMALL) / max(larger - small, ALMOST_ZERO)
     return max(small - _SMALL / rate, ALMOST_ZERO), rate
 

@@ -17,6 +17,7 @@ import torch
 
 from steelyard import _torch
 from steelyard.hardware.cluster import Device
+from steelyard.ir.analysis.sliced_body import body_workspace_bytes
 from steelyard.ir.graph import Graph, Node
 from steelyard.ir.metrics import Estimate
 from steelyard.measure.cache import CostCache
@@ -284,7 +285,7 @@ class _Table:
                 seconds=Estimate.within(cost.seconds.value * scale, share=_PART_SHARE),
                 workspace_bytes=cost.workspace_bytes
                 if is_transfer
-                else max(cost.workspace_bytes, body.workspace_bytes),
+                else max(cost.workspace_bytes, body_workspace_bytes(body)),
             )
             self.unmeasured = [u for u in self.unmeasured if u.signature != signature]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from types import MappingProxyType
 
+from steelyard.ir.analysis.sliced_body import body_cost_key
 from steelyard.ir.graph import (
     FETCH_MATMUL,
     Body,
@@ -405,7 +406,7 @@ class LoopCall:
     def _whole(self) -> Node:
         first = next(iter(self._lines.values()))
         nodes = [self._graph.by_name[line.node] for line in self._lines.values()]
-        digest = sha256(self.body.cost_key.encode()).hexdigest()[:24]
+        digest = sha256(body_cost_key(self.body).encode()).hexdigest()[:24]
         return Node(
             name=f"{first.value}.slices",
             op=FETCH_MATMUL,

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from steelyard.hardware.link import Link
 from steelyard.ir.collective import GLOO, Exchange
 from steelyard.measure.cache import CostCache
-from steelyard.measure.links.probe import context_of, fitted, measured_ranks
-from steelyard.measure.links.worker import SIZES, ExchangeSizes
+from steelyard.measure.links.exchange_sizes import SIZES, ExchangeSizes
+from steelyard.measure.links.link_fit import fitted
+from steelyard.measure.links.probe import context_of, measured_ranks
 
 _SIZES = SIZES["cpu"]._asdict()
 
