@@ -134,8 +134,8 @@ def test_resuming_from_an_older_checkpoint_sets_later_ones_aside(tmp_path: Path)
     train(straight, listed(), steps=6, seed=0)
     assert_same_model(straight.model, step.model)
     assert [n.split(":")[0] for n in notes] == [
-        "renamed aside-step-000004",
-        "renamed aside-step-000006",
+        "renamed aside-step-000004, because it is later than step-000002",
+        "renamed aside-step-000006, because it is later than step-000002",
     ]
 
 
