@@ -296,14 +296,11 @@ def _words(step: Any) -> str:
     """Describe a plan in short: each trade with what was chosen of it."""
     found: dict[str, list[str]] = {}
     for rule in step.plan.decisions.rules:
-        chosen = {
-            "shard_batch": f"buckets of {rule.bucket_bytes >> 10} KiB",
-            "overlap": f"waits {rule.lag} later, gathers {rule.lead} ahead",
-            "accumulate": f"{rule.degree} parts",
-            "shard_pipeline": f"{rule.op}, before {rule.module}",
-        }.get(rule.trade)
-        found.setdefault(rule.trade, []).append(chosen or "")
-    return "; ".join(f"{t} ({w[0] or len(w)})" for t, w in found.items()) or "as it is"
+        found.setdefault(rule.trade, []).append(rule.describe())
+    return (
+        "; ".join(f"{t} ({w[0] if len(w) == 1 else len(w)})" for t, w in found.items())
+        or "as it is"
+    )
 
 
 # --- the judgement --------------------------------------------------------------------------------

@@ -270,10 +270,11 @@ def _rounds(link: str) -> live.Rounds:
 def _words(step: Any) -> str:
     from collections import Counter
 
+    from steelyard.ir.rule import of_kind
+    from steelyard.ir.rule_kinds import GradientCompression
+
     coded = Counter(
-        r.op or r.trade.partition("_gradients")[0]
-        for r in step.plan.decisions.rules
-        if r.trade.endswith("_gradients")
+        rule.codec.name for rule in of_kind(step.plan.decisions.rules, GradientCompression)
     )
     codes = ", ".join(f"{n} in {code}" for code, n in coded.items())
     return "; ".join(filter(None, (live._words(step), codes)))

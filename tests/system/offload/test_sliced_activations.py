@@ -239,7 +239,7 @@ def test_slicing_lowers_the_memory_floor_set_by_fetched_values(
     monkeypatch.setattr(offload, "_LEAST_SLICED_BYTES", 1 << 40)
     _, whole = least(offload_memory)
     assert fitting.predicted.memory_bytes.value <= whole - (1 << 18)
-    assert sliced_rule(fitting).degree == 4
+    assert sliced_rule(fitting).slices == 4
     told = [t.label for t in fitting.plan.taken if t.trade == "offload"]
     assert any(label.startswith("words (1), in 4 slices") for label in told), told
     assert "in 4 slices" in str(fitting)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from steelyard.ir.parallel_layout import DATA, ParallelLayout
-from steelyard.ir.rule import Rule
+from steelyard.ir.rule import Rule, of_kind
+from steelyard.ir.rule_kinds import CollectiveOverlap, StateSharding
 from steelyard.plans.trade import Trade
 from steelyard.search import LayoutSearch, StepSearch
 from steelyard.trades import TRADES
@@ -42,14 +43,14 @@ def test_a_faster_gathering_is_found_within_the_memory_of_one_by_one() -> None:
     ways = [
         way
         for way in layouts.candidates.of(ParallelLayout(data=2))
-        if any(rule.trade == "shard_states" and rule.times == 2 for rule in way.rules)
+        if any(rule.gathers == 2 for rule in of_kind(way.rules, StateSharding))
     ]
     one_by_one = min((w for w in ways if not _at_once(w.rules)), key=lambda w: w.nbytes)
     fastest = min((w for w in ways if w.nbytes <= one_by_one.nbytes), key=lambda w: w.seconds)
     assert _at_once(fastest.rules)
-    assert max(rule.lead for rule in fastest.rules) > 0
+    assert max(rule.ahead for rule in of_kind(fastest.rules, CollectiveOverlap)) > 0
     assert fastest.seconds < 0.8 * one_by_one.seconds
 
 
 def _at_once(rules: tuple[Rule, ...]) -> int:
-    return max(rule.bucket_bytes for rule in rules if rule.trade == "shard_states")
+    return max(rule.bucket for rule in of_kind(rules, StateSharding))
