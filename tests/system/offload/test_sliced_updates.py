@@ -467,7 +467,7 @@ def test_a_gradient_that_is_no_single_product_stays_whole(offload_memory: sy.Off
     planned = plan(ADAM, offload_memory, model, x)
     fitting = told(planned, rules("inner.weight", "words.weight"))
     program = look_at(fitting)
-    called = {n.op.partition("far_")[2] for n in program.graph.nodes if "far_" in n.op}
+    called = {n.op.partition("offload_")[2] for n in program.graph.nodes if "offload_" in n.op}
     assert "rows" not in called
     assert {"send_gradient", "begin_weight"} <= called
     ours, theirs = fitting.apply(model), planned.what_if().apply(twin)
