@@ -21,8 +21,8 @@ def test_the_first_rank_with_non_finite_values_is_named() -> None:
         layout, _, fault = case.partition(": ")
         said = {
             "batch": f"the part of the batch of rank 1, in step {WRONG}",
-            "loss": f"the own loss of rank 1, in step {WRONG}",
-            "gradients": f"the own gradients of rank 1, in step {WRONG}",
+            "loss": f"the local loss of rank 1, in step {WRONG}",
+            "gradients": f"the local gradients of rank 1, in step {WRONG}",
         }[fault]
         if (layout, fault) == ("in stages", "batch"):
             said = f"the batch, in step {WRONG}"  # all ranks are given all of it
@@ -42,7 +42,7 @@ def test_accumulated_passes_count_as_one_step_on_all_ranks(
 ) -> None:
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
     for rank, (note, *memory) in enumerate(on_two_ranks("tests.system.dist.finite:in_ones_own_loop")):
-        said = "the own gradients of rank 1, in step 2"
+        said = "the local gradients of rank 1, in step 2"
         assert note == f"the loss was not finite in step 3; first not finite: {said}", rank
         assert [line.split()[0] for line in memory] == ["0", "1"]
         assert all(line.split()[1].isdecimal() for line in memory)

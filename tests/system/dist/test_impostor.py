@@ -77,4 +77,4 @@ def test_the_first_host_ends_in_three_lines_when_an_impostor_takes_the_second_s_
     # Torch's own store complains, besides, when the other end of a connection goes.
     told = [line for line in lines[begin:] if not line.startswith("[W")]
     assert len(told) == 3, said
-    assert ("does not have this rank's STEELYARD_TOKEN" if token else "is refused") in told[0]
+    assert ("does not have this rank's STEELYARD_TOKEN" if token else "sent an invalid message") in told[0]

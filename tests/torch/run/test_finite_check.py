@@ -80,9 +80,9 @@ def test_the_earliest_rank_is_blamed_or_all_equal_ones() -> None:
     stages = [code(5, GRADIENTS - 0), code(5, GRADIENTS - 1)]
     assert blamed(stages).rank == 1, "the last stage is the first to go back"
     alike = blamed([code(5, LOSS)] * 3)
-    assert (alike.rank, alike.words) == (-1, "the own loss of every rank, in step 5")
+    assert (alike.rank, alike.words) == (-1, "the local loss of every rank, in step 5")
     two = blamed([NOTHING, code(5, LOSS), code(5, LOSS)])
-    assert (two.rank, two.words) == (-1, "the own loss of ranks 1, 2, in step 5")
+    assert (two.rank, two.words) == (-1, "the local loss of ranks 1, 2, in step 5")
     assert blamed([NOTHING, NOTHING]).words == ""
     alone = blamed([code(3, BATCH)])
     assert (alone.rank, alone.words, alone.is_batch) == (-1, "the batch, in step 3", True)

@@ -305,7 +305,7 @@ def test_logs_that_do_not_stay_are_not_pointed_at() -> None:
 def not_finite(seconds: float) -> dict[str, Any]:
     said = RankStatus(
         kind="NonFinite",
-        text="the loss is nan at step 4; first not finite: the own loss of rank 1, in step 4",
+        text="the loss is nan at step 4; first not finite: the local loss of rank 1, in step 4",
         at_seconds=seconds,
         expected="a finite loss",
         remedy="lower the learning rate",
