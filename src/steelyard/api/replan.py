@@ -1,9 +1,9 @@
-"""Replanning during a run: send gradients another way once the measured links have changed.
+"""Replanning during a run: changes how gradients are sent once the measured links have changed.
 
-Three steps in a row that take another time than predicted trigger a link measurement of some tenths
-of a second. If a link has changed, one rank searches for better ways to send gradients, if possible
-in a background process. All ranks then switch to the result, which is written as a plan file. Not
-for the alternatives: see search/ranks/retune.py; nor for the trigger: see pace.py.
+If three steps in a row take more or less time than predicted, the links are measured, which takes
+some tenths of a second. If a link has changed, one rank searches for better ways to send gradients,
+if possible in a background process. All ranks then switch to the result, which is written as a plan
+file. Not for the alternatives: see search/ranks/retune.py; nor for the trigger: see pace.py.
 """
 
 import json
@@ -60,20 +60,21 @@ from steelyard.search.ranks.retune import (
 )
 from steelyard.units import format_seconds
 
-# Flags that a rank raises for all: steps deviate from the prediction, or the search has ended.
+# Flags that one rank sets for all: steps deviate from the prediction, or the search has ended.
 _CHECK_LINKS, _ANSWER_READY = 1, 2
-# A link has changed if the time of a small and a larger message differs by this factor.
+# A link counts as changed if the time of a small and of a larger message differs by this factor.
 _CHANGED_RATIO, _MESSAGE_BYTES = 1.25, 1 << 20
-# The first steps of a new plan are not checked: their programs are bound again.
+# The first steps of a new plan are not checked, because their programs are being bound again.
 _SKIPPED_STEPS = 2
-# A link that steps do not use is measured every so many steps, such that measuring takes at most
-# this share of their time.
+# A link that steps do not use is measured every few steps, so that measuring takes at most this
+# share of their time.
 _MIN_INTERVAL, _MAX_INTERVAL, _MEASURING_SHARE = 10, 1600, 0.02
-# A host that stands by probes codecs on its own weights, which may be at most this many steps old.
+# A host that stands by probes codecs on its own weights. These may be out of date by at most this
+# many steps.
 _RECENT_STEPS = 100
 # The number of candidates that are lowered in one search, while all ranks wait.
 _MAX_LOWERINGS = 3
-# The share of the free memory that a step on fewer ranks may need in addition to the present step.
+# A step on fewer ranks may need this share of the free memory in addition to the present step.
 _SHARE_OF_FREE_MEMORY = 0.5
 
 # Separator of the parts of a message to other ranks, and prefix of an error in place of a message.
@@ -144,7 +145,7 @@ class Replanner:
 
     @property
     def _ranks_per_host(self) -> int:
-        """The number of ranks of each host."""
+        """The number of ranks on each host."""
         return self._num_ranks // self._hosts
 
     @property
@@ -192,7 +193,7 @@ class Replanner:
             return self._check_links(number, is_to_be_sure=True)
         if self._background is not None and self._background.is_done():
             self._coordinator.flag(_ANSWER_READY)
-        # Messages of this method are no part of a step.
+        # Messages sent by this method are not part of a step.
         self._waited_seconds = self._step.traffic().waited
         return False
 
@@ -210,7 +211,7 @@ class Replanner:
     def _is_time_to_measure(self) -> bool:
         """True if unused links are due to be measured.
 
-        A step that exchanges nothing with some ranks shows nothing of their link.
+        A step that exchanges nothing with some ranks tells nothing about the links to them.
         """
         if self._members == tuple(range(self._num_ranks)):
             return False
@@ -221,8 +222,8 @@ class Replanner:
         """Measure the links on all ranks, and react if they have changed.
 
         If so, switch at once to a known plan that is faster, and let one rank start to search all
-        plans. Return True if the plan was switched. ``is_to_be_sure`` measures a change twice,
-        because no slow step confirms it.
+        plans. Return True if the plan was switched. With ``is_to_be_sure``, a change is measured
+        twice, because no slow step confirms it.
         """
         self._steps_unmeasured = 0
         links = self._measure_links()
@@ -257,8 +258,8 @@ class Replanner:
     def _least_busy(self, number: int) -> int:
         """Return the first rank of the first host that stands by, whose cores are idle.
 
-        Rank 0 instead if no host stands by, if the search runs between two steps, or if the host
-        left long ago: codecs are probed on that rank's weights, which are no longer updated.
+        This is rank 0 if no host stands by, if the search runs between two steps, or if the host
+        left long ago: codecs are probed on its weights, which are then out of date.
         """
         idle = (
             r for r in range(0, self._num_ranks, self._ranks_per_host) if r not in self._members
@@ -269,9 +270,9 @@ class Replanner:
     def _switch_at_once(self, number: int, session: PlanningSession, links: _LinkState) -> bool:
         """Switch to the same plan on fewer hosts or to the initial plan, if that is faster.
 
-        Both take a moment to price. Other codecs must be probed first; meanwhile the run should
-        neither wait for a slow link nor leave a restored one unused. Return True if the plan was
-        switched.
+        Pricing both takes only a moment, while other codecs must be probed first. In the meantime,
+        the run should neither wait for a slow link nor leave a restored one unused. Return True if
+        the plan was switched.
         """
         encoded = ""
         if self._coordinator.saves and self._step.supports_standby:
@@ -309,7 +310,7 @@ class Replanner:
     def _measure_links(self) -> _LinkState:
         begin = time.perf_counter()
         link = measured_now(self._links.link, hosts=self._hosts, torch_device=self._torch_device)
-        # With two hosts, the one link has just been measured.
+        # With two hosts, their only link has just been measured.
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
         seconds = time.perf_counter() - begin
         steps = self._coordinator.most(
@@ -320,7 +321,7 @@ class Replanner:
 
     @staticmethod
     def _has_changed(one: _LinkState, other: _LinkState) -> bool:
-        """True if messages take a sufficiently different time; the same on all ranks."""
+        """True if message times have changed enough; all ranks get the same answer."""
         seconds = tuple(state.link.seconds(_MESSAGE_BYTES, messages=2) for state in (one, other))
         pairs = [seconds, *zip(one.rates, other.rates, strict=True)]
         return any(max(pair) > _CHANGED_RATIO * min(pair) for pair in pairs)
@@ -361,7 +362,7 @@ class Replanner:
     def _search_better(
         self, session: PlanningSession, links: _LinkState, rules: tuple[Rule, ...]
     ) -> str:
-        """Search a better plan and return it encoded; empty if none is worth a switch."""
+        """Search for a better plan and return it encoded; empty if no plan is worth a switch."""
         budget, max_bytes = self._decisions.budget, math.inf
         if budget.memory_bytes is not None:
             max_bytes = budget.memory_bytes
@@ -376,7 +377,7 @@ class Replanner:
     def _improvements(
         self, session: PlanningSession, links: _LinkState, rules: tuple[Rule, ...], max_bytes: float
     ) -> Iterator[Alternative]:
-        """Yield the alternatives that are faster by enough and fit the memory.
+        """Yield the alternatives that are sufficiently faster and fit in memory.
 
         A compiled step computes for less time than the captured one, so it gains more from faster
         communication. Only lowering shows its time, so few candidates are tried.
@@ -427,7 +428,7 @@ class Replanner:
     def _on_fewer_hosts(
         self, session: PlanningSession, links: _LinkState
     ) -> Iterator[tuple[tuple[int, ...], PlanningSession]]:
-        """Yield the best-connected ranks of fewer hosts, with a session over their links."""
+        """Yield the best-connected ranks on fewer hosts, with a session over their links."""
         each, degrees = self._ranks_per_host, session.source.sharers()
         are_unequal = bool(ParallelLayout.of(self._decisions.rules).shares)
         for count in numbers_of_hosts(self._hosts):
@@ -442,7 +443,7 @@ class Replanner:
     def _session_among(
         self, session: PlanningSession, links: _LinkState, ranks: Sequence[int]
     ) -> PlanningSession:
-        """Return the session priced over the links among these ranks."""
+        """Return the session with the costs of the links among these ranks."""
         if len(ranks) == self._num_ranks or not links.rates:
             return session
         each = self._ranks_per_host
@@ -453,7 +454,9 @@ class Replanner:
     def _is_possible(
         self, session: PlanningSession, choice: Alternative, current: Prediction
     ) -> bool:
-        """True if all operators of the alternative were measured, and its memory is available."""
+        """True if all operators of the alternative were measured and there is enough memory for
+        it.
+        """
         if not session.prices.has_costs(
             session.layouts.candidates.apply_rules(choice.candidate.rules).graph
         ):
@@ -477,8 +480,8 @@ class Replanner:
     ) -> str | None:
         """Return the probed drift as text; empty for an exact plan.
 
-        None if the drift is unknown or more than allowed, or if the less lossy fallback codecs do
-        not fit.
+        None if the drift is unknown or too large, or if the less lossy fallback codecs need too
+        much memory.
         """
         program = session.apply_rules(rules)
         if not program.is_lossy:
@@ -497,7 +500,7 @@ class Replanner:
             metrics.step_seconds.value, metrics.step_seconds.low, metrics.step_seconds.high,
             metrics.exposed_communication_seconds.value,
         )  # fmt: skip
-        # Each rank predicted it for itself; the expectation must be the same on all ranks.
+        # Each rank made its own prediction; the expected time must be the same on all ranks.
         value, low, high, waiting_seconds = json.loads(
             self._coordinator.words(json.dumps(expected))
         )
@@ -549,7 +552,7 @@ class Replanner:
         )
 
     def _change_text(self, before: _LinkState, now: _LinkState) -> str:
-        """Name the link that has changed since the last switch, with its old and new rate."""
+        """Describe the link that has changed since the last switch, with its old and new rate."""
         if not self._has_changed(now, before):
             return "plans were compared for the present links"
         link_name, rate, then = "the link between ranks", now.link, before.link
@@ -593,7 +596,7 @@ class Replanner:
                 for file, text in zip(files, received.split(_SEPARATOR), strict=True):
                     write_where_other(file, text)
         except PlanFileError:
-            has_failed = 1  # training goes on without the file
+            has_failed = 1  # Training goes on without the file.
         if self._coordinator.most(has_failed):
             self._on_note(
                 f"{path.name} cannot be written on one of the hosts: copy it there before you "

@@ -60,10 +60,10 @@ from steelyard.safe_text import printable
 from steelyard.trades import TRADES
 from steelyard.units import format_bytes, format_seconds
 
-# The second call is metered: the first one also allocates state, and later ones would interrupt a
-# training loop that is under way.
+# The second call is metered. The first one also allocates state, and metering a later one would
+# interrupt the user's training loop.
 _METERED_CALL = 2
-# The byte counter scans for new connections in this many calls: before, between and after the first
+# The byte counter looks for new connections at these calls: before, between and after the first
 # steps.
 _CONNECTION_SCANS = 4
 # Ranks first exchange their measured peaks after this many calls.
@@ -73,9 +73,9 @@ _FIRST_REPORT = 4
 class Traffic(NamedTuple):
     """Time and bytes spent on transfers.
 
-    ``busy``: seconds in which values were moved to or from offload memory. ``waited``: seconds
-    spent waiting for these transfers or for other ranks. ``sent``: bytes that this rank sent to
-    other ranks. ``coding``: seconds in which it encoded and decoded gradients.
+    ``busy``: seconds during which values moved to or from offload memory. ``waited``: seconds of
+    waiting for these transfers or for other ranks. ``sent``: bytes that this rank sent to other
+    ranks. ``coding``: seconds in which it encoded and decoded gradients.
     """
 
     busy: float
@@ -305,7 +305,7 @@ class Step:
         return (f"the loss was not finite in step {finite.failed_at}{source}",)
 
     def notes_on_metering(self, *, is_metered: bool) -> tuple[str, ...]:
-        """Return a note on why no step was metered, if a step could have been."""
+        """Return a note on why no step was metered, if one could have been."""
         reasons = []
         if self._num_profiled:
             reasons.append(
@@ -394,8 +394,8 @@ class Step:
     def _counts_sent_bytes(self) -> bool:
         """True if all bytes sent to other ranks are counted.
 
-        The kernel counts bytes sent over connections, and message slots are counted here. NCCL does
-        not report what it sends.
+        The kernel counts the bytes sent over connections; bytes in message slots are counted here.
+        NCCL does not report what it sends.
         """
         if all(channel.backend == "gloo" for channel in self.ranks.channels.values()):
             return self._sent_counter.is_counted
@@ -426,7 +426,7 @@ class Step:
 
         Sharded state stays where it is. ``members`` are the ranks that take part, by default all;
         rank 0 is always one of them. The other ranks stand by: they take batches, receive the loss
-        and update nothing. Ranks that return are sent the updates that they missed.
+        and update nothing. When they return, they are sent the updates that they missed.
         """
         everyone = self._plan_ranks
         all_ranks = tuple(range(everyone.layout.num_ranks))
@@ -468,12 +468,14 @@ class Step:
 
     @property
     def is_as_planned(self) -> bool:
-        """True if the last step used the gradient codecs that the plan names."""
+        """True if the last step used the gradient codecs named by the plan."""
         return self.live.rung == 0
 
     @property
     def has_fallen_back(self) -> bool:
-        """True if the guard has replaced a gradient codec of this plan by a less lossy one."""
+        """True if a gradient codec of this plan was replaced, because of its error, by a less lossy
+        one.
+        """
         guard = self.live.guard
         return guard is not None and guard.rung != 0 and not guard.warm_up
 
@@ -512,8 +514,8 @@ class Step:
     def meter(self, call: Any) -> int:
         """Return the peak bytes of ``call``.
 
-        These are the resident bytes, what the call adds in the allocator, and the buffers in which
-        values are moved to offload memory.
+        These are the resident bytes, the bytes that the call adds in the allocator, and the buffers
+        for transfers to offload memory.
         """
         resident = self.resident_bytes()
         metered = meter_once(call, device=self._device)
@@ -543,7 +545,7 @@ class Step:
         return (f"gradients kept between steps add ~{format_bytes(nbytes)} to the plan",)
 
     def _metered_call(self, call: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
-        """Return the peak bytes and the loss; the slowed call counts for nothing else."""
+        """Return the peak bytes and the loss; the call is slow, so its time is not used."""
         losses: list[torch.Tensor] = []
         nbytes = self.meter(lambda: losses.append(call()))
         self._note_loss(losses[0])
@@ -556,7 +558,7 @@ class Step:
         loss = call()
         if self.is_as_planned:
             is_over()
-            # Bytes sent between two calls are the user's own.
+            # Bytes that are sent between two calls belong to the user's own code.
             added = (b - a for a, b in zip(before, self.traffic(), strict=True))
             self._traffic.append(Traffic(*map(sum, zip(self._traffic[-1], added))))
         self._note_loss(loss)
@@ -577,8 +579,8 @@ class Step:
     def _exchange_measurements(self) -> None:
         """Exchange measured peaks and non-finite codes between ranks, after some of the calls.
 
-        All ranks make the same calls. A receipt cannot exchange anything, because one rank may ask
-        for it alone.
+        All ranks make the same calls. The exchange cannot wait for the receipt, because a single
+        rank may ask for one.
         """
         if not self.ranks.channels:
             return
@@ -589,7 +591,7 @@ class Step:
             self._peak_bytes_by_rank = self.ranks.coordinator.each(
                 -1 if peak_bytes is None else peak_bytes
             )
-        # All ranks see it after the same call, because the loss is the loss of all.
+        # All ranks see it after the same call, because they all have the same loss.
         if self._finite is not None and self._finite.failed_at and not self._finite_codes:
             self._finite_codes = self.ranks.coordinator.each(self._finite.code)
 
@@ -650,7 +652,7 @@ class Step:
         if self.ranks.stands_by:
             # A rank that stands by checks batches as the others do, but never runs the program.
             rules = [rule for rule in rules if rule.stage not in BETWEEN_RANKS]
-        # The full model is traced; it is split into shards once the first step is bound.
+        # The full model is traced first; it is split into shards when the first step is bound.
         with self._sharded_model.imagined() if self._sharded_model else contextlib.nullcontext():
             graph = source.captured().graph
             base = Program.plain(graph, update=self._update, rank=self.ranks.rank)
@@ -700,7 +702,7 @@ class Step:
         limit = self.plan.decisions.budget.memory_bytes
         if has_planned_shape and limit is None:
             return program, captured.constants, captured.reads  # only the codecs differ
-        # The highest need of any rank decides: all ranks continue, or none does.
+        # The rank with the highest need decides: all ranks continue, or none does.
         as_executed = self._as_executed(program)
         nbytes = self.ranks.coordinator.most(peak_bytes(as_executed, self._pricing.made.costs))
         if limit is not None and nbytes > limit:
@@ -744,7 +746,7 @@ def _codec_text(rules: Sequence[Rule]) -> str:
 
 
 class ShownReceipt:
-    """A receipt that prints as the explain tree, with measured and predicted values."""
+    """A receipt with measured and predicted values; printing it shows the explain tree."""
 
     def __init__(self, receipt: Receipt) -> None:
         self.receipt = receipt
@@ -754,7 +756,7 @@ class ShownReceipt:
         return plain(render(tree_of(self.receipt)))
 
     def _repr_html_(self) -> str:
-        """Return the page that ``steelyard run --html`` writes, for a notebook."""
+        """Return the page that ``steelyard run --html`` writes, for display in a notebook."""
         return to_html(tree_of(self.receipt))
 
 
@@ -767,7 +769,7 @@ def median_traffic(traffic: Sequence[Traffic]) -> Traffic | None:
 def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> int:
     """Return the bytes of the storages that outlive a step.
 
-    These are weights, buffers, optimizer state, other tensors that the code reads, message buffers
+    These hold weights, buffers, optimizer state, other tensors that the code reads, message buffers
     shared with other ranks, and gradients kept from earlier steps.
     """
     tensors = [*live.model.parameters(), *live.model.buffers(), *live.gradients(), *constants]

@@ -1,6 +1,6 @@
 """The eight commands: each reads its arguments, calls the api and prints the result.
 
-Not for deciding or connecting anything. A command that only reads a plan never imports torch.
+Commands decide nothing and connect nothing. A command that only reads a plan never imports torch.
 """
 
 import shlex

@@ -1,4 +1,4 @@
-"""Operator costs of a step on this machine: measured, cached, calibrated against a whole step.
+"""Operator costs of a step on this machine: measured, cached, and calibrated against a whole step.
 
 Not for the measurements themselves: see measure/.
 """
@@ -50,14 +50,15 @@ from steelyard.run.step import LiveStep
 
 Progress = Callable[[str], None]
 
-# Time budget of the calibration against a whole step, and of one for each number of micro-batches.
-# Steps that take longer are not calibrated.
+# Time budget of the calibration against a whole step, and of one calibration for each number of
+# micro-batches. If a step takes longer, it is not calibrated.
 _CALIBRATION_SECONDS, _SPLIT_CALIBRATION_SECONDS = 12.0, 8.0
 _SHARE_OF_FREE_MEMORY = 0.5
-# Declared clusters with more devices use the first ones in order, without comparing subsets.
+# Declared clusters with more devices than this use the first ones in order, without comparing
+# subsets.
 _MAX_DEVICES_COMPARED = 64
 _UNCALIBRATED = Estimate(value=1.0, low=0.8, high=1.25)
-# Concatenates the tensors that one collective sends together.
+# These concatenate the tensors that one collective sends together.
 _JOIN = "aten.cat.default"
 
 
@@ -76,14 +77,15 @@ class CostProvider:
         self._operators: dict[str, OperatorCost] = {}
         self._known: set[str] = set()
         self._split_calibrations: dict[int, Estimate] = {}
-        # Step time at each number of micro-batches, relative to the undivided step.
+        # The step time at each number of micro-batches, relative to the undivided step.
         self._split_times: dict[int, Estimate] = {}
         self._update_calls = 0
         # Speed of this host relative to the fastest one: times measured here are scaled by it.
         self._host_speed = 1.0
         self._base: Program
         self.notes: list[str] = []
-        # A rank gets its share of the cores; one rank alone on a host keeps the user's setting.
+        # A rank gets its share of the cores; a rank that is alone on a host keeps the user's
+        # setting.
         self._threads = cluster.fastest.threads if cluster.ranks_of_a_host > 1 else None
         links: dict[str, Link] = {}
         spread = None
@@ -119,7 +121,7 @@ class CostProvider:
             (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
         )
         if torch_device.type != "cpu":
-            # Ranks on their own GPUs do not slow each other down.
+            # Ranks that have their own GPUs do not slow each other down.
             ranks_per_host = hosts = 1
         self._background_load = BackgroundLoad(ranks_per_host, self._device, hosts=hosts)
         if cluster.offload_memory is not None:
@@ -146,14 +148,14 @@ class CostProvider:
         uncalibrated = self.costs.whole_step.scaled(self._cpu_quota_slowdown)
         self.costs = replace(self.costs, whole_step=uncalibrated)
         self.compiled_step = self.costs.whole_step
-        # Signatures of operators that cannot be called outside the step.
+        # Signatures of operators that cannot be called outside of the step.
         self.failed: set[str] = set()
 
     def _slowdown_of_cpu_quota(self, ranks_per_host: int) -> float:
         """Return the ratio of wall-clock time to CPU time under the CPU quota of this process.
 
-        It exceeds 1 if the control group has less than one core for each rank here, and each rank
-        runs one thread. Wall-clock measurements already contain it.
+        It exceeds 1 if the control group has less than one core for each rank here and each rank
+        runs one thread. Wall-clock measurements already include this effect.
         """
         threads = self._threads or torch.get_num_threads()
         if not self._is_here or threads > 1:
@@ -167,14 +169,18 @@ class CostProvider:
         return slowdown
 
     def with_link(self, link: Link) -> "CostProvider":
-        """Return the same costs with another link between ranks; both share later measurements."""
+        """Return the same costs with another link between ranks; the two share later
+        measurements.
+        """
         other = copy.copy(self)
         links = {**self.costs.links, DATA: link, TENSOR: link}
         other.costs = replace(self.costs, links=links)
         return other
 
     def use_ranks(self, ranks: Sequence[int]) -> None:
-        """Price a step on ``len(ranks)`` ranks as one on these ranks, which a plan file names."""
+        """Price a step on ``len(ranks)`` ranks as a step on these ranks, which a plan file
+        names.
+        """
         if 1 < len(ranks) < self.cluster.num_devices:
             known = self.costs.subsets.get(len(ranks))
             links = known.links if known is not None else {}
@@ -189,10 +195,10 @@ class CostProvider:
         return other
 
     def has_costs(self, graph: Graph) -> bool:
-        """True if each operator of the graph that takes time was measured, or tried to be.
+        """True if every operator of the graph that takes time was measured, or could not be.
 
-        Collectives, and the copies that join tensors for one, are priced by the bytes that they
-        move.
+        This excludes collectives and the copies that join tensors for them, which are priced by the
+        bytes that they move.
         """
         sent = {name for node in graph.nodes if node.collective for name in node.inputs}
         return all(
@@ -205,8 +211,8 @@ class CostProvider:
     def measure(self, *graphs: Graph, may_lack: bool = False) -> int:
         """Measure the operators of these graphs that are not in the table yet.
 
-        Nothing is measured while a profiler of the user is active. That is an error, unless costs
-        ``may_lack``. Return the number of operators that then lack a cost.
+        Nothing is measured while a profiler of the user is active. This is an error, unless costs
+        ``may_lack``. Return the number of operators without a cost.
         """
         self._background_load.is_given(graphs)
         new = {
@@ -229,8 +235,8 @@ class CostProvider:
     def measure_compiled(self, graph: Graph, calls: Calls) -> None:
         """Measure the kernels in ``calls``, which the compiler generated for this graph.
 
-        Skips the backward calls of convolutions, whose argument layouts Inductor changes: torch
-        2.13 crashes in the backward pass of a 1x1 convolution with a stride.
+        Backward calls of convolutions are skipped, because Inductor changes the layouts of their
+        arguments: torch 2.13 crashes in the backward pass of a 1x1 convolution with a stride.
         """
 
         def is_wanted(node: Node) -> bool:
@@ -270,7 +276,7 @@ class CostProvider:
         return replace(costs, operators=operators), survey
 
     def stop_background_load(self) -> None:
-        """Stop the background load until something is measured again."""
+        """Stop the background load until the next measurement."""
         self._background_load.dismiss()
 
     def measure_update(self, make: OptimizerFactory, update: Program) -> None:
@@ -362,16 +368,17 @@ class CostProvider:
         return replace(self.costs, whole_step=self.compiled_step, cut_steps={})
 
     def are_no_faster(self, cut: Program, whole: Program) -> bool:
-        """True if the operators of ``cut`` add up to at least the time of those of ``whole``."""
+        """True if the operators of ``cut`` take at least as long in total as those of ``whole``."""
         return self._operator_seconds(cut) >= self._operator_seconds(whole)
 
     def check_cut(self, source: CapturedStep, cut: Program) -> None:
         """Calibrate the step in micro-batches against the whole step, once for each number of them.
 
         A split step may be faster, because its smaller operators stay in the processor's cache. It
-        is predicted to be faster only beyond the uncertainty of this calibration and of that of a
-        coarser split, and only if its operators alone add up to less. Once a split is slower than a
-        coarser one, finer splits are never predicted to be faster, because the search stops there.
+        is predicted to be faster only if the gain exceeds the uncertainty of this calibration and
+        of that of a coarser split, and only if its operators alone take less time. Once a split is
+        slower than a coarser one, finer splits are never predicted to be faster, because the search
+        stops there.
         """
         if cut.repeats in self._split_calibrations:
             return
@@ -413,8 +420,8 @@ class CostProvider:
         """Return the ratio of whole-step time to the sum of operator times, scaled by ``scale``.
 
         ``run`` measures the ratio once, and the cache keeps it, so that two plans of a step and its
-        run agree. The cache stores the step time itself, because the sum of ``operators`` may be
-        measured more completely the next time.
+        run use the same ratio. The cache stores the step time itself, because more of the
+        ``operators`` may be measured the next time.
         """
         with self.threads_of_rank():
             context = self._context()
@@ -436,7 +443,7 @@ class CostProvider:
 
     @contextlib.contextmanager
     def threads_of_rank(self) -> Iterator[None]:
-        """Run operators within the context on as many threads as a rank has."""
+        """Run operators within the context with as many threads as a rank has."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads or before)
         try:
@@ -445,7 +452,7 @@ class CostProvider:
             torch.set_num_threads(before)
 
     def _can_run(self, source: CapturedStep, program: Program) -> bool:
-        """True if a step can run on the live model without leaving traces."""
+        """True if a step can run on the live model without leaving any changes."""
         return (
             self._is_here
             and not source.is_imagined
@@ -459,7 +466,9 @@ class CostProvider:
     def _runnable(
         self, source: CapturedStep, program: Program, *, lowered: Program | None = None
     ) -> Runnable:
-        """Return the step on the user's model, to run within ``_restored``; compiled if lowered."""
+        """Return the step on the user's model, to be run within ``_restored``; compiled if
+        lowered.
+        """
         parts = program.repeats
         step = LiveStep(
             source.model,
@@ -494,8 +503,9 @@ def _profiled(what: str) -> BadInput:
 class LazyCosts:
     """The costs of a step, measured on first use.
 
-    ``made`` measures the operators only: enough to predict memory, for example in the middle of
-    training. ``checked`` also calibrates them against a whole step, which runs on the live model.
+    ``made`` only measures the operators, which suffices to predict memory, for example in the
+    middle of training. ``checked`` also calibrates them against a whole step, which runs on the
+    live model.
     """
 
     def __init__(
@@ -525,8 +535,8 @@ def _subset_of(joined: Joined) -> Subset:
 def _collective_curves(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
     """Return the collective curves of a declared cluster, for the groups that a step may use.
 
-    Groups are neighbours that shard tensors, the ranks of all such groups that share the batch, and
-    ranks of adjacent pipeline stages.
+    The groups are: neighbours that shard tensors, the corresponding ranks of all such groups (which
+    share the batch), and ranks of adjacent pipeline stages.
     """
     count = cluster.num_devices
     if count == 1 or cluster.is_here:
@@ -538,7 +548,7 @@ def _collective_curves(cluster: Cluster) -> dict[tuple[str, Exchange, int, int],
 def _curves_on(
     cluster: Cluster, rank_counts: Collection[int], among: Sequence[int] = ()
 ) -> dict[tuple[str, Exchange, int, int], Link]:
-    """Return the curves on these numbers of ranks, for groups of each size that divides them.
+    """Return the curves for these numbers of ranks, for groups of each size that divides them.
 
     The ranks are the first ones, or those in ``among``.
     """
@@ -556,7 +566,9 @@ def _curves_on(
 
 
 def _declared_subsets(cluster: Cluster) -> dict[int, Subset]:
-    """Return the devices to use for each number of ranks, if they are not simply the first ones."""
+    """Return the devices to use for each number of ranks, unless these are simply the first
+    ones.
+    """
     count = cluster.num_devices
     if not 2 < count <= _MAX_DEVICES_COMPARED or cluster.is_here:
         return {}
@@ -596,8 +608,8 @@ class PricedSource:
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
         graph = self._source.graph(micro_batches=micro_batches, share=share)
         self._prices.measure(graph)
-        # Unequal shares do not add up to the batch in any number; they are taken to behave like as
-        # many equal ones.
+        # Unequal shares of the batch are not calibrated; they are assumed to behave like the same
+        # number of equal shares.
         if micro_batches > 1 and share == 1:
             self._prices.check_cut(self._source, Program.plain(graph).repeated(micro_batches))
         return graph
@@ -638,7 +650,7 @@ class PricedSource:
         return self._source.divisors()
 
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
-        """Compare by operators alone, so that no whole step has to run."""
+        """Compare the sums of operator times, so that no whole step has to run."""
         cut, whole = (
             self._source.graph(micro_batches=parts, share=share) for parts in (micro_batches, than)
         )
@@ -661,7 +673,7 @@ class PricedSource:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module, torch_device: torch.device) -> Iterator[None]:
-    """Restore gradients, buffers and the random state after the context."""
+    """Restore gradients, buffers and the random state at the end of the context."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     for parameter, _ in gradients:

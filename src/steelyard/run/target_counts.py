@@ -1,7 +1,7 @@
-"""Count the targets of each micro-batch in a loss, and derive the weight of each micro-batch.
+"""Counts the targets of each micro-batch in a loss, and derives the weight of each micro-batch.
 
-A mean over the targets that are not ignored is not the mean of the micro-batch means, unless all
-count equally many. Not for finding such losses: see ir/graph.py.
+A mean over the targets that are not ignored differs from the mean of the micro-batch means, unless
+all micro-batches count equally many targets. Not for finding such losses: see ir/graph.py.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from steelyard.run.codegen import emit
 
 
 class TargetCounter:
-    """Computes the targets of a micro-batch from its inputs, before anything else runs."""
+    """Counts the targets of a micro-batch from its inputs, before anything else runs."""
 
     def __init__(self, graph: Graph, counted: CountedMean) -> None:
         made = [as_captured(graph, name) for name in graph.ancestors(counted.targets)]
@@ -34,8 +34,8 @@ def shares(
 ) -> list[float]:
     """Return the weight of each micro-batch's loss in the loss of the batch; they sum to one.
 
-    ``counts`` holds the targets per micro-batch for each mean in the loss, ``sizes`` the relative
-    size of each micro-batch.
+    ``counts`` contains the targets per micro-batch for each mean in the loss, and ``sizes`` the
+    relative size of each micro-batch.
     """
     first, total = counts[0], sum(counts[0])
     for others in counts[1:]:
@@ -56,7 +56,7 @@ def shares(
 
 
 def _conflicting_means(counts: Sequence[int], others: Sequence[int]) -> Mismatch:
-    """No single weight per micro-batch is right for both of two means."""
+    """Return the error for two means for which no single weight per micro-batch is right."""
     index = next(
         i for i, (n, m) in enumerate(zip(counts, others)) if n * sum(others) != m * sum(counts)
     )

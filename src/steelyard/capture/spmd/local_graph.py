@@ -1,4 +1,4 @@
-"""Builder for the graph of one rank: records its calls on local shards as nodes.
+"""Builds the graph of one rank: records its calls on local shards as nodes.
 
 Each call runs on fake tensors to find its shapes, strides and aliases. Not for deciding which calls
 to make: see partition.py.
@@ -219,7 +219,9 @@ def _names(arguments: Iterable[Argument]) -> list[str]:
 
 
 def number_calls(nodes: Iterable[Node]) -> list[Node]:
-    """Number the calls that were added; captured calls keep their ``nth``, added ones follow."""
+    """Number the calls that were added; captured calls keep their ``nth``, and added ones come
+    after them.
+    """
     nodes = list(nodes)
     taken: Counter[tuple[str, str]] = Counter()
     for node in nodes:

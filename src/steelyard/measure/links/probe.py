@@ -1,8 +1,8 @@
 """Figures of the links between ranks and of the speed of each rank, measured and cached.
 
-Ranks of this machine are started for it, each on its share of the cores. Ranks of several hosts,
-or ranks placed elsewhere, measure when they meet, and ``fitted`` turns their results into
-figures. Not for the measurements of one rank: see worker.py.
+To measure ranks of this machine, processes are started, each on its share of the cores. Ranks of
+several hosts measure when they meet, and ``fitted`` turns their results into figures. Not for the
+measurements of one rank: see worker.py.
 """
 
 import json
@@ -53,14 +53,15 @@ _MESSAGES = ("hop", "hand", "hand rate", "hand disturbs")
 _SLOTS = ("slot hop", "slot rate", "slot hand")
 # Figures of collectives through slots in shared memory.
 _SLOT_COLLECTIVES = ("slotted call", "slotted hop", "slotted rate")
-# Figures among ranks of one host, if there are several hosts.
+# Figures for the ranks of one host, if there are several hosts.
 _WITHIN_HOST = ("near", "near rate", "near disturbs")
-# Arrival skew: the wait for the last rank, and the compute time before it. It is missing for GPUs
+# Arrival skew: the wait for the last rank, and the compute time before it. This is missing for GPUs
 # and in older cache entries.
 _SKEW = ("skew short", "skew short after", "skew long", "skew long after")
-# For hosts: a hash of their names, and the probe that detects a changed link.
+# For hosts: a hash of their names, and the link probe that detects a changed link.
 _NAMES_KEY, _PROBE = "hosts", ("small look", "middle look")
-# Speeds of ranks on equal cores differ by up to this share, from other load on the machine.
+# The measured speeds of ranks on equal cores differ by up to this share, because of other load on
+# the machine.
 ALIKE_SHARE = 0.15
 # Figures of hosts that met in this process, in case the cache file is unusable.
 _met_in_process: dict[str, dict[str, float]] = {}
@@ -70,10 +71,10 @@ _met_in_process: dict[str, dict[str, float]] = {}
 class LinkMeasurement:
     """The links between ranks of a group, and the compute speed of each rank.
 
-    ``link`` is for collectives and ``handing`` for messages from one rank to another; ``slotted``
-    and ``slots`` are the same through shared memory, where it is possible. ``near`` joins ranks
-    of one host, if there are several hosts. ``speeds`` are relative to the fastest rank, and
-    empty if they do not differ by more than the doubt.
+    ``link`` is for collectives and ``handing`` for messages from one rank to another. ``slotted``
+    and ``slots`` are the same links through shared memory, if that is possible. ``near`` joins
+    ranks of one host, if there are several hosts. ``speeds`` are relative to the fastest rank, and
+    empty if the differences may be noise.
     """
 
     link: Link
@@ -83,7 +84,7 @@ class LinkMeasurement:
     slots: Link | None
     slotted: Link | None
     skew: Skew | None
-    # The best ranks for each smaller number of ranks, where they are not simply the first ones.
+    # The best ranks for each smaller number of ranks, if they are not simply the first ones.
     subsets: Mapping[int, "Joined"] = field(default_factory=dict)
     # Bytes per second of each host's link, where known.
     host_rates: tuple[float, ...] = ()
@@ -91,7 +92,7 @@ class LinkMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A subset of the ranks, with its links where these are better than those of all ranks."""
+    """A subset of the ranks, with its links if these are better than those of all ranks."""
 
     ranks: tuple[int, ...]
     link: Link | None = None
@@ -108,8 +109,8 @@ def measured_ranks(
 ) -> LinkMeasurement:
     """Return the links and speeds of ``num_ranks`` ranks, measured once and then cached.
 
-    On one host the ranks are started for it; if ``torch_device`` is a GPU, each on its own GPU.
-    Ranks of several hosts must have met before. ``speeds`` override the measured ones.
+    On one host, the ranks are started for the measurement; if ``torch_device`` is a GPU, each gets
+    its own GPU. Ranks of several hosts must have met before. ``speeds`` override the measured ones.
     """
     context = context_of(num_ranks, hosts=hosts, torch_device=torch_device)
     found = cache.read_rates(context) if cache and hosts == 1 else {}
@@ -132,7 +133,7 @@ def measured_ranks(
             _measure_local_ranks(num_ranks, torch_device), sizes=SIZES[torch_device.type]
         )
         if cache:
-            # Another process may have stored its figures first.
+            # Another process may already have stored its figures.
             found = {**found, **cache.read_rates(context)}
             cache.write_rates(context, found)
     local_kind = "loopback" if torch_device.type == "cpu" else BETWEEN_GPUS
@@ -170,9 +171,9 @@ def remember_hosts(
 ) -> None:
     """Store the figures of ranks that met, whose hosts have these ``names``.
 
-    ``session`` is the link probe to compare with at their next meeting. ``joins`` are figures of
-    pairs and subsets of the hosts. Each subset that a plan may use is also stored, as if it had
-    met alone.
+    ``session`` is the link probe with which their next meeting is compared. ``joins`` are figures
+    of pairs and subsets of the hosts. Each subset that a plan may use is also stored, as if these
+    hosts had met alone.
     """
     context = context_of(len(names), hosts=hosts, torch_device=torch_device)
     link_probe = dict(zip(_PROBE, session, strict=True))
@@ -193,7 +194,7 @@ def remember_hosts(
 def measured_joins(
     rank_figures: Sequence[Mapping[str, float]], *, hosts: int, torch_device: torch.device = CPU
 ) -> dict[str, float]:
-    """Return figures of host pairs and of the best-connected subsets; a collective call."""
+    """Return figures of host pairs and of the best-connected subsets; all ranks must call this."""
     each = len(rank_figures) // hosts
     return measure_host_links(
         _speeds(rank_figures, each)[::each], each=each, sizes=sizes_of(torch_device, hosts)
@@ -201,7 +202,7 @@ def measured_joins(
 
 
 def _groups(found: Mapping[str, float], hosts: int, each: int) -> Mapping[int, tuple[int, ...]]:
-    """Return the best subset of each size from two to all but one; empty without timed pairs."""
+    """Return the best subset of each size from two to all but one; empty if no pairs were timed."""
     if hosts < 3 or rate_of(0, 1) not in found:
         return {}
     speeds = [found[_speed_of(host * each)] for host in range(hosts)]
@@ -237,9 +238,9 @@ def _subsets(
 def _subset_link_figures(
     found: Mapping[str, float], group: Sequence[int], *, hosts: int, each: int, sizes: ExchangeSizes
 ) -> dict[str, float]:
-    """Return the link figures of a subset of hosts; empty if only the set of all hosts covers it.
+    """Return the link figures of a subset of hosts; empty if only the set of all hosts contains it.
 
-    They come from the collectives of the smallest measured subset that is at least as large.
+    They are those of collectives in the smallest measured subset that is at least as large.
     """
     numbers = range(len(group), hosts)
     number = next((n for n in numbers if name_of(n, "small") in found), None)
@@ -270,10 +271,10 @@ def _subset_figures(
     each: int,
     sizes: ExchangeSizes,
 ) -> dict[str, float]:
-    """Return the figures as these hosts would have measured them without the others.
+    """Return the figures that these hosts would have measured without the others.
 
-    If their own collectives were not measured there is no link probe, so that they measure again
-    when they meet.
+    If their own collectives were not measured, there is no link probe; they then measure again when
+    they meet.
     """
     number, hosts = len(group), len(names) // each
     ranks = [host * each + n for host in group for n in range(each)]
@@ -308,7 +309,7 @@ def remembered_probe(
     """Return the link probe of the last meeting of these hosts; None if it is unknown."""
     num_ranks = len(names)
     found = cache.read_rates(context_of(num_ranks, hosts=hosts, torch_device=torch_device))
-    # Since pairs are timed, entries for more than two hosts must contain them.
+    # Pairs have been timed since this format, so entries for more than two hosts must contain them.
     required = {*_PROBE, *([rate_of(0, 1)] if hosts > 2 else [])}
     is_known = is_whole(found, num_ranks, hosts=hosts) and required <= found.keys()
     if not is_known or found.get(_NAMES_KEY) != _names_hash(names):
@@ -317,7 +318,9 @@ def remembered_probe(
 
 
 def _names_hash(names: Sequence[str]) -> float:
-    """Return a hash of the names that a float represents exactly, since the cache stores floats."""
+    """Return a hash of the names that a float can represent exactly, because the cache stores
+    floats.
+    """
     return 1.0 + int(sha256("\n".join(names).encode()).hexdigest()[:12], 16)
 
 
@@ -344,8 +347,8 @@ def _to_measurement(figures: Mapping[str, float], num_ranks: int, *, kind: str) 
         bytes_per_second=figures["slot rate"],
         doubt=DOUBT,
         call_seconds=figures["slot hand"],
-        # The sender writes the message itself. To another host a device writes it, from a local
-        # copy.
+        # The sender writes the message itself. If the other rank is on another host, a device
+        # writes it from a local copy.
         disturbs=min(1.0, figures.get("slot copied", 1.0)),
         is_remote="slot copied" in figures,
         is_even=kind == BETWEEN_GPUS,
@@ -420,9 +423,9 @@ def fitted(
 ) -> dict[str, float]:
     """Return figures fitted to the slowest rank's times.
 
-    One line is fitted through the times of a small and two large all-reduces, as a ring executes
-    them, and another through those of messages from one rank to the next. With ``each`` ranks per
-    host, the all-reduces within a host have the sizes ``near``.
+    One line is fitted through the times of a small and two large all-reduces in a ring, and another
+    through those of messages from one rank to the next. With ``each`` ranks per host, the
+    all-reduces within a host have the sizes ``near``.
     """
     num_ranks, speeds = len(rank_figures), _speeds(rank_figures, each)
     timed = {name: max(one[name] for one in rank_figures) for name in rank_figures[0]}
@@ -449,7 +452,9 @@ def fitted(
 
 
 def _mean_waits(rank_figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of the waits that the ranks measured; the last to arrive does not wait."""
+    """Return the mean of the waits that the ranks measured; the last rank to arrive does not
+    wait.
+    """
     if any(name not in one for one in rank_figures for name in _SKEW):
         return {}
     return {name: max(fmean(one[name] for one in rank_figures), ALMOST_ZERO) for name in _SKEW}
@@ -480,7 +485,9 @@ def _latency_and_rate(
 def _largest_slowdown(
     name: str, rank_figures: Sequence[Mapping[str, float]], speeds: Sequence[float]
 ) -> float:
-    """Return the largest slowdown, scaled by speed, since slow ranks' costs are scaled up later."""
+    """Return the largest slowdown, times the rank's speed, since costs of slow ranks are scaled up
+    later.
+    """
     most = max(one[name] * speed for one, speed in zip(rank_figures, speeds, strict=True))
     return min(1.0, max(most, ALMOST_ZERO))
 
@@ -512,7 +519,7 @@ def _slot_figures(timed: Mapping[str, float], sizes: ExchangeSizes) -> dict[str,
 
 
 def _copy_share(timed: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Return the local copy of a message as a share of its transfer time to another host."""
+    """Return the time of a message's local copy as a share of its transfer time to another host."""
     if "slot copy" not in timed:
         return {}
     return {"slot copied": max(timed["slot copy"] / seconds, ALMOST_ZERO)}
@@ -537,10 +544,10 @@ def _slot_collective_figures(
 
 
 def _speeds(rank_figures: Sequence[Mapping[str, float]], each: int) -> list[float]:
-    """Return speeds relative to the fastest rank; those within the doubt count as equally fast.
+    """Return speeds relative to the fastest rank; differences that may be noise count as none.
 
-    With several hosts, all ranks of a host get its best speed, since they disturb each other for
-    moments.
+    With several hosts, all ranks of a host get its best speed, because they disturb each other now
+    and then.
     """
     products = [one["product"] for one in rank_figures]
     of_host = [min(products[n : n + each]) for n in range(0, len(products), each)]
@@ -552,7 +559,9 @@ def _speeds(rank_figures: Sequence[Mapping[str, float]], each: int) -> list[floa
 def command_of(
     rank: int, *, folder: str, num_ranks: int, torch_device: torch.device = CPU
 ) -> Sequence[str]:
-    """Return Python's arguments for a rank that writes figures, for ``fitted``, to the folder."""
+    """Return Python's arguments for a rank that writes its results, for ``fitted``, to the
+    folder.
+    """
     module = "steelyard.measure.links.worker"
     return ["-m", module, folder, str(num_ranks), str(rank), torch_device.type]
 

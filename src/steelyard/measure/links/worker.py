@@ -1,9 +1,9 @@
 """Measurements by one rank of a group: collectives, messages, their CPU cost, and compute speed.
 
-As a command it joins other ranks that a parent process started, each on its share of the cores or
-on its own GPU. Tensors are made on torch's default device, which is temporarily the measured
-device. Not for the exchanges of a step, which are torch operators. Not for starting ranks or
-for fitting their figures: see probe.py.
+Run as a command, this module joins other ranks that a parent process has started, each on its share
+of the cores or on its own GPU. Tensors are made on torch's default device, which is temporarily the
+measured device. Not for the exchanges of a step, which are torch operators. Not for starting ranks
+or for fitting their figures: see probe.py.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from steelyard.measure.operators.timer import Clock
 
 
 class ExchangeSizes(NamedTuple):
-    """Byte sizes of exchanges: negligible, enough to show a rate, and larger than caches."""
+    """Byte sizes of exchanges: negligible, large enough to show a rate, and larger than caches."""
 
     small: int
     middle: int
@@ -55,26 +55,26 @@ SIZES = {
 
 
 def sizes_of(torch_device: torch.device, hosts: int) -> ExchangeSizes:
-    """Return CPU sizes for several hosts, since large GPU sizes would take minutes on a network."""
+    """Return the sizes for CPUs if there are several hosts: those for GPUs would take minutes."""
     return SIZES["cpu" if hosts > 1 else torch_device.type]
 
 
-# Several ranks per core on a shared machine have taken more than two minutes.
+# On a shared machine, several ranks per core have taken more than two minutes.
 SECONDS = 600
 DOUBT = 0.15
 # The cache stores only values above zero.
 ALMOST_ZERO = 1e-12
 _ROUNDS, _FEW_ROUNDS = 9, 3
-# Exchanges that take longer show nothing more about the slowdown they cause.
+# Longer exchanges tell nothing more about the slowdown that they cause.
 _LONG_SECONDS = 0.2
-# Exchanges that take this long show a rate well above the time of small messages.
+# Exchanges of this duration are dominated by the rate, not by the latency.
 _SHORT_SECONDS = 0.02
 _MATRIX, _MATRIX_ON_GPU = 256, 4096
 # As in a step, most of the time goes into matrix products, and some into passes over memory.
 _COMPUTING_SECONDS, _WINDOWS, _PRODUCTS, _SWEEPS = 4.0, 3, 64, 6
-# For arrival skew: the compute seconds between two exchanges, and the number of exchanges.
+# For arrival skew: the seconds of computing between two exchanges, and the number of exchanges.
 _SKEW_ROUNDS = {"short": (0.004, 60), "long": (0.04, 24)}
-# Longer waits than this quantile are caused by other load on the machine.
+# Waits that are longer than this quantile are caused by other load on the machine.
 _USUAL_WAITS = 0.9
 _MakesSlots = Callable[..., SharedMemoryTransport]
 
@@ -102,19 +102,18 @@ def main(folder: str, num_ranks: int, rank: int, device: str) -> None:
 
 
 def figures_of_this_rank(*, hosts: int = 1, torch_device: torch.device = CPU) -> dict[str, float]:
-    """Return the figures of this rank, measured while all ranks of the group do the same.
+    """Return the figures of this rank; all ranks of the group measure at the same time.
 
-    With several hosts, slots are written by NIXL if it is available and each host has one rank;
-    between GPUs of several hosts there are no slots. Cores of different hosts are never assumed
-    to be equal.
+    With several hosts, NIXL writes the slots if it is available and each host has one rank; GPUs of
+    different hosts have no slots. Cores of different hosts are never assumed to be equal.
     """
     take_turns()  # as in a step
     with torch.no_grad(), _on_device(torch_device):
         each = dist.get_world_size() // hosts
         product_seconds = _cpu_product_seconds
         if hosts > 1:
-            # The load of neighbours during a few seconds differs some seconds later, so this uses
-            # the minimum.
+            # The load that neighbours cause varies from one second to the next, so this uses the
+            # minimum.
             product_seconds = partial(_host_product_seconds, each)
         slots: _MakesSlots | None = (
             SharedMemoryTransport if hosts == 1 else shared_memory_transport if each == 1 else None
@@ -136,9 +135,10 @@ def figures_of_this_rank(*, hosts: int = 1, torch_device: torch.device = CPU) ->
 
 
 def _arrival_skew() -> dict[str, float]:
-    """Measure the wait at an exchange after short and long computing, and these durations.
+    """Measure the wait at an exchange after short and after long computing, and the durations of
+    both.
 
-    All ranks compute the same. The quickest exchange counts as no wait.
+    All ranks compute the same. The fastest exchange is taken as one without any wait.
     """
     matrix, word = _ones(_MATRIX, _MATRIX), _ones(1)
     product_seconds = _max_over_ranks(
@@ -166,8 +166,8 @@ def _arrival_skew() -> dict[str, float]:
 def _figures_within_host(each: int) -> dict[str, float]:
     """Measure all-reduces within this host, while the other hosts do the same.
 
-    Hosts do not synchronize for it: a message to another host may take longer than the whole
-    measurement.
+    Hosts do not synchronize for this, because a message to another host may take longer than the
+    whole measurement.
     """
     host_group = None
     for first in range(0, dist.get_world_size(), each):
@@ -196,8 +196,8 @@ def _figures_within_host(each: int) -> dict[str, float]:
 def all_reduce_figures(ranks: Sequence[int], sizes: ExchangeSizes) -> dict[str, float]:
     """Return all-reduce figures of some ranks of the group, as the maximum over these ranks.
 
-    The figures are the seconds of all-reduces of a small, a middle and a large tensor, the
-    slowdown of concurrent computation, and the minimum seconds of the first two, by which a later
+    The figures are the seconds of all-reduces of a small, a medium and a large tensor, the slowdown
+    of concurrent computation, and the minimum seconds of the first two. From the last ones, a later
     run detects a changed link. All ranks of the group call this and get the same result.
     """
     names = (*sizes._fields, "disturbs", *(f"least {name}" for name in sizes._fields[:2]))
@@ -236,7 +236,7 @@ def _figures(sizes: ExchangeSizes, *, slots: _MakesSlots | None, receiver: int) 
     if _is_on_gpu():  # waiting for a GPU occupies a core
         seconds["call"] = median(_issue_seconds(small) for _ in range(calls))
     seconds["middle"] = _all_reduce_seconds(middle, calls)
-    # All ranks must make the same choice, so it is made by the slowest.
+    # All ranks must make the same choice, so the slowest one decides.
     is_long = {"middle": _max_over_ranks(seconds["middle"]) > _LONG_SECONDS}
     few = _FEW_ROUNDS if is_long["middle"] else calls
     seconds["large"] = _all_reduce_seconds(large, min(few, _ROUNDS))
@@ -260,7 +260,9 @@ def _figures(sizes: ExchangeSizes, *, slots: _MakesSlots | None, receiver: int) 
 
 
 def _ones(*shape: int) -> torch.Tensor:
-    """Return float32 ones, four bytes each, whatever default dtype the training script sets."""
+    """Return float32 ones, which take four bytes each, whatever default dtype the training script
+    sets.
+    """
     return torch.ones(shape, dtype=torch.float32)
 
 
@@ -278,7 +280,7 @@ def _is_on_gpu() -> bool:
 
 
 def _issue_seconds(x: torch.Tensor) -> float:
-    """Return the seconds until an all-reduce is issued and this rank can continue."""
+    """Return the seconds that issuing an all-reduce takes before this rank can continue."""
     begin = time.perf_counter()
     work = dist.all_reduce(x, async_op=True)
     seconds = time.perf_counter() - begin
@@ -289,7 +291,7 @@ def _issue_seconds(x: torch.Tensor) -> float:
 
 
 def _max_over_ranks(seconds: float) -> float:
-    """Return the maximum over all ranks."""
+    """Return the maximum of this value over all ranks."""
     most = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return float(most)
@@ -298,9 +300,9 @@ def _max_over_ranks(seconds: float) -> float:
 def measured_now(before: Link, *, hosts: int = 1, torch_device: torch.device = CPU) -> Link:
     """Return the current link of this group, measured between two steps of a run.
 
-    All ranks call this together and get the same result. The CPU cost of an exchange is taken
-    from ``before``. It takes some tenths of a second on any link, since the size grows only until
-    the exchange takes long enough.
+    All ranks call this together and get the same result. The CPU cost of an exchange is taken from
+    ``before``. The measurement takes some tenths of a second on any link, because the size grows
+    only until the exchange takes long enough.
     """
     num_ranks, sizes = dist.get_world_size(), sizes_of(torch_device, hosts)
     with torch.no_grad(), _on_device(torch_device):
@@ -323,7 +325,7 @@ def measured_now(before: Link, *, hosts: int = 1, torch_device: torch.device = C
 
 
 def rates_now(*, hosts: int) -> tuple[float, ...]:
-    """Return the bytes per second between the first host and each further one, measured in turn.
+    """Return the bytes per second between the first host and every other one, measured in turn.
 
     All ranks call this together between two steps of a run and get the same result.
     """
@@ -352,7 +354,7 @@ def _message_seconds(nbytes: int, other: int) -> float:
 def probe_link(torch_device: torch.device = CPU) -> tuple[float, float]:
     """Return the minimum seconds of a small and a larger all-reduce over all hosts.
 
-    The result is the same on all ranks. It shows within a moment if a link has changed.
+    The result is the same on all ranks. It quickly shows whether a link has changed.
     """
     with torch.no_grad(), _on_device(torch_device):
         best, sizes = [], sizes_of(torch_device, 2)[:2]
@@ -373,10 +375,10 @@ def quick_product_seconds(each: int) -> float:
 
 
 def _host_product_seconds(each: int, computing_seconds: float = 0.0) -> float:
-    """Return the seconds of fixed work on this rank's cores: the minimum over a while.
+    """Return the seconds of fixed work on this rank's cores: the minimum of runs in some time.
 
-    The result is scaled up if the quota that all ranks of the host share is smaller than their
-    cores.
+    The result is scaled up if the quota that all ranks of the host share allows fewer cores than
+    they have.
     """
     dist.barrier()
     end = time.perf_counter() + (computing_seconds or _COMPUTING_SECONDS)
@@ -404,7 +406,7 @@ def _compute(matrix: torch.Tensor, large: torch.Tensor) -> None:
 
 
 def _gpu_product_seconds() -> float:
-    """Return the minimum seconds of a product if the GPUs are of several kinds, else 1."""
+    """Return the minimum seconds of a product if the GPUs are of different kinds, otherwise 1."""
     names = gathered(torch.cuda.get_device_name(_default_device()), str)
     if len(set(names)) == 1:
         return 1.0
@@ -414,15 +416,14 @@ def _gpu_product_seconds() -> float:
 
 
 def _cpu_product_seconds() -> float:
-    """Return the CPU seconds of fixed work while all ranks do it.
+    """Return the CPU seconds of fixed work that all ranks do at the same time.
 
-    The result is scaled up if the quota of this rank's control group is smaller than its cores.
-    CPU time excludes short preemptions by other processes, which would differ the next time. For
-    the same reason this is the minimum of several runs. Equal cores without a quota are not timed
-    at all: a core whose hyperthread sibling is busy looks like half a core for as long as that
-    lasts. With a quota, other processes use the withheld cores and their caches: then steps take
-    longer than the minimum, and the median depends on the momentary load, so the lower quartile
-    is used.
+    The result is scaled up if the quota of this rank's control group allows fewer cores than it
+    has. CPU time excludes short preemptions by other processes, which would differ the next time.
+    For the same reason this is the minimum of several runs. Equal cores without a quota are not
+    timed at all: while the hyperthread sibling of a core is busy, the core looks like half a core.
+    With a quota, other processes use the remaining cores and their caches. Steps then take longer
+    than the minimum, and the median depends on the momentary load, so the lower quartile is used.
     """
     cores = len(os.sched_getaffinity(0))
     withheld, alike = max(1.0, cores / quota_cores()), are_cores_alike()
@@ -449,9 +450,9 @@ def _all_reduce_seconds(
 
 
 def _message_figures(name: str, x: torch.Tensor, rounds: int, other: int) -> dict[str, float]:
-    """Measure messages from rank 0 to another, as between pipeline stages: half a round trip.
+    """Measure messages from rank 0 to another rank, as between pipeline stages: half a round trip.
 
-    For small messages it also returns the CPU seconds of a rank.
+    For small messages, the result includes the CPU seconds of a rank.
     """
     seconds, begin = [], 0.0
     for turn in range(rounds + 1):
@@ -474,7 +475,7 @@ def _message_figures(name: str, x: torch.Tensor, rounds: int, other: int) -> dic
 
 
 def _send(x: torch.Tensor, other: int, *, is_back: bool = False) -> list[dist.Work]:
-    """Send from rank 0 to ``other``, or in reverse with ``is_back``; a no-op on other ranks."""
+    """Send from rank 0 to ``other``, or back with ``is_back``; other ranks do nothing."""
     rank = dist.get_rank()
     if rank not in (0, other):
         return []
@@ -498,14 +499,14 @@ def _slot_message_figures(
         pinned = slots(edges, group=dist.group.WORLD)
     except BadInput:
         return {}
-    # Do not poll: this measures the CPU cost, and messages after a long wait.
+    # Do not poll: this measures the CPU cost, and messages that arrive after a long wait.
     pinned.polls = False
     pinned.begin()
     rank, found = dist.get_rank(), {}
     for number, (name, x) in enumerate(xs.items()):
         found[f"slot {name}"], hand = _slot_round_trip(pinned, 2 * number, x, rounds)
         if name == "small":
-            if _is_on_gpu():  # excluding the core that waits
+            if _is_on_gpu():  # without the core that waits
                 pinned.begin()
                 _, hand = _slot_round_trip(pinned, 2 * number, x, rounds, is_awaited=False)
             found["slot hand"] = hand
@@ -525,7 +526,7 @@ def _slot_all_reduce_figures(
 ) -> dict[str, float]:
     """Measure all-reduces through slots; empty if these ranks share no memory.
 
-    The large tensor is exchanged part by part, so that, as with gradients, no part is in a cache.
+    The large tensor is exchanged part by part, so that no part is in a cache, as with gradients.
     """
     part = SIZES[_default_device().type].middle
     parts = large.split(part // 4)
@@ -597,7 +598,7 @@ def _slowdown(
     product_seconds = median(
         _elapsed(lambda: torch.mm(matrix, matrix), group) for _ in range(_ROUNDS)
     )
-    # Compute for longer than the exchange, so that it can be hidden completely.
+    # Compute for longer than the exchange takes, so that it can be hidden completely.
     count = max(1, round(2 * alone / product_seconds))
 
     def computing() -> None:

@@ -1,6 +1,6 @@
-"""Choose the trades to apply: the fastest program within the budget, from one exploration.
+"""Chooses the trades to apply: the fastest program within the budget, from one exploration.
 
-Not for exploring plans (explore.py) or for explaining them (explain.py).
+Not for exploring plans (see explore.py) or for explaining them (see explain.py).
 """
 
 import copy
@@ -79,9 +79,10 @@ from steelyard.search.single.variant import Variant
 from steelyard.units import format_bytes
 
 _POINTS = 16
-# Plans that are tried with offloaded parameters or gradients; each is rewritten in full.
+# The number of plans that are tried with offloaded parameters or gradients; each is rewritten in
+# full.
 _STATE_POINTS = 8
-# The kinds of variants with levels of their own; all others are tried in full or not at all.
+# The kinds of variants that have levels of their own; all others are tried in full or not at all.
 _LEVELLED = (MicroBatches, SlicedComputation, StateOffload)
 _PLAIN = Variant()
 _ROUNDING = 1e-9
@@ -103,11 +104,11 @@ def search(
 class StepSearch:
     """The search over one training step, explored once for all budgets.
 
-    More micro-batches are explored only on demand. ``lossy`` are the call sites of the values
-    that a lossy trade may change; without any, lossy trades are offered and refused for the
-    reason given to ``find``. With ``repeats``, a value may be recomputed more than once.
-    ``layout`` are rules that shard the step over several ranks; the search then plans the program
-    of one of them.
+    More micro-batches are explored only on demand. ``lossy`` are the call sites of the values that
+    a lossy trade may change. If there are none, lossy trades are offered, but refused for the
+    reason given to ``find``. With ``repeats``, a value may be recomputed more than once. ``layout``
+    are rules that shard the step over several ranks; the search then plans the program of one of
+    them.
     """
 
     def __init__(
@@ -121,7 +122,8 @@ class StepSearch:
         repeats: bool = True,
         layout: Sequence[Rule] = (),
     ) -> None:
-        # With unequal shares of the batch, plan the rank with the largest: it has the least memory.
+        # With unequal shares of the batch, plan the rank with the largest share, because it has the
+        # least free memory.
         rank, *others = ParallelLayout.of(layout).unequal_ranks
         self._base = replace(program, rank=rank) if others else program
         self._base_source = source
@@ -141,7 +143,7 @@ class StepSearch:
             if trade.rule.stage in BETWEEN_RANKS or (
                 trade.rule.needs_offload_memory and not costs.far_bytes
             ):
-                continue  # not requested, or already fixed by ``layout``
+                continue  # not requested, or already decided by ``layout``
             offers, refusals = trade.offers(self.program, self._source)
             if trade.is_exact:
                 self.offers += offers
@@ -180,7 +182,7 @@ class StepSearch:
     ) -> dict[StateOffload, int]:
         """Return the number of slices of each parameter that hides most of its transfers.
 
-        The parameters are tried in turn, each with the current choice of the others.
+        The parameters are tried in turn, each with the current choices for the others.
         """
         chosen = {rule: degrees[-1] for rule, degrees in counts.items() if len(degrees) > 1}
         for rule in chosen:
@@ -202,7 +204,7 @@ class StepSearch:
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> SearchResult:
         """Return the plan for one budget.
 
-        ``barred`` is the reason for refusing lossy trades where none may be applied.
+        ``barred`` is the reason to refuse lossy trades, if none may be applied.
         """
         if (
             not self._is_brief
@@ -247,16 +249,18 @@ class StepSearch:
 
     @cached_property
     def _brief_search(self) -> "StepSearch":
-        """This search without the long exploration, for budgets that do not need to save memory."""
+        """This search without the long exploration, for budgets that do not require saving
+        memory.
+        """
         brief = copy.copy(self)
         brief._is_brief = True
         brief._explored, brief._applied = {}, {}
         return brief
 
     def _meets_budget_untraded(self, budget: Budget) -> bool:
-        """True if the step meets every bound of the budget with no trade applied.
+        """True if the step meets every bound of the budget without any trade.
 
-        Only time can then be saved.
+        Trades can then only save time.
         """
         limit = budget.memory_bytes
         if limit is not None and self.untraded_bytes > limit:
@@ -271,9 +275,9 @@ class StepSearch:
         return Trials(FastEstimator(self.program, self._costs, ())).plain.peak_bytes
 
     def _lossy_rejections(self, variant: Variant, reason: str) -> tuple[Rejection, ...]:
-        """Return the widest offer of each lossy trade, with its saving as the only trade.
+        """Return the widest offer of each lossy trade, with its saving if it were the only trade.
 
-        A single estimate of the peak is enough, because these trades are not applied.
+        One estimate of the peak is enough, because these trades are not applied.
         """
         rejections = []
         for trade in self._trades:
@@ -296,7 +300,7 @@ class StepSearch:
         return tuple(rejections)
 
     def least_bytes(self, *, enough_bytes: int) -> int:
-        """Return the least memory of the whole batch.
+        """Return the least memory with which the whole batch can run.
 
         The search ends early at the first variant that needs at most ``enough_bytes``.
         """
@@ -310,7 +314,7 @@ class StepSearch:
     def plans_of_recomputation(self, parts: int, *, count: int) -> Iterator[tuple[Rule, ...]]:
         """Yield the recompute rules of some plans with ``parts`` micro-batches.
 
-        These plans apply no other trade.
+        These plans apply no other trades.
         """
         program = self._apply(self._split(parts))
         sketched = sketch(program, self._costs, self._offered(Recomputation, program))
@@ -328,11 +332,13 @@ class StepSearch:
     def _least_within(self) -> int:
         tried = {variant.parts for variant in self._explored}
         if self._is_brief:
-            return max(tried)  # even these were not explored in full
+            return max(tried)  # even these variants were not explored in full
         return max(tried) if set(self._micro_batch_counts) - tried else 0
 
     def frontier(self, *, points: int = _POINTS) -> tuple[FrontierPoint, ...]:
-        """Return the memory-time curve over all explored plans; more memory is never slower."""
+        """Return the memory-time curve over all explored plans; with more memory, a plan is never
+        slower.
+        """
         curve = self._curve()
         low, high = curve[0][1].peak_bytes, curve[-1][1].peak_bytes
         chosen: dict[int, tuple[Variant, Point]] = {}
@@ -357,8 +363,8 @@ class StepSearch:
         """Return the fastest plan over all variants that could contain it.
 
         Splitting the batch or chunking costs time even if nothing is recomputed, and from some
-        number on it costs more the finer it is. Once that alone is no faster than the best plan,
-        finer splits are skipped.
+        number on, finer splits cost more. Once a split alone takes as long as the best plan, finer
+        splits are skipped.
         """
         limit = budget.memory_bytes
         best: tuple[Variant, Point] | None = None
@@ -427,8 +433,8 @@ class StepSearch:
     def _is_not_worth_exploring(self, variant: Variant, best: Point, limit: int | None) -> bool:
         """True if the variant is optional and, before other trades, no faster than the best plan.
 
-        Without a memory limit, every variant is optional. Within a limit, these are optional:
-        offloaded states, chunked micro-batches, and chunks where the plain step fits.
+        Without a memory limit, every variant is optional. With a limit, these are optional:
+        offloaded states, chunked micro-batches, and chunks if the plain step fits.
         """
         if limit is not None and not variant.states:
             exceeds_limit = self.explored().plain.peak_bytes > limit
@@ -438,7 +444,7 @@ class StepSearch:
         return step_seconds(program, self._costs).value >= best.seconds
 
     def _with_chunks(self, parts: int, chunks: tuple[SlicedComputation, ...]) -> Variant:
-        """Return the variant with chunks if its micro-batches can be chunked, else without.
+        """Return the variant with chunks if its micro-batches can be chunked, otherwise without.
 
         A micro-batch may have too few rows.
         """
@@ -490,7 +496,7 @@ class StepSearch:
         if quantizable:
             recomputable -= settled(program.graph)
             rules = to_rules(program.graph, quantizable, rule_type(self._trades, ValueCodec))
-            # Makes the source price the codec operators.
+            # This makes the source price the codec operators.
             self._source.rewritten(self._rewrite(ValueCodec, program, rules).graph)
         has_offload_memory = bool(self._costs.far_bytes)
         return explore(
@@ -527,7 +533,7 @@ class StepSearch:
             explored = self.explored(variant)
             points = spread(explored.chain, _STATE_POINTS)
             if any(rule.what == "gradient" and rule.slices for rule in self._state_rules):
-                # A product that reads slices cannot make its result in slices: try whole reads.
+                # A product that reads slices cannot make its result in slices, so try whole reads.
                 points += [explored.unsliced(p) for p in points if explored.slice_counts(p)]
             found = []
             for point in points:
@@ -543,7 +549,7 @@ class StepSearch:
         return (split(micro_batches=parts),) if split is not None else ()
 
     def _rewrite(self, kind: type[Rule], program: Program, rules: Sequence[Rule]) -> Program:
-        """Return the program after these rules of the trade of this kind."""
+        """Return the program after the rules that are of this trade's kind."""
         trade = trade_of(self._trades, kind)
         assert trade is not None or not rules
         return program if trade is None else trade.rewrite(program, rules, self._source)
@@ -571,7 +577,7 @@ class StepSearch:
             worth_slicing(FastEstimator(program, self._costs, ()), counts) if counts else {}
         )
         rules = [r for r in rules if rule_of(graph, [r]).keys() & worthwhile.keys()]
-        # Makes the source price the sliced reads.
+        # This makes the source price the sliced reads.
         trade.rewrite(program, rules, self._source)
         return worthwhile
 
@@ -647,8 +653,8 @@ def _gap(
 ) -> Gap | None:
     """Return the gap to the lower bound; None if memory is not bounded.
 
-    With offloaded parameters or gradients, the bound is the plain step: the estimator does not
-    model memory without them.
+    With offloaded parameters or gradients, the bound is the time of the plain step, because the
+    estimator does not model memory without them.
     """
     estimator = explored.estimator
     is_often = bool(estimator.times_of(point.choices))
