@@ -97,7 +97,7 @@ def _copy_of(node: Node, name: str, reader: Node, storage: int) -> Node:
 
 
 def _with_terms_per_stage(graph: Graph, forward: Mapping[str, int]) -> Graph:
-    """Make each term of a gradient that is a sum over stages an output of its own."""
+    """Split each gradient that is a sum over stages, so that each term is an output of its own."""
     readers: dict[str, set[int]] = {}
     for name, stage in forward.items():
         for i in graph.by_name[name].inputs:

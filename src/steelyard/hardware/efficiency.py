@@ -32,7 +32,7 @@ class AchievedFraction:
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1 or not 0 < self.attention_share <= 1:
             raise BadInput(
-                f"kernels have an efficiency of {self.share:.3g}, and of "
+                f"kernels have an efficiency of {self.share:.3g}, and "
                 f"{self.attention_share:.3g} times that in attention",
                 expected="shares above 0 and at most 1",
                 remedy="correct the shares, or declare a faster device",

@@ -79,7 +79,7 @@ def _refuse_sparse(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             raise BadInput(
-                f"the gradient of {name} is sparse, and torch passes it to no hook",
+                f"the gradient of {name} is sparse, and torch passes such gradients to no hook",
                 expected="dense gradients",
                 remedy=f"create {name} with sparse=False",
             )

@@ -41,8 +41,8 @@ def late_reads(
     """Return the spans of lines in which the backward pass reads each of these forward storages."""
     begun: dict[int, list[list[int]]] = {storage: [] for storage in storages}
     early = {node.name for node in graph.nodes} - {i.value for i in lines[first_backward_line:]}
-    # By backward value: the reads that it extends, because it is a view of the storage that was
-    # read.
+    # For each backward value that is a view of the storage that was read: the reads that it
+    # extends.
     extended: dict[str, list[tuple[int, list[int]]]] = {}
     for number in range(first_backward_line, len(lines)):
         line = lines[number]

@@ -30,7 +30,7 @@ def target_differences(
     elif ours.graph != theirs.graph:
         yield (
             "planned for operators with other arguments (such as a dropout rate, or mean or sum); "
-            "the present step was predicted, and runs"
+            "the present step was predicted, and can be run"
         )
     if theirs.declared and not ours.declared:
         yield (

@@ -382,7 +382,7 @@ def check_neighbours(who: RankInfo) -> None:
             raise BadInput(
                 f"rank {rank} is local rank {local_rank} of its host, but {who.size} ranks were "
                 f"started on {who.hosts} hosts",
-                expected=f"the same number on each host, the first {each} ranks on the first host "
+                expected=f"ranks numbered host by host: the first {each} ranks on the first host "
                 "and so on",
                 remedy="start them with torchrun, or with srun --distribution=block",
             )

@@ -306,7 +306,7 @@ class LiveStep:
         return Mismatch(
             f"parameter {name} has a hook, which would run for each of {repeats} micro-batches",
             expected="no hooks of parameters in a step with micro-batches",
-            remedy="remove the hook, or plan again with it: the batch is then not split",
+            remedy="remove the hook, or plan again with it, so that the batch is not split",
         )
 
     def _refuse_hooks_of(self, names: Sequence[str]) -> None:
@@ -315,7 +315,7 @@ class LiveStep:
                 raise Mismatch(
                     f"parameter {name} has a hook, but its gradient is never whole under this plan",
                     expected="no hooks of parameters whose gradients are computed in slices",
-                    remedy="remove the hook, or plan again with it: that gradient is then whole",
+                    remedy="remove the hook, or plan again with it, to have that gradient whole",
                 )
 
     def _refuse_modes(self) -> None:

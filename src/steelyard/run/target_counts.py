@@ -62,7 +62,7 @@ def _conflicting_means(counts: Sequence[int], others: Sequence[int]) -> Mismatch
     )
     return Mismatch(
         f"micro-batch {index + 1} of {len(counts)} holds {counts[index]} of the {sum(counts)} "
-        f"targets that one mean in the loss counts and {others[index]} of {sum(others)} of another",
+        f"targets of one mean in the loss, but {others[index]} of the {sum(others)} of another",
         expected="the same share of the targets of every mean, in each micro-batch",
         remedy="plan again with this batch, which is then not split, or remove the accumulate "
         "rule from the plan",

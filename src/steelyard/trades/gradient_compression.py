@@ -176,7 +176,7 @@ class _CompressGradients:
                 rules = _rules_for(self.rule_in(codec), program.graph, names)
                 offers.append(Offer(trade=self.name, label=codec.label, rules=rules))
             else:
-                reason = "no gradient that ranks sum is a large float32 matrix"
+                reason = "ranks sum no gradient that is a large float32 matrix"
                 refused.append(Rejection(trade=self.name, label=codec.label, reason=reason))
         return tuple(offers), tuple(refused)
 
@@ -278,8 +278,8 @@ def _compressed(
     exchanged = {m.target for bucket in buckets(program.graph) for m in bucket.members}
     if unsupported := sorted(codecs.keys() - exchanged):
         raise Mismatch(
-            f"the plan compresses the gradient of {unsupported[0].removeprefix(WEIGHT)}, which "
-            "ranks do not sum, or which two rules compress",
+            f"the plan compresses the gradient of {unsupported[0].removeprefix(WEIGHT)}, but "
+            "ranks do not sum it, or two rules compress it",
             expected="unsharded parameters, each in one rule",
             remedy=f"remove it from the {rules[0].trade} rules, or plan again",
         )

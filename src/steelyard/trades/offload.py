@@ -115,7 +115,7 @@ class Offload:
                 f"offload rule for {node.op} in {node.path or 'the top level'} asks for {count} "
                 "slices, but the value is fetched whole",
                 expected="slices of a value with contiguous rows that the backward pass reads "
-                "only in products that are sums over its rows",
+                "only in products that sum over its rows",
                 remedy="set slices of that rule to 0, or plan again",
             )
         program = with_transfers(program, {n: (r.lag, r.lead) for n, r in chosen.items()}, slices)

@@ -272,7 +272,7 @@ def _slice_limits(
         reasons = (
             _why_not_sliceable(program, p, offloadable)
             if p in read
-            else "it is read other than as a right or a transposed left operand of products"
+            else "it is not only read as the right or the transposed left operand of products"
             for p in sorted(parameters)
         )
         if reason := next(filter(None, reasons), ""):

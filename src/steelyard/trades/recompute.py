@@ -70,7 +70,7 @@ class Recompute:
             )
         if len(named) < sum(rule.count for rule in rules) and any(r.times > 1 for r in rules):
             raise Mismatch(
-                "two recompute rules name the same value, and one of them gives a number of times",
+                "two recompute rules name the same value, and at least one of them sets times",
                 expected="each value in one rule, if any is recomputed more than once",
                 remedy="remove one of them from the plan, or plan again",
             )

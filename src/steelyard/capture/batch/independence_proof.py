@@ -328,7 +328,7 @@ def _mode(kind: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class _InDouble(_torch.TorchDispatchMode):
-    """Keeps double precision where the model's code casts to, or creates, a narrower dtype."""
+    """Keeps double precision wherever the model's code would use a narrower dtype."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _torch.is_view(func):  # view.dtype may reinterpret bits

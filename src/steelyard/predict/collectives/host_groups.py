@@ -76,7 +76,7 @@ def _groups(
 
 @lru_cache
 def _exchanged(groups: Sequence[tuple[int, ...]], each: int, *, is_ring: bool) -> float:
-    """Return how many ranks' bytes leave the busiest host.
+    """Return the traffic that leaves the busiest host, as a multiple of one rank's bytes.
 
     In a ring, each rank sends everything to the next one; otherwise it sends a part to every other
     rank.
@@ -95,7 +95,9 @@ def _exchanged(groups: Sequence[tuple[int, ...]], each: int, *, is_ring: bool) -
 
 @lru_cache
 def _stage_traffic(each: int, places: tuple[int, ...], stride: int) -> float:
-    """Return how many ranks' bytes leave the busiest host between one stage and the next."""
+    """Return the traffic from one stage to the next that leaves the busiest host, as a multiple of
+    one rank's bytes.
+    """
     steps = ((first * stride, second * stride) for first, second in pairwise(places))
     return max(
         max(_sending(range(first, first + stride), second - first, each).values(), default=0)

@@ -17,7 +17,7 @@ Seconds = Callable[[Collective], float]
 
 
 class Trained(NamedTuple):
-    """The bytes of a gradient; that of a sharded weight is reduce-scattered by rows."""
+    """The bytes of a gradient; the gradient of a sharded weight is reduce-scattered by rows."""
 
     nbytes: int
     is_shared: bool

@@ -16,8 +16,9 @@ from steelyard.predict.pipeline.duration import (
 def least_step_seconds(stage_costs: Sequence[LayoutCost], blocks: int) -> float:
     """Return a lower bound on the step time of the layout without recompute.
 
-    The slowest stage takes at least as long as the total work at the combined speed of all stages,
-    and at least as long as an equal share of the blocks on the fastest stage.
+    The slowest stage takes at least as long as the total work would take at the combined speed of
+    all stages. It also takes at least as long as an equal share of the blocks would take on the
+    fastest stage.
     """
     stages = stage_costs[0].layout.pipeline
     block_seconds = {

@@ -180,7 +180,7 @@ class StepSearch:
     def _fastest_slice_counts(
         self, counts: Mapping[StateOffload, Sequence[int]]
     ) -> dict[StateOffload, int]:
-        """Return the number of slices of each parameter that hides most of its transfers.
+        """Return, for each parameter, the number of slices that hides most of its transfers.
 
         The parameters are tried in turn, each with the current choices for the others.
         """
@@ -661,7 +661,8 @@ def _gap(
     if budget.memory_bytes is None or not (estimator.unit_of or estimator.eviction_choices()):
         return None
     least = min(estimator.plain_seconds, point.seconds)
-    # No plan is faster than one without recompute and offload, except by faster sliced products.
+    # No plan is faster than the step without recompute and offload, except through faster sliced
+    # products.
     is_plain = not point.choices and not estimator.slicing_gain_seconds
     if not has_offloaded_states and not is_plain:
         least = least_seconds(
