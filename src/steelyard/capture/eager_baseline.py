@@ -125,8 +125,8 @@ class _LevelWatch(StorageWatch):
         self.held_bytes: dict[str, int] = {}
 
     def _note(self, func: Any, args: Any, kwargs: Any, _: Any) -> None:
-        # The same signature as in the captured graph, so that the same cost is found; repeated
-        # tensors are marked there too.
+        # The signature is the same as in the captured graph, including the marks of repeated
+        # tensors, so that the same cost is found.
         signature = signature_of_call(
             func, args, kwargs, layout_of=layout, name_of=lambda tensor: str(id(tensor))
         )

@@ -64,7 +64,7 @@ def parse_what_if(what_if: str | None) -> dict[str, str]:
 def offload_memory_of(
     folder: Path | None, rate: str | None, size: str | None
 ) -> OffloadMemory | None:
-    "Return the offload memory, if all three options are given; nonly one of them has a default."
+    """Return the offload memory if all three options are given; none of them has a default."""
     given = {"--offload-dir": folder, "--offload-rate": rate, "--offload-size": size}
     missing = [name for name, value in given.items() if value is None]
     if folder is None and len(missing) == len(given):

@@ -1,7 +1,7 @@
 """Prediction errors for a device class on published steps, and the cases for which they are valid.
 
 The figures are in preset/calibration.toml, which benchmarks/published/presets.py writes. Not for
-what is fitted: see efficiency.py.
+the fitted values: see efficiency.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -149,9 +149,7 @@ class Calibration:
         return score.doubt if is_known else max(score.doubt, DECLARED_DOUBT)
 
     def between(self, one: Parallelism, other: Parallelism) -> float:
-        """Return the relative difference from which on one of two predictions is reliably
-        faster.
-        """
+        """Return the relative difference above which one of two predictions is reliably faster."""
         pairs = self.alike if one is other else self.unlike
         known = [found.high_error for found in (pairs, self.unlike, self.alike) if found]
         return known[0] if known else DECLARED_DOUBT

@@ -1,7 +1,7 @@
 """State that is kept from step to step for each parameter, stored as one tensor per bucket.
 
-When DDP rebuilds its buckets, the state moves along by parameter name. Not for what the state
-means: see ddp.py.
+When DDP rebuilds its buckets, the state moves along by parameter name. Not for the meaning of the
+state: see ddp.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,9 +10,9 @@ import torch
 
 
 class BucketState:
-    """State of parameters by bucket. ``room`` returns how many elements of state a bucket with so
-    many parameter elements has; the last ones may be padding. ``first`` makes the initial state of
-    a parameter.
+    """State of parameters by bucket. ``room`` returns the number of state elements for a given
+    number of parameter elements in a bucket; the last ones may be padding. ``first`` makes the
+    initial state of a parameter.
     """
 
     def __init__(self, *, room: Callable[[int], int], first: Callable[[int], torch.Tensor]) -> None:

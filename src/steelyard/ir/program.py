@@ -175,7 +175,9 @@ class Program:
         )
 
     def as_graph(self) -> Graph:
-        """Return a graph with one node per instruction; a recomputed value is a second node."""
+        """Return a graph with one node for each instruction; a recomputed value gets a second
+        node.
+        """
         graph, storages = self.graph, list(self.graph.storages)
         nodes = list(graph.inputs())
         storages_by_value = {

@@ -54,7 +54,7 @@ class StepSource(Protocol):
         ...
 
     def why_not_split(self) -> str | None:
-        """Return the reason why cutting the batch would change what is trained, or None."""
+        """Return the reason why cutting the batch would change the training result, or None."""
         ...
 
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:

@@ -423,8 +423,7 @@ def keep_to_cores_of(who: RankInfo) -> None:
 
 
 def keep_to_own_gpu() -> None:
-    """Make ``cuda`` without an index a different GPU for each rank, as far as there are enough
-    GPUs.
+    """Make ``cuda`` without an index a different GPU for each rank, if there are enough GPUs.
 
     The device is set only when CUDA is first used.
     """

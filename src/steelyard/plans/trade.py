@@ -52,7 +52,8 @@ class Rejection:
 
 
 class Trade(Protocol):
-    """A trade. ``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` name the four amounts.
+    """A trade. ``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` name some of the four
+    amounts.
 
     ``is_exact``: the same sums are computed. ``is_bitwise``: their terms are also added in the same
     order. ``rule`` is the type of its rules, which also defines its table in a plan file.

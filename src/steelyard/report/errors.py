@@ -1,4 +1,4 @@
-"""Renders a failure as a few lines that end with what to do next, or as a JSON object.
+"""Renders a failure as a few lines, the last of which says what to do next, or as a JSON object.
 
 Not for the exception classes: see steelyard/errors.py.
 """

@@ -227,7 +227,9 @@ def _trained(program: Program) -> list[str]:
 
 
 def movable(program: Program, what: str, *, least_bytes: int = _LEAST_BYTES) -> dict[str, int]:
-    """Return the parameters whose part ``what`` can be offloaded, with its bytes, in step order."""
+    """Return the parameters whose part ``what`` can be offloaded, with the bytes of that part, in
+    step order.
+    """
     reason = _why_not(program)
     if what == WEIGHTS:
         found = _weights(program, is_updated=not reason)

@@ -105,7 +105,8 @@ def splitting(
 def why_indivisible(
     model: nn.Module, loss: Loss, batch: Any, graph: Graph, *, at_once: bool = False
 ) -> str:
-    """Return why splitting the batch changes what is trained, judged by the operators alone.
+    """Return why splitting the batch would change the training result, judged by the operators
+    alone.
 
     The result is empty if no operator shows it. Without values (meta device) this is the only
     check.

@@ -1,6 +1,6 @@
 """Converts tracing errors into refusals that name the line, the module and the reason.
 
-Not for detecting what cannot be captured: tracing raises, and its errors are reworded here.
+Not for detecting problems: tracing raises errors, which are reworded here.
 """
 
 import contextlib

@@ -33,7 +33,7 @@ class LocalGraphBuilder:
         self.by_name: dict[str, Node] = {}
         self._axis = axis
         self._transport = transport
-        # The device of all inputs, which a graph does not record.
+        # The device of all inputs; a graph does not record it.
         self._device = device
         self._mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         self._values: dict[str, Any] = {}

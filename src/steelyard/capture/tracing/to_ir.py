@@ -129,8 +129,8 @@ class _Reader:
             number = outputs[0].storage
             self.storages[number] = replace(self.storages[number], nbytes=nbytes)
         if node.target is torch.ops.aten._embedding_bag.default:
-            # The bag of each index: for this result, the kernel (torch 2.13, CPU) allocates one
-            # element more.
+            # This result is the bag of each index, for which the kernel (torch 2.13, CPU) allocates
+            # one element more.
             number = outputs[1].storage
             nbytes = self.storages[number].nbytes + torch.int64.itemsize
             self.storages[number] = replace(self.storages[number], nbytes=nbytes)

@@ -100,7 +100,7 @@ class CudaIpcTransport(SharedMemoryTransport):
             ) from None
 
     def _reach_all(self, gpus: Sequence[str]) -> list[bool]:
-        """Return True for each rank whose GPU can reach all of these."""
+        """Return, for each rank, True if its GPU can access all of these GPUs."""
         return gathered(all(map(self._gpu.reaches, gpus)), bool, group=self._group)
 
     def _outlet_to(

@@ -1,6 +1,6 @@
 """Times single calls on a device, with little influence of other load on the machine.
 
-Not for deciding what to call, or how often: see benchmark.py and measure/step_calibration.py.
+Not for choosing the calls or their number: see benchmark.py and measure/step_calibration.py.
 """
 
 import time

@@ -96,7 +96,7 @@ def issued_ahead(program: Program, count: int, room: Sequence[int] = ()) -> Prog
 
 
 def sent_first(program: Program) -> Program:
-    """Reorder the backward pass to compute first what the next collective sends.
+    """Reorder the backward pass so that the data of the next collective is computed first.
 
     The collective then overlaps the rest, such as the gradient of a layer's input. Waits, and the
     lines that depend on them, stay in place.

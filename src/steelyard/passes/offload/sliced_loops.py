@@ -216,8 +216,7 @@ class Loops:
         return None if others.intersection(deferred) else tuple(deferred)
 
     def _has_unique_inputs(self, members: Sequence[int]) -> bool:
-        """True if no node stands for two values, among inputs from outside and the loop's own
-        lines.
+        """True if each node is only one value, among inputs from outside and the loop's own lines.
 
         The calls of a loop refer to values by node name, so these names must be unique.
         """

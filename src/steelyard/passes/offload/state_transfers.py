@@ -1,8 +1,9 @@
 """Offloads weights, gradients and optimizer states: puts transfers into the program.
 
 A pass fetches each weight for the lines that read it, and sends each gradient once it is complete.
-The update fetches the states of one parameter after another and sends back what it changed. Not
-for choosing states or lead times: see trades/. Not for the transfers themselves: see offload/.
+The update fetches the states of one parameter after another and sends back the ones that it
+changed. Not for choosing states or lead times: see trades/. Not for the transfers themselves: see
+offload/.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The memory of one rank of a pipeline, and what its peak consists of.
+"""The memory of one rank of a pipeline, and the parts of its peak.
 
 Not for the schedule of its work: see step.py.
 """

@@ -173,7 +173,7 @@ class _MessagesInFlight:
             self._done[rank][-1] = replace(last, end_seconds=self.worked(rank, since, left))
 
     def worked(self, rank: int, begin: float, seconds: float) -> float:
-        """Return the time at which so many seconds of work are done, if they begin at ``begin``."""
+        """Return the time at which ``seconds`` of work are done, if they begin at ``begin``."""
         for start, until, share in self._shares(rank, begin):
             if share * (until - start) >= seconds:
                 return start + seconds / share if seconds else start

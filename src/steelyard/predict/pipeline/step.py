@@ -36,7 +36,7 @@ def pipelined(program: Program, pipeline: Pipeline, costs: CostTable) -> "Pipeli
 
 
 class PipelinePrediction:
-    """The prediction of a pipelined program; each figure is that of the rank with the most."""
+    """The prediction of a pipelined program; each figure is that of the rank with the largest."""
 
     def __init__(self, program: Program, pipeline: Pipeline, costs: CostTable) -> None:
         self._program, self._pipeline, self._costs = program, pipeline, costs

@@ -71,7 +71,7 @@ def _regions(program: Program) -> Iterator[_Region | Instruction]:
     """Yield the regions and the uncompiled lines.
 
     A wait moves to the end of its region, or to just before the first line that reads the received
-    value. A sink moves likewise; its result is the gradient sum that it has accumulated.
+    value. A sink moves in the same way, with the accumulated gradient sum as its result.
     """
     graph = program.graph
     region_of: dict[str, _Region] = {}

@@ -413,8 +413,8 @@ class PipelineSearch:
                 )
 
     def _why_not_others(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
-        """Yield the rejections of slots and of every other schedule, the latter by its fastest
-        candidate.
+        """Yield the rejections of slots and of every other schedule; the latter is judged by its
+        fastest candidate.
         """
         yield from self._why_no_slots(best)
         for schedule in dict.fromkeys(candidate.schedule for candidate in self.candidates):

@@ -64,7 +64,7 @@ class CopyPlacement:
     def copies(self, recomputed: frozenset[int], times: Mapping[int, int]) -> Copies:
         """Return the operators to be recomputed, and their lines.
 
-        A copy stands before the first line that needs it. A value that is recomputed several
+        A copy is placed before the first line that needs it. A value that is recomputed several
         times also gets copies at the ends of the longest gaps between its reads.
         """
         first_needed, copy_lines, placed_copies = self._place_copies(recomputed, times)

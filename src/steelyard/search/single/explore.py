@@ -35,8 +35,8 @@ _ROUNDS, _OFFLOAD_ROUNDS = 20, 8
 # The number of trials in each descent: over block-uniform atoms, over single values, and over
 # single values of micro-batches.
 _BLOCK_UNIFORM_EFFORTS, _EFFORTS, _EFFORTS_ON_PARTS = (250,), (500, 1000), (250,)
-# The number of trials times that of program lines: small programs get more trials, and the search
-# never takes long.
+# The number of trials, multiplied by that of program lines: small programs get more trials, and the
+# search never takes long.
 _KICKING_WORK = 20_000_000
 _KICKS_PER_LIMIT = 4
 _STALE_RATIO = 0.995

@@ -56,7 +56,9 @@ def _hull_up_to(trials: Trials, peak_bytes: int) -> list[Point]:
 
 
 def _atoms(estimator: FastEstimator) -> Iterator[frozenset[int]]:
-    """Yield single choices, and repeat choices up to the number of reads of each value."""
+    """Yield choices for single values, and choices to recompute a value up to as often as it is
+    read.
+    """
     yield from (
         frozenset({choice}) for choice in (*estimator.unit_of, *estimator.eviction_choices())
     )

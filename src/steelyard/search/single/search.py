@@ -513,7 +513,7 @@ class StepSearch:
         )
 
     def _explore_with_offloaded_states(self, variant: Variant) -> Explored:
-        """Offload states in some plans of the same step, and predict each plan anew.
+        """Offload states in some plans of the same step, and predict each plan again.
 
         The timing of parameter transfers depends on everything else that runs.
         """
