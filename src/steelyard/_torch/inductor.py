@@ -144,8 +144,8 @@ def compiled(
         graph = make_fx(function, table, tracing_mode="symbolic")(*examples)
         fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         mode = fakes[0].fake_mode
-        # The trace leaves an unpicklable shape env here, which makes Inductor's cache miss in
-        # every new process. Without it the cache uses the inputs.
+        # The trace leaves an unpicklable shape env here. With it, Inductor's cache finds nothing in
+        # a new process; without it, the cache uses the inputs.
         graph.shape_env = None
         with torch._guards.tracing(torch._guards.TracingContext(mode)):
             run = inductor_compiled(graph, fakes, mode=mode, is_backward=False)

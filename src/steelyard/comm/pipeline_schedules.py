@@ -73,7 +73,8 @@ def made_schedule(schedule: str, stages: Any, *, micro_batches: int) -> Any:
         raise BadInput(
             f"{schedule} does not support {micro_batches} micro-batches: {str(error)[:120]}",
             expected="a number of micro-batches that the schedule supports",
-            remedy="use a multiple of the ranks and at least twice as many, or another schedule",
+            remedy="use a multiple of the number of ranks, at least two for each rank, or "
+            "another schedule",
         ) from error
 
 

@@ -28,8 +28,8 @@ class ParallelLayout:
     divide the layers of one model.
 
     Each pipeline rank has ``virtual`` runs of blocks and processes ``micro_batches``.
-    ``state_stage`` is ZeRO's. ``overlaps``: gradients are reduced during the last backward pass.
-    ``offloads_state``: the optimizer state is in host memory and is fetched for the update.
+    ``state_stage`` is the ZeRO stage. ``overlaps``: gradients are reduced during the last backward
+    pass. ``offloads_state``: the optimizer state is in host memory and is fetched for the update.
     ``draws_parts``: each tensor rank draws only its own part of random values (Steelyard's own
     ranks draw them whole). ``regathers_activations``: values gathered from tensor ranks are not
     saved, but gathered again for the backward pass, as sequence parallelism does.

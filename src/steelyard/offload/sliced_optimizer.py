@@ -100,7 +100,7 @@ class SlicedUpdate:
         if not all(x is not None and x.is_contiguous() for x in offloaded_tensors):
             raise Mismatch(
                 f"parameter {self.name} or its gradient is no longer contiguous",
-                expected="the strides at planning, because it is updated in slices",
+                expected="the strides that it had at planning, because it is updated in slices",
                 remedy="plan again for this model",
             )
 

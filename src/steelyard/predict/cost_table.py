@@ -158,7 +158,7 @@ class CostTable:
         """Return the declared seconds of a chunked body.
 
         The first chunk has all the costs of its calls; each further one adds the call overhead, and
-        reads the inputs that are not chunked again.
+        the time to read the unchunked inputs once more.
         """
         nodes = body.calls[0][1]
         reread = sum(take.tensor.nbytes for take in body.takes if take.along is None)

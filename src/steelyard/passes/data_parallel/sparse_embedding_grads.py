@@ -38,7 +38,9 @@ class Table:
 
 
 def tables(graph: Graph) -> list[Table]:
-    """Return the tables whose summed gradient consists, at least in part, of gradients of rows."""
+    """Return the tables whose summed gradient comes, at least in part, from rows that were looked
+    up.
+    """
     return [
         _table(graph, member.target, made, reason)
         for bucket in buckets(graph)

@@ -101,7 +101,9 @@ def _with_offloaded_kind(
     num_blocks: int,
     room_bytes: float,
 ) -> list[Mix]:
-    """Return mixes of ``count`` blocks of one offloaded kind with one or two resident kinds."""
+    """Return mixes with ``count`` blocks of one offloaded kind, and one or two resident kinds for
+    the rest.
+    """
     kind = kinds[offloaded]
     if count == num_blocks:
         return _mixes_of_two(kinds, [offloaded], num_blocks, room_bytes)

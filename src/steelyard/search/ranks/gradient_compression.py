@@ -113,7 +113,7 @@ class Weighing:
         """
         for rule in candidate.compression_rules:
             other_rules = tuple(other for other in candidate.compression_rules if other != rule)
-            # No compression is tried first, then the codecs from the lossiest on, because a less
+            # First, no codec is tried; then the codecs follow, from the lossiest on, because a less
             # lossy codec has more bytes to send.
             for replacement in ((), *((less_lossy,) for less_lossy in self._less_lossy(rule))):
                 tried = self._with_codecs(candidate, (*other_rules, *replacement))
