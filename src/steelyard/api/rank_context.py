@@ -71,8 +71,8 @@ class RankContext:
     rank: int = 0
     torch_device: torch.device = CPU
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    # If only some of the ranks take the step: the coordinator of all ranks, and True if this rank
-    # stands by.
+    # These are set if only some of the ranks take the step: the coordinator of all ranks, and True
+    # if this rank stands by.
     everyone: Coordinator | None = None
     stands_by: bool = False
 

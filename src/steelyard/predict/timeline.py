@@ -249,7 +249,8 @@ class Playing:
     def begin_slices(self, node: Node) -> None:
         """Issue the transfers of the first two slices.
 
-        Each further transfer is issued when the buffer of the last but one slice is free.
+        Each further transfer is issued when the buffer of the slice before the previous one is
+        free.
         """
         assert node.collective is not None
         parts = node.collective.hops

@@ -21,7 +21,9 @@ from steelyard.plans.trade import Offer, Rejection, Remaining
 
 @dataclass(frozen=True, kw_only=True)
 class SparseGradientsRule(SparseRows):
-    """``[[sparse_gradients]]``: an embedding of whose gradient only the looked-up rows are sent."""
+    """``[[sparse_gradients]]``: an embedding whose gradient is sent as the rows that were looked
+    up.
+    """
 
     trade: str = field(init=False, default="sparse_gradients")
 
