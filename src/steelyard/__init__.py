@@ -40,7 +40,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # ``from steelyard import api`` calls this, too, before it imports the submodule.
+    # ``from steelyard import api`` calls this too, before it imports the submodule.
     if name == "api":
         return _import_without_gc("steelyard.api")
     if name not in _MODULES:
@@ -51,8 +51,8 @@ def __getattr__(name: str) -> Any:
 def _import_without_gc(module_name: str) -> ModuleType:
     """Import a module with garbage collection disabled.
 
-    Importing torch creates half a million permanent objects: a quarter of the time went into
-    scanning them for garbage.
+    Importing torch creates half a million permanent objects. Scanning them for garbage takes a
+    quarter of the import time.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 
 
 class SteelyardError(ValueError):
-    """An error for users: what happened, what was expected, what to do next; one line each."""
+    """An error for users in three lines: what happened, what was expected, what to do next."""
 
     exit_code: ClassVar[int] = 2
 
@@ -59,7 +59,7 @@ class BudgetError(BadInput):
 
 
 class CaptureRefused(BadInput):
-    """A training step that cannot be captured without training wrongly."""
+    """A training step that cannot be captured faithfully."""
 
 
 class PlanFileError(BadInput):

@@ -1,4 +1,4 @@
-"""Checks for files that only this user may write, since their content is trusted or executed.
+"""Checks for files that only this user may write, because their content is trusted or executed.
 
 Not for files that anybody may have written, which are read within bounds: see safe_files.py.
 """
@@ -18,9 +18,9 @@ _ROOT = 0
 def why_not_private(path: Path) -> str:
     """Return the reason why a path is not private, as the end of a sentence; empty if it is.
 
-    A path is private if no other user can have written the file or the content of the folder, or
-    if it does not exist. This checks the target of a symbolic link, and the folder that contains
-    the path itself.
+    A path is private if no other user can have written the file, or the content of the folder, or
+    if it does not exist. If it is a symbolic link, its target is checked; the folder that contains
+    the path is checked too.
     """
     try:
         found = path.stat()
@@ -58,7 +58,7 @@ def make_private(folder: Path) -> None:
 
 def _owned_by_another(found: os.stat_result) -> str:
     own = os.geteuid()
-    # A folder of root that others cannot write to is as safe as an own one; a file of root is
+    # A folder of root that others cannot write to is as safe as one of our own; a file of root is
     # not.
     if found.st_uid == own or (stat.S_ISDIR(found.st_mode) and found.st_uid == _ROOT):
         return ""
@@ -71,7 +71,7 @@ def _others_may_write(found: os.stat_result) -> bool:
 
 
 def _is_own_group(number: int) -> bool:
-    """True for the group that many systems create per user, without other members."""
+    """True for the group that many systems create for each user, without other members."""
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
         group = grp.getgrgid(number)

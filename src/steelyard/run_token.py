@@ -1,7 +1,7 @@
 """The secret that all processes of a run share, ``STEELYARD_TOKEN``, and proofs of knowing it.
 
-It is inherited through the environment from the process that starts the ranks, never through a
-command line, which other users of a machine can read. Not for the protocol by which ranks prove
+It is inherited through the environment from the process that starts the ranks. It is never on a
+command line, which other users of a machine can read. Not for the protocol with which ranks prove
 that they know it: see run/launch/authenticated_store.py.
 """
 
@@ -28,11 +28,13 @@ def token_of(environ: Mapping[str, str]) -> bytes:
 
 
 def proof(secret: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC-SHA256 of these parts, length-prefixed so that no two lists collide."""
+    """Return the HMAC-SHA256 of these parts, with their lengths as prefixes, so that no two lists
+    collide.
+    """
     message = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
     return hmac.digest(secret, message, "sha256")
 
 
 def is_proof(given: bytes, secret: bytes, *parts: bytes) -> bool:
-    """True if ``given`` is the HMAC of these parts; compared in constant time."""
+    """True if ``given`` is the HMAC of these parts; the comparison takes constant time."""
     return hmac.compare_digest(given, proof(secret, *parts))

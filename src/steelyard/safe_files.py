@@ -1,6 +1,6 @@
-"""Safe reading and writing of untrusted files: bounded reads, short refusals, atomic writes.
+"""Safe reading and writing of untrusted files: bounded reads, short error messages, atomic writes.
 
-All defects of such a file raise PlanFileError. Not for the meaning of a file: see
+Every defect of such a file raises PlanFileError. Not for the meaning of a file: see
 plan_files/plan_file.py and plan_files/prediction_file.py.
 """
 
@@ -25,12 +25,13 @@ from steelyard.safe_text import printable
 STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, frozen=True, str_max_length=16_384
 )
-# Five problems are enough to show the defect; with the expectation and the remedy they fit into
-# the eight lines that people read.
+# Five problems are enough to show the defect. Together with the expectation and the remedy, they
+# fit into the eight lines that people read.
 _MOST_PROBLEMS = 5
-# tomllib walks each dotted key once per prefix, so that one line of a million dots takes hours.
+# For each dotted key, tomllib walks once per prefix. A single line of a million dots would
+# therefore take hours.
 _MOST_DOTS = 32
-# Valid files stay far below these limits; beyond them, reporting the problems costs gigabytes.
+# Valid files stay far below these limits. Beyond them, reporting the problems would need gigabytes.
 _MOST_KEYS = 64
 _MOST_VALUES = 2_000_000
 _TOML_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'|#.*|[^"\'#]+|["\']')
@@ -67,7 +68,9 @@ def toml_tables(raw: bytes | str, *, source: str, most_bytes: int) -> dict[str, 
 
 
 def json_model(raw: bytes | str, model: type[_Model], *, source: str, most_bytes: int) -> _Model:
-    """Return the model in ``raw``; the standard parser catches defects that pydantic's accepts."""
+    """Return the model in ``raw``; the standard parser catches defects that pydantic's parser
+    accepts.
+    """
     text = _text(raw, source=source, most_bytes=most_bytes)
     try:
         found = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
@@ -107,7 +110,9 @@ def problems_of(
     within: tuple[str | int, ...] = (),
     also: Iterable[str] = (),
 ) -> list[str]:
-    """Return a line per problem; ``within`` locates ``model``, ``also`` lists more allowed keys."""
+    """Return one line for each problem; ``within`` locates ``model``, ``also`` lists more allowed
+    keys.
+    """
     return [
         f"{where((*within, *e['loc']))} {_problem(dict(e), model, also)}"
         for e in error.errors(include_url=False)
@@ -121,7 +126,9 @@ def close_to(given: str, known: Sequence[str]) -> str:
 
 
 def where(location: Sequence[str | int]) -> str:
-    """Return ``("recompute", 1, "nth")`` as readable text: ``recompute 2: nth``."""
+    """Return a location such as ``("recompute", 1, "nth")`` as readable text: ``recompute 2:
+    nth``.
+    """
     text = ""
     for part in location:
         if isinstance(part, int):
@@ -133,7 +140,7 @@ def where(location: Sequence[str | int]) -> str:
 
 
 def write_whole(path: Path, content: bytes, *, option: str = "-o") -> None:
-    """Write atomically: ``path`` holds the new or the old content, even after a power cut."""
+    """Write atomically: ``path`` has the new or the old content, even after a power cut."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
@@ -175,7 +182,9 @@ def _text(raw: bytes | str, *, source: str, most_bytes: int) -> str:
 
 
 def _check_toml_cost(text: str, source: str) -> None:
-    """Refuse text that would take the parser too long; strings must end on their line."""
+    """Refuse text that would take the parser too long; strings must end on the line where they
+    begin.
+    """
     for number, line in enumerate(text.split("\n"), start=1):
         has_triple = '"""' in line or "'''" in line
         if not has_triple and line.count(".") <= _MOST_DOTS:
@@ -189,7 +198,9 @@ def _check_toml_cost(text: str, source: str) -> None:
 
 
 def _check_size(found: object, source: str) -> None:
-    """Refuse content much larger than any plan; iterative, to be safe from deep nesting."""
+    """Refuse content much larger than any plan; the check is iterative, so deep nesting is no
+    danger.
+    """
     values, pending = 0, [found]
     while pending:
         inner = pending.pop()
@@ -294,7 +305,7 @@ def _fields(model: type[Any]) -> dict[str, Any]:
 
 
 def _model_of(annotation: Any) -> type[Any]:
-    """Return the one model within ``list[Model]``, ``Model | None`` and the like."""
+    """Return the one model inside ``list[Model]``, ``Model | None`` and the like."""
     if isinstance(annotation, type) and (
         is_dataclass(annotation) or issubclass(annotation, BaseModel)
     ):

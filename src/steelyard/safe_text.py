@@ -5,7 +5,7 @@ Not for HTML, which has its own escaping.
 
 
 def printable(text: str, *, most: int = 200) -> str:
-    """Return ``text`` with terminal control characters escaped, cut at ``most`` characters.
+    """Return ``text`` with control characters for terminals escaped, cut after ``most`` characters.
 
     Names come from plan files and from modules. A name with an escape sequence could repaint the
     text around it, and one with a right-to-left mark could reorder it.

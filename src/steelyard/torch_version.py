@@ -1,6 +1,7 @@
 """The supported versions of torch: an older one is refused, a newer one gets one line of warning.
 
-Imports no torch. Not for what differs between versions: see _torch/private_names.py.
+This module does not import torch. Not for the differences between versions: see
+_torch/private_names.py.
 """
 
 import logging
@@ -13,7 +14,7 @@ from steelyard.errors import BadInput
 from steelyard.safe_text import printable
 
 OLDEST = (2, 11)
-# docs/torch-versions.md says how a newer one is tested; then this number is raised.
+# docs/torch-versions.md describes how a newer version is tested; after that, this number is raised.
 NEWEST_TESTED = (2, 14)
 
 
@@ -25,7 +26,9 @@ def dotted(version: tuple[int, int]) -> str:
 
 
 def minor_version(version: str) -> tuple[int, int]:
-    """Return (2, 14) for ``2.14.1+cpu``, and for a nightly build such as ``2.14.0.dev20260901``."""
+    """Return (2, 14) for ``2.14.1+cpu``, and also for a nightly build such as
+    ``2.14.0.dev20260901``.
+    """
     found = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", version)
     if found is None:
         raise BadInput(
@@ -39,7 +42,7 @@ def minor_version(version: str) -> tuple[int, int]:
 def check(version: str, environ: Mapping[str, str] = os.environ) -> None:
     """Refuse a torch older than any tested one; warn once if it is newer than all of them.
 
-    Of several ranks, only rank 0 warns.
+    If there are several ranks, only rank 0 warns.
     """
     found = minor_version(version)
     if found < OLDEST:

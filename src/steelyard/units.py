@@ -30,11 +30,12 @@ _AMOUNT = re.compile(r"\s*([+-]?[0-9_]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z
 
 
 def parse_bytes(amount: str | int | float, *, what: str = "memory") -> int:
-    """``"2 GiB"`` -> 2147483648; a bare number is bytes."""
+    """Parse ``"2 GiB"`` to 2147483648; a bare number is bytes."""
     example = "300MiB or 2 GiB"
     found = _parse(amount, _BYTES, what=what, example=example, bare=1.0)
     nbytes = int(found)
-    # A bare 2.5 was meant in another unit; of "0.1 GiB" the fraction of a byte may be dropped.
+    # A bare 2.5 must have been meant in another unit; with "0.1 GiB", the fraction of a byte may be
+    # dropped.
     if nbytes != found and _is_bare(amount):
         raise _impossible(amount, what=what, example=example, expected="whole bytes, or a unit")
     if nbytes == 0:
@@ -52,19 +53,19 @@ def _is_bare(amount: str | int | float) -> bool:
 
 
 def parse_seconds(amount: str | int | float, *, what: str = "step_time") -> float:
-    """``"120 ms"`` -> 0.12; a bare number is seconds."""
+    """Parse ``"120 ms"`` to 0.12; a bare number is seconds."""
     return _parse(amount, _SECONDS, what=what, example="120ms or 1.5 s", bare=1.0)
 
 
 def parse_rate(amount: str | int | float, *, what: str = "rate") -> float:
-    """``"500 MB/s"`` -> 5e8; a bare number is bytes per second."""
+    """Parse ``"500 MB/s"`` to 5e8; a bare number is bytes per second."""
     example = "500MB/s or 1 GiB/s"
     text = str(amount).strip().lower().removesuffix("/s") if isinstance(amount, str) else amount
     return _parse(text, _BYTES, what=what, example=example, bare=1.0)
 
 
 def parse_line_rate(amount: str, *, what: str = "rate") -> float:
-    """``"450 GB/s"`` -> 4.5e11, ``"100 Gbit/s"`` -> 1.25e10, in bytes per second.
+    """Parse ``"450 GB/s"`` to 4.5e11 and ``"100 Gbit/s"`` to 1.25e10, in bytes per second.
 
     ``Gb/s`` is refused: it means bits to networks and bytes to many people.
     """
@@ -81,14 +82,14 @@ def parse_line_rate(amount: str, *, what: str = "rate") -> float:
 
 
 def parse_flops(amount: str, *, what: str = "peak") -> float:
-    """``"989 TFLOP/s"`` -> 9.89e14."""
+    """Parse ``"989 TFLOP/s"`` to 9.89e14."""
     example = "989 TFLOP/s"
     per_second = _per(amount, "s", what=what, example=example)
     return _parse(per_second, _FLOPS, what=what, example=example)
 
 
 def parse_price(amount: str, *, what: str = "price") -> float:
-    """``"2.5 USD/h"`` -> 2.5."""
+    """Parse ``"2.5 USD/h"`` to 2.5."""
     example = "2.5 USD/h"
     hourly = _per(amount, "h", what=what, example=example)
     return _parse(hourly, {"usd": 1.0}, what=what, example=example)
@@ -107,12 +108,12 @@ def _per(amount: str, time: str, *, what: str, example: str) -> str:
 
 
 def parse_count(amount: str | int | float, *, what: str = "count") -> int:
-    """``"300B"`` -> 300_000_000_000; a bare number is that many."""
+    """Parse ``"300B"`` to 300_000_000_000; a bare number is that many."""
     return round(_parse(amount, _COUNTS, what=what, example="300B or 1.5T", bare=1.0))
 
 
 def parse_share(amount: str | int | float, *, what: str = "accuracy_loss") -> float:
-    """``"0.5%"`` -> 0.005; a bare number is the share itself. Zero is allowed."""
+    """Parse ``"0.5%"`` to 0.005; a bare number is the share itself. Zero is allowed."""
     units = {"%": 0.01}
     share = _parse(amount, units, what=what, example="0.5% or 0.005", bare=1.0, zero=True)
     if share > 1:
@@ -133,7 +134,7 @@ def _parse(
     bare: float = 1.0,
     zero: bool = False,
 ) -> float:
-    # Matching the pattern takes quadratic time at worst; no valid amount is that long.
+    # In the worst case, matching the pattern takes quadratic time; no valid amount is that long.
     match = _AMOUNT.fullmatch(str(amount)) if len(str(amount)) <= 64 else None
     if match is None or isinstance(amount, bool):
         raise BudgetError(
@@ -165,24 +166,24 @@ def _impossible(amount: object, *, what: str, example: str, expected: str) -> Bu
 
 
 def spell_bytes(amount: int) -> str | int:
-    """Return a text such as ``"300 MiB"`` if it is exact, else the bare number."""
+    """Return a text such as ``"300 MiB"`` if it is exact, otherwise the bare number."""
     units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     return _spell(amount, units, parse_bytes)
 
 
 def spell_rate(amount: float) -> str | float:
-    """Return a text such as ``"500 MB/s"`` if it is exact, else the bare number."""
+    """Return a text such as ``"500 MB/s"`` if it is exact, otherwise the bare number."""
     units = (("GB/s", 1e9), ("MB/s", 1e6), ("KB/s", 1e3))
     return _spell(amount, units, parse_rate)
 
 
 def spell_seconds(amount: float) -> str | float:
-    """Return a text such as ``"120 ms"`` if it is exact, else the bare number."""
+    """Return a text such as ``"120 ms"`` if it is exact, otherwise the bare number."""
     return _spell(amount, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)), parse_seconds)
 
 
 def spell_share(amount: float) -> str | float:
-    """Return a text such as ``"0.5 %"`` if it is exact, else the bare number."""
+    """Return a text such as ``"0.5 %"`` if it is exact, otherwise the bare number."""
     return _spell(amount, (("%", 0.01),), parse_share)
 
 

@@ -1,7 +1,7 @@
 """All private torch names that Steelyard uses, by subsystem of torch, with the reason for each.
 
-Only this folder may import them; each has a canary in tests/torch/test_private_names.py. Not for
-logic: it contains names and thin wrappers, and decides nothing but which torch is refused.
+Only this folder may import them; each has a canary in tests/torch/test_private_names.py. It
+contains names and thin wrappers and no logic, except the check that refuses an unsuitable torch.
 
 Dynamo and Inductor are imported inside the functions that need them: Dynamo alone takes longer to
 import than the rest of torch, and ranks, measuring processes and hooks do not use it.
@@ -12,7 +12,7 @@ import torch
 from steelyard._torch.private_names import require_imported
 from steelyard.torch_version import check
 
-# Before any private name is imported: what is refused is named.
+# Before any private name is imported, so that the error says which one is missing.
 check(torch.__version__)
 require_imported()
 

@@ -38,7 +38,7 @@ __all__ = [
 def aot_export_joint_with_descriptors(*args: Any, **kwargs: Any) -> Any:
     """Export forward and backward pass as one graph, with descriptors of its inputs and outputs.
 
-    Matching inputs and outputs by position instead failed silently.
+    Matching inputs and outputs by position was tried, and failed silently.
     """
     require("aot")
     from torch._functorch import aot_autograd
@@ -49,7 +49,9 @@ def aot_export_joint_with_descriptors(*args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _tensors_of_the_loss_allowed() -> Iterator[None]:
-    """Let the traced step read tensors that are no inputs, as torch 2.13 and newer do."""
+    """Let the traced step read tensors that are not among its inputs, as torch 2.13 and newer
+    do.
+    """
     from torch._functorch import aot_autograd
 
     if minor_version(torch.__version__) >= (2, 13):

@@ -1,4 +1,4 @@
-"""Autograd internals: hooks of parameters and modules, and calls below autograd.
+"""Autograd internals: hooks of parameters and modules, and operator calls that autograd ignores.
 
 Not for tracing: see aot.py.
 """
@@ -29,7 +29,7 @@ _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 def accumulators(parameters: Sequence[torch.Tensor]) -> list[Any]:
     """Return the autograd nodes that add to ``.grad``.
 
-    While they are referenced, users get these same nodes.
+    As long as they are referenced, autograd returns these same nodes to users.
     """
     with torch.inference_mode(mode=False):
         return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]

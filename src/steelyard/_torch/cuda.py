@@ -17,7 +17,7 @@ def keep_busy(cycles: int) -> None:
 
 
 def when_cuda_begins(call: Callable[[], object]) -> None:
-    """Call when CUDA is initialized, or now if it already is.
+    """Make the call once CUDA is initialized, or now if it already is.
 
     Initializing CUDA without need would take GPU memory and seconds.
     """
@@ -36,8 +36,8 @@ def symmetric_views(
 ) -> list[torch.Tensor]:
     """Return each rank's symmetric memory, of equal size, as a tensor on this rank.
 
-    All ranks of the group call this together. The views are valid as long as this rank keeps its
-    own memory.
+    All ranks of the group call this together. These tensors are valid only while this rank keeps
+    its own symmetric memory.
     """
     handle = torch.distributed._symmetric_memory.rendezvous(memory, group.group_name)
     return [handle.get_buffer(rank, memory.shape, memory.dtype) for rank in range(group.size())]

@@ -31,8 +31,8 @@ def supervised_agent(
     """Return torchrun's agent for this host, calling ``have_ended`` before each worker check.
 
     ``have_ended`` receives the process id of each rank. The unmodified agent reaps the first rank
-    that ended, then waits up to 30 seconds, which cannot be configured, for ranks that wait in a
-    collective and ignore SIGTERM, or that are stopped.
+    that ended. It then waits up to 30 seconds for ranks that are stopped, or that hang in a
+    collective and ignore SIGTERM. This time cannot be configured.
     """
     require("distributed")
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState

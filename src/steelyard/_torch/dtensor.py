@@ -19,8 +19,8 @@ def dtensor_strategies(
     """Return the result and input placements that DTensor supports for a call on one mesh axis.
 
     Each placement is a word and a dim: whole, shard, sum, or other. ``args`` contain (shape,
-    stride, dtype) for tensors. Empty if DTensor has no rule, or one that rewrites sizes among the
-    arguments itself.
+    stride, dtype) for tensors. The result is empty if DTensor has no rule, or if its rule itself
+    rewrites sizes among the arguments.
     """
     require("dtensor")
     # Imports torch.distributed, which is not needed to plan for one device.

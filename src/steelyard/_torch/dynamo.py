@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-# Tracing leaves fake tensors of the model in this tracker's class attributes; its context
-# manager's exit removes them.
+# Tracing leaves fake tensors of the model in class attributes of this tracker; leaving its context
+# removes them.
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 
 from steelyard._torch.private_names import require
@@ -37,10 +37,9 @@ def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]
     """Patch Dynamo and dispatch for capture.
 
     Shapes are static, recurrent layers allowed, logging calls ignored, and hidden decompositions
-    disabled. torch 2.13 applies some decompositions even if none are requested: the recurrent
-    ones silently lose the dropout between layers, and bilinear resizing rounds differently from
-    eager. Modules are imported again: otherwise, of two scripts with one name, Dynamo would
-    always use the first.
+    disabled. torch 2.13 applies some decompositions even if none are requested: the recurrent ones
+    silently lose the dropout between layers, and bilinear resizing rounds differently from eager.
+    Modules are imported again, because Dynamo would otherwise confuse two scripts of the same name.
     """
     require("dynamo")
     import torch._dynamo.symbolic_convert
@@ -60,11 +59,11 @@ def capture_settings(ignored_loggers: set[Callable[..., Any]]) -> Iterator[None]
 class Guarded:
     """Dynamo's result for a step: its graph module for export, and guards on the values it read.
 
-    The guards are those by which ``torch.compile`` decides to recompile, for every value that the
-    traced code read. ``broken`` returns a guard that no longer holds, or an empty text. Guards on
-    the batch, on torch's modes and on the form of tensors are excluded: tensors and batch guards
-    are listed by name in ``tensors`` and ``of_batch``. ``find`` returns a function that looks up
-    the current value of a name.
+    These are the guards that make ``torch.compile`` recompile, one for every value that the traced
+    code read. ``broken`` returns a guard that no longer holds, or an empty text. Guards on the
+    batch, on torch's modes and on the layout of tensors are excluded; ``tensors`` and ``of_batch``
+    list the names of tensors and of batch guards. ``find`` returns a function that looks up the
+    current value of a name.
     """
 
     graph: Any
@@ -132,7 +131,7 @@ def captured_and_guarded(step: torch.nn.Module, batch: Any) -> Guarded:
 
     build = dynamo.functional_export.create_fx_graph_from_captured_output
     graph = build(captured, step, (batch,), {})
-    # Guards use only modules among the globals; the rest would keep every fake tensor alive.
+    # Guards need only the modules among the globals; the rest would keep every fake tensor alive.
     draws = any(name.startswith("__gen_rand_values") for name in found)
     for name in [name for name in found if name.startswith("__compiled_fn")]:
         del found[name]
@@ -175,7 +174,7 @@ def functional_calls() -> Iterator[None]:
             tensors[name] = tensor
 
 
-# Guards on the form of tensors and on their aliasing, which run/binding.py and
+# Guards on the layout of tensors and on their aliasing, which run/binding.py and
 # run/model_guards.py check instead.
 _TENSOR_FORM_GUARDS = {"TENSOR_MATCH", "DUPLICATE_INPUT", "SHAPE_ENV"}
 
@@ -274,7 +273,7 @@ def _intermediates_may_require_grad() -> Iterator[None]:
     ``enable_input_require_grads()`` of transformers and PEFT does this to differentiate
     checkpointed blocks of a frozen model. Dynamo (torch 2.12 and newer) refuses it if a result
     depends on such a tensor, whose gradient it could not return. A step needs only gradients of
-    parameters, which do not change by it. (torch 2.11 refuses the call itself.)
+    parameters, which this call does not change. (torch 2.11 refuses the call itself.)
     """
     from torch._dynamo.output_graph import OutputGraph
 

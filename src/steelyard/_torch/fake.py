@@ -35,7 +35,7 @@ __all__ = [
 
 
 def on_meta(fake: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor of the same layout, to build a FakeTensor of, under any active modes."""
+    """Return a meta tensor of the same layout, from which a FakeTensor can be built in any mode."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():

@@ -25,7 +25,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     require("inductor")
     import torch._inductor.config
     import torch._inductor.decomposition
-    import torch._inductor.lowering  # read, but not imported, by the decomposition of pooling
+    import torch._inductor.lowering  # Pooling's decomposition reads this without importing it.
 
     with torch._inductor.config.patch(fallback_random=True):
         found: dict[Any, Callable[..., Any]] = torch._inductor.decomposition.select_decomp_table()
@@ -36,8 +36,8 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def _kept_whole() -> frozenset[Any]:
     """Keep operators whole that torch 2.12 no longer decomposes, and return them.
 
-    torch 2.11 decomposes them whatever its settings. In a channels-last tensor the numbers are then
-    not those of eager PyTorch.
+    torch 2.11 always decomposes them. For channels-last tensors the results then differ from those
+    of eager PyTorch.
     """
     if minor_version(torch.__version__) >= (2, 12):
         return frozenset()
@@ -74,8 +74,8 @@ def inductor_settings() -> Iterator[Any]:
 
     Random operators call torch's own kernels, in order, so that their numbers equal eager's. The
     vectorization of a loop must not depend on the fused operators, since it determines the
-    summation order: otherwise a plan with other saved activations would round differently. The
-    tracing context exists because Inductor's cache asks it for the mode's shapes.
+    summation order: otherwise a plan with other saved activations would round differently.
+    Inductor's cache needs the tracing context, from which it gets the symbolic shapes.
     """
     import torch._guards
     import torch._inductor.config
@@ -129,7 +129,7 @@ def compiled(
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Return Inductor's code for a function from tensors to a tuple of tensors.
 
-    It is valid for all sizes along those dims where ``examples`` have a size above one.
+    The code works for any size of those dims whose size in ``examples`` is above one.
 
     Unlike torch.compile it does not use Dynamo, which checks guards at every call, gives up after
     eight recompilations, and permanently skips code that it first meets under a
@@ -144,8 +144,8 @@ def compiled(
         graph = make_fx(function, table, tracing_mode="symbolic")(*examples)
         fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         mode = fakes[0].fake_mode
-        # The trace leaves an unpicklable shape env here, which makes Inductor's cache miss in
-        # every new process. Without it the cache uses the inputs.
+        # The trace leaves an unpicklable shape env here. With it, Inductor's cache finds nothing in
+        # a new process; without it, the cache uses the inputs.
         graph.shape_env = None
         with torch._guards.tracing(torch._guards.TracingContext(mode)):
             run = inductor_compiled(graph, fakes, mode=mode, is_backward=False)

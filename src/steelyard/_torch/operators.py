@@ -15,7 +15,7 @@ __all__ = ["OpOverload", "argument", "builtin_of", "draws", "is_view", "mutates"
 
 
 def builtin_of(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the builtin that an operator calls in the end, without the Python wrapper."""
+    """Return the builtin that an operator ends up calling, without the Python wrapper."""
     return operator._op if isinstance(operator, OpOverload) else operator
 
 
@@ -50,7 +50,7 @@ def argument(
     return None
 
 
-# The namespaces (torch 2.13) whose operators have the tag if they draw; and Steelyard's own.
+# The namespaces (torch 2.13) whose operators have the tag if they draw, plus Steelyard's own.
 _TAGGED = {
     *("aten", "prims", "prim", "profiler", "mkldnn", "mkl", "mkldnn_prepacked", "onednn"),
     *("_c10d_functional", "_c10d_functional_autograd", "c10d", "inductor", "steelyard"),

@@ -1,8 +1,7 @@
-"""The private names of torch that the files of this folder use, and the version each came with.
+"""The private torch names that the files of this folder use, and the version that added each.
 
 Tried with torch 2.11.0, 2.12.1, 2.13.0 and 2.14.1. ``require`` looks up the names of a file before
-their first use, so that a torch without one of them is refused by name. Not for what the names do:
-see the files.
+their first use. If torch lacks one, the error says which. Each file describes what its names do.
 """
 
 import importlib
@@ -22,8 +21,9 @@ from steelyard.torch_version import INSTALL, NEWEST_TESTED, OLDEST, dotted, mino
 class PrivateNames:
     """The names that one file uses, and the feature that does not work without them.
 
-    ``imported`` (by importing this folder) and ``names`` are in every tested version, ``since`` in
-    later ones. ``oldest`` is the version from which on the feature works.
+    ``imported`` are imported together with this folder. They and ``names`` exist in every tested
+    version, ``since`` only in later ones. ``oldest`` is the first version in which the feature
+    works.
     """
 
     feature: str
@@ -40,7 +40,7 @@ class PrivateNames:
 
 @cache
 def require(file: str) -> None:
-    """Refuse this torch if it lacks a private name that ``file`` of this folder uses."""
+    """Raise an error if torch lacks a private name that ``file`` of this folder uses."""
     table, version = PRIVATE_NAMES[file], minor_version(torch.__version__)
     if version < table.oldest:
         oldest = dotted(table.oldest)
@@ -53,7 +53,7 @@ def require(file: str) -> None:
 
 
 def require_imported() -> None:
-    """Refuse this torch if it lacks a private name that importing this folder imports."""
+    """Raise an error if torch lacks a private name that is imported together with this folder."""
     for table in PRIVATE_NAMES.values():
         _look_up(table.feature, table.imported)
 
@@ -72,7 +72,7 @@ def _look_up(feature: str, names: Iterable[str]) -> None:
 
 
 def find(name: str) -> Any:
-    """Return the object with a dotted name, importing the modules on the way to it."""
+    """Return the object with a dotted name, importing the modules of that name."""
     value: Any = torch
     path = "torch"
     for part in name.split(".")[1:]:

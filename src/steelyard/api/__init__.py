@@ -1,4 +1,4 @@
-"""The public calls: plan, apply, load, run. Connects the stages and contains no logic.
+"""The public calls: plan, apply, load, run. They connect the stages and contain no logic.
 
 Not for deciding, measuring or explaining: see planner/, measure/ and report/.
 """

@@ -1,9 +1,10 @@
 """A background process: a low-priority fork that computes a text while its parent keeps training.
 
-The child sees the memory of the parent as it was at the fork, including weights, and changes none
-of it: its writes go to its own copies of pages. It communicates with no other rank and ends with
-``os._exit``, so that nothing of the parent is closed or flushed twice. There is no background
-process on a GPU: CUDA does not survive a fork. Not for the computation itself: see replan.py.
+The child sees the memory of the parent as it was at the fork, including weights. It cannot change
+that memory: its writes go to its own copies of the pages. It communicates with no other rank and
+ends with ``os._exit``, so that nothing of the parent is closed or flushed twice. There is no
+background process on a GPU: CUDA does not survive a fork. Not for the computation itself: see
+replan.py.
 """
 
 import contextlib
@@ -18,21 +19,22 @@ import torch
 
 from steelyard.safe_text import printable
 
-# A niceness of 10 gives about a tenth of the time of a core that a normal process also wants:
-# enough to end within minutes on a busy core, while steps hardly take longer.
+# A process with a niceness of 10 gets about a tenth of a core that a normal process also uses. On a
+# busy core this is enough to end within minutes, and steps take hardly any longer.
 _LOW_PRIORITY = 10
 _PIECE = 1 << 16
 
 
 class BackgroundProcess:
-    """Computes ``work()`` in a fork; ``answer`` is None until it is known.
+    """Computes ``work()`` in a fork; ``answer`` is None until the result is known.
 
-    ``failure`` is the error instead, in one line.
+    If the work fails, ``failure`` is the error in one line.
     """
 
     def __init__(self, work: Callable[[], str]) -> None:
         answers, answers_of_child = os.pipe()
-        # The child ends when this process ends, for whatever reason: that closes the other end.
+        # The child ends when this process ends for any reason, because that closes the other end of
+        # the pipe.
         lifeline, parent_end = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:

@@ -73,7 +73,7 @@ class BatchPrograms:
         if self._ranks.stands_by:
             # A rank that stands by checks batches as the others do, but never runs the program.
             rules = [rule for rule in rules if rule.stage not in BETWEEN_RANKS]
-        # The full model is traced; it is split into shards once the first step is bound.
+        # The full model is traced first; it is split into shards when the first step is bound.
         with self.sharded_model.imagined() if self.sharded_model else contextlib.nullcontext():
             graph = source.captured().graph
             base = Program.plain(graph, update=self._update, rank=self._ranks.rank)
@@ -111,7 +111,7 @@ class BatchPrograms:
         limit = self._plan.decisions.budget.memory_bytes
         if has_planned_shape and limit is None:
             return program, captured.constants, captured.reads  # only the codecs differ
-        # The highest need of any rank decides: all ranks continue, or none does.
+        # The rank with the highest need decides: all ranks continue, or none does.
         as_executed = self.as_executed(program)
         nbytes = self._ranks.coordinator.most(peak_bytes(as_executed, self._pricing.made.costs))
         if limit is not None and nbytes > limit:

@@ -55,8 +55,8 @@ class MemoryMeter:
     def peak_bytes(self, call: Any) -> int:
         """Return the peak bytes of ``call``.
 
-        These are the resident bytes, what the call adds in the allocator, and the buffers in which
-        values are moved to offload memory.
+        These are the resident bytes, the bytes that the call adds in the allocator, and the buffers
+        for transfers to offload memory.
         """
         resident = self.resident_bytes()
         metered = meter_once(call, device=self._device)
@@ -72,7 +72,7 @@ class MemoryMeter:
         return resident_bytes(self._live, self._constants) + self._other_bytes
 
     def notes(self, *, is_metered: bool) -> tuple[str, ...]:
-        """Return a note on why no step was metered, if a step could have been."""
+        """Return a note on why no step was metered, if one could have been."""
         reasons = []
         if self._num_profiled:
             reasons.append(
@@ -91,7 +91,7 @@ class MemoryMeter:
 def resident_bytes(live: LiveStep, constants: Sequence[torch.Tensor] = ()) -> int:
     """Return the bytes of the storages that outlive a step.
 
-    These are weights, buffers, optimizer state, other tensors that the code reads, message buffers
+    These hold weights, buffers, optimizer state, other tensors that the code reads, message buffers
     shared with other ranks, and gradients kept from earlier steps.
     """
     tensors = [*live.model.parameters(), *live.model.buffers(), *live.gradients(), *constants]

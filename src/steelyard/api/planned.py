@@ -1,4 +1,4 @@
-"""A plan as returned to the user: its predictions, questions about it, and applying it.
+"""A plan as returned to the user: shows its predictions, answers questions, and can be applied.
 
 Not for finding it: see planner/planner.py and search/. Not for the public calls: see planning.py.
 """
@@ -32,7 +32,7 @@ from steelyard.trades import TRADES
 
 
 class Planned:
-    """A plan that can be applied; prints as the explain tree."""
+    """A plan that can be applied; printing it shows the explain tree."""
 
     def __init__(self, planner: Planner, plan: Plan) -> None:
         self._planner = planner
@@ -65,7 +65,9 @@ class Planned:
         return self.with_frontier().plan.frontier
 
     def with_frontier(self) -> "Planned":
-        """Return the plan with the whole frontier; planning alone explores only what it needs."""
+        """Return the plan with the whole frontier; planning explores only the part that it
+        needs.
+        """
         return Planned(self._planner, self._planner.with_frontier(self.plan))
 
     def simulated(self) -> tuple[Span, ...]:
@@ -108,11 +110,12 @@ class Planned:
         self._refuse_beyond_budget()
         source = session.source.whole()
         if source.is_imagined:
-            # The largest batch was only imagined; the batches of the run have values.
+            # The largest batch had no values while planning; the batches of the run have.
             source = source.at(filled(source.batch))
         if model is not None and model is not source.model:
             check_model(model)
-            # Another object of the same class, for example one that was loaded in between.
+            # Another object of the same class is possible, for example one that was loaded in
+            # between.
             source = source.on(model)
         elif session.watch is not None:
             session.watch.check()
@@ -134,7 +137,8 @@ class Planned:
     def _refuse_beyond_budget(self) -> None:
         """Raise Infeasible if the plan exceeds its budget.
 
-        A plan file may be for a smaller batch, or edited: such a plan is shown but not run.
+        A plan file may have been edited, or made for a smaller batch. Such a plan is shown but not
+        run.
         """
         tree = tree_of(self.plan)
         if not tree.fits:

@@ -37,7 +37,9 @@ class PlannedForCluster(Planned):
         return self
 
     def simulated(self) -> tuple[Span, ...]:
-        """Return the timeline of one rank per stage; the other ranks of a stage do the same."""
+        """Return the timeline of one rank per stage; the other ranks of a stage have the same
+        one.
+        """
         search, chosen = self._cluster_planner.search, self._chosen
         return analytic_spans(search.stage_costs(chosen), search.stage_blocks(chosen))
 
@@ -73,6 +75,6 @@ class PlannedForCluster(Planned):
 def plan_for_cluster(
     planner: DeclaredClusterPlanner, budget: Budget, minimize: Minimize | None = None
 ) -> PlannedForCluster:
-    """Return the fastest plan on the declared devices, or one on the fewest of them."""
+    """Return the fastest plan on the declared devices, or a plan on the fewest of them."""
     plan, chosen = planner.plan(budget, minimize)
     return PlannedForCluster(planner, plan, chosen, minimize)

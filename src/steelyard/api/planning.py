@@ -77,7 +77,9 @@ def plan(
 
 
 def _needs_cluster_planner(request: PlanRequest, minimize: Minimize | str | None) -> bool:
-    """True for deep models and device-count questions on a declared cluster."""
+    """True for deep models, and for questions about the number of devices, on a declared
+    cluster.
+    """
     cluster = request.cluster
     if cluster.num_devices == 1 or cluster.is_here:
         return False
@@ -170,9 +172,9 @@ def load(
 ) -> "Planned":
     """Load a plan file and check it against this step.
 
-    ``cluster`` is the cluster that the plan was made for, if that is not this machine. The
-    predictions stored with the file are used if they are for this step, machine and optimizer.
-    Otherwise, or with ``predict_anew``, the step is measured and predicted here.
+    ``cluster`` is the cluster that the plan was made for; it is needed only if that is not this
+    machine. The predictions stored with the file are used if they are for this step, machine and
+    optimizer. Otherwise, or with ``predict_anew``, the step is measured and predicted here.
     """
     _check_step(model, loss, title, on_progress)
     known = cluster is None or isinstance(cluster, Cluster)

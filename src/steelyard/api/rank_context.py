@@ -71,8 +71,8 @@ class RankContext:
     rank: int = 0
     torch_device: torch.device = CPU
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    # If only some of the ranks take the step: the coordinator of all ranks, and if this rank stands
-    # by.
+    # These are set if only some of the ranks take the step: the coordinator of all ranks, and True
+    # if this rank stands by.
     everyone: Coordinator | None = None
     stands_by: bool = False
 
@@ -103,8 +103,8 @@ class RankContext:
     def among(self, members: Sequence[int], layout: ParallelLayout) -> "RankContext":
         """Return the context in which only ``members`` take the step; all ranks call this together.
 
-        A rank that stands by uses the rank number of the first, and takes part in no collective of
-        a step.
+        A rank that stands by uses the rank number of the first member, and takes part in none of
+        the step's collectives.
         """
         rank, groups = dist.get_rank(), dict[str, dist.ProcessGroup]()
         is_member = rank in members
@@ -189,7 +189,9 @@ def _groups(layout: ParallelLayout, everyone: dist.ProcessGroup) -> dict[str, di
 
 @contextlib.contextmanager
 def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
-    """Record for the launcher an error that ends this rank within the context."""
+    """Record an error that ends this rank within the context, so that the launcher can report
+    it.
+    """
     who = rank_info(os.environ)
     with recorded(who), reporting_lost_connections(who):
         who.check_size(num_ranks, planned_hosts=hosts)
@@ -197,7 +199,7 @@ def as_a_rank(num_ranks: int, *, hosts: int) -> Iterator[None]:
 
 
 def hold_meeting_place() -> None:
-    """Keep the rendezvous store open, in a process that is no rank of the plan."""
+    """Keep the rendezvous store open in a process that is not a rank of the plan."""
     hold(rank_info(os.environ))
 
 
@@ -212,7 +214,7 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
     tensors = {_torch.keystr(path): x for path, x in found if isinstance(x, torch.Tensor)}
     named = workload.model.named_parameters()
     words = words_for(plan_digest=plan, parameters=named, batch=tensors.items())
-    # Ranks that draw different batches would train on fewer samples than the plan says.
+    # Ranks that use different batches would train on fewer samples than the plan says.
     words["values of the first batch"] = "\n".join(f"{n} {_digest(x)}" for n, x in tensors.items())
     who, torch_device = rank_info(os.environ), torch_device_of(workload.model)
     check_is_own(torch_device)
@@ -227,7 +229,7 @@ def joined_ranks(workload: Workload, *, plan: str, timeout_seconds: float) -> It
 
 
 def restarts() -> int:
-    """Return the number of times that the ranks were restarted."""
+    """Return how many times the ranks have been restarted."""
     return rank_info(os.environ).attempt
 
 

@@ -21,7 +21,7 @@ from steelyard.units import format_bytes, format_seconds
 
 
 class ShownReceipt:
-    """A receipt that prints as the explain tree, with measured and predicted values."""
+    """A receipt with measured and predicted values; printing it shows the explain tree."""
 
     def __init__(self, receipt: Receipt) -> None:
         self.receipt = receipt
@@ -31,7 +31,7 @@ class ShownReceipt:
         return plain(render(tree_of(self.receipt)))
 
     def _repr_html_(self) -> str:
-        """Return the page that ``steelyard run --html`` writes, for a notebook."""
+        """Return the page that ``steelyard run --html`` writes, for display in a notebook."""
         return to_html(tree_of(self.receipt))
 
 

@@ -1,4 +1,4 @@
-"""Replanning during a run: send gradients another way once the measured links have changed.
+"""Replanning during a run: changes how gradients are sent once the measured links have changed.
 
 Three steps in a row that take another time than predicted trigger a link measurement of some tenths
 of a second. If a link has changed, one rank searches for better ways to send gradients, if possible
@@ -44,16 +44,17 @@ from steelyard.search.ranks.retune import (
 )
 from steelyard.units import format_seconds
 
-# Flags that a rank raises for all: steps deviate from the prediction, or the search has ended.
+# Flags that one rank sets for all: steps deviate from the prediction, or the search has ended.
 _CHECK_LINKS, _ANSWER_READY = 1, 2
-# A link has changed if the time of a small and a larger message differs by this factor.
+# A link counts as changed if the time of a small and of a larger message differs by this factor.
 _CHANGED_RATIO, _MESSAGE_BYTES = 1.25, 1 << 20
-# The first steps of a new plan are not checked: their programs are bound again.
+# The first steps of a new plan are not checked, because their programs are being bound again.
 _SKIPPED_STEPS = 2
-# A link that steps do not use is measured every so many steps, such that measuring takes at most
-# this share of their time.
+# A link that steps do not use is measured every few steps, so that measuring takes at most this
+# share of their time.
 _MIN_INTERVAL, _MAX_INTERVAL, _MEASURING_SHARE = 10, 1600, 0.02
-# A host that stands by probes codecs on its own weights, which may be at most this many steps old.
+# A host that stands by probes codecs on its own weights. These may be out of date by at most this
+# many steps.
 _RECENT_STEPS = 100
 
 # Separator of the parts of a message to other ranks, and prefix of an error in place of a message.
@@ -112,7 +113,7 @@ class Replanner:
 
     @property
     def _ranks_per_host(self) -> int:
-        """The number of ranks of each host."""
+        """The number of ranks on each host."""
         return self._num_ranks // self._hosts
 
     @property
@@ -149,7 +150,7 @@ class Replanner:
             return self._check_links(number, is_to_be_sure=True)
         if self._background is not None and self._background.is_done():
             self._coordinator.flag(_ANSWER_READY)
-        # Messages of this method are no part of a step.
+        # Messages sent by this method are not part of a step.
         self._waited_seconds = self._step.traffic_counter.total().waited
         return False
 
@@ -167,7 +168,7 @@ class Replanner:
     def _is_time_to_measure(self) -> bool:
         """True if unused links are due to be measured.
 
-        A step that exchanges nothing with some ranks shows nothing of their link.
+        A step that exchanges nothing with some ranks tells nothing about the links to them.
         """
         if self._members == tuple(range(self._num_ranks)):
             return False
@@ -178,8 +179,8 @@ class Replanner:
         """Measure the links on all ranks, and react if they have changed.
 
         If so, switch at once to a known plan that is faster, and let one rank start to search all
-        plans. Return True if the plan was switched. ``is_to_be_sure`` measures a change twice,
-        because no slow step confirms it.
+        plans. Return True if the plan was switched. With ``is_to_be_sure``, a change is measured
+        twice, because no slow step confirms it.
         """
         self._steps_unmeasured = 0
         links = self._measure_links()
@@ -223,8 +224,8 @@ class Replanner:
     def _least_busy(self, number: int) -> int:
         """Return the first rank of the first host that stands by, whose cores are idle.
 
-        Rank 0 instead if no host stands by, if the search runs between two steps, or if the host
-        left long ago: codecs are probed on that rank's weights, which are no longer updated.
+        This is rank 0 if no host stands by, if the search runs between two steps, or if the host
+        left long ago: codecs are probed on its weights, which are then out of date.
         """
         idle = (
             r for r in range(0, self._num_ranks, self._ranks_per_host) if r not in self._members
@@ -235,9 +236,9 @@ class Replanner:
     def _switch_at_once(self, number: int, session: PlanningSession, links: LinkState) -> bool:
         """Switch to the same plan on fewer hosts or to the initial plan, if that is faster.
 
-        Both take a moment to price. Other codecs must be probed first; meanwhile the run should
-        neither wait for a slow link nor leave a restored one unused. Return True if the plan was
-        switched.
+        Pricing both takes only a moment, while other codecs must be probed first. In the meantime,
+        the run should neither wait for a slow link nor leave a restored one unused. Return True if
+        the plan was switched.
         """
         encoded = ""
         if self._coordinator.saves and self._step.supports_standby:
@@ -277,7 +278,7 @@ class Replanner:
     def _measure_links(self) -> LinkState:
         begin = time.perf_counter()
         link = measured_now(self._links.link, hosts=self._hosts, torch_device=self._torch_device)
-        # With two hosts, the one link has just been measured.
+        # With two hosts, their only link has just been measured.
         rates = rates_now(hosts=self._hosts) if self._hosts > 2 else ()
         seconds = time.perf_counter() - begin
         steps = self._coordinator.most(
@@ -288,7 +289,7 @@ class Replanner:
 
     @staticmethod
     def _has_changed(one: LinkState, other: LinkState) -> bool:
-        """True if messages take a sufficiently different time; the same on all ranks."""
+        """True if message times have changed enough; all ranks get the same answer."""
         seconds = tuple(state.link.seconds(_MESSAGE_BYTES, messages=2) for state in (one, other))
         pairs = [seconds, *zip(one.rates, other.rates, strict=True)]
         return any(max(pair) > _CHANGED_RATIO * min(pair) for pair in pairs)
@@ -332,7 +333,7 @@ class Replanner:
             metrics.step_seconds.value, metrics.step_seconds.low, metrics.step_seconds.high,
             metrics.exposed_communication_seconds.value,
         )  # fmt: skip
-        # Each rank predicted it for itself; the expectation must be the same on all ranks.
+        # Each rank made its own prediction; the expected time must be the same on all ranks.
         value, low, high, waiting_seconds = json.loads(
             self._coordinator.words(json.dumps(expected))
         )
@@ -386,7 +387,7 @@ class Replanner:
         )
 
     def _change_text(self, before: LinkState, now: LinkState) -> str:
-        """Name the link that has changed since the last switch, with its old and new rate."""
+        """Describe the link that has changed since the last switch, with its old and new rate."""
         if not self._has_changed(now, before):
             return "plans were compared for the present links"
         link_name, rate, then = "the link between ranks", now.link, before.link
@@ -430,7 +431,7 @@ class Replanner:
                 for file, text in zip(files, received.split(_SEPARATOR), strict=True):
                     write_where_other(file, text)
         except PlanFileError:
-            has_failed = 1  # training goes on without the file
+            has_failed = 1  # Training goes on without the file.
         if self._coordinator.most(has_failed):
             self._on_note(
                 f"{path.name} cannot be written on one of the hosts: copy it there before you "

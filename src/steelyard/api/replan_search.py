@@ -35,7 +35,7 @@ from steelyard.search.ranks.retune import (
 
 # The number of candidates that are lowered in one search, while all ranks wait.
 _MAX_LOWERINGS = 3
-# The share of the free memory that a step on fewer ranks may need in addition to the present step.
+# A step on fewer ranks may need this share of the free memory in addition to the present step.
 _SHARE_OF_FREE_MEMORY = 0.5
 
 
@@ -104,7 +104,7 @@ class ReplanSearch:
     def _improvements(
         self, session: PlanningSession, now: PresentRun, max_bytes: float
     ) -> Iterator[Alternative]:
-        """Yield the alternatives that are faster by enough and fit the memory.
+        """Yield the alternatives that are sufficiently faster and fit in memory.
 
         A compiled step computes for less time than the captured one, so it gains more from faster
         communication. Only lowering shows its time, so few candidates are tried.
@@ -155,7 +155,7 @@ class ReplanSearch:
     def on_fewer_hosts(
         self, session: PlanningSession, links: LinkState
     ) -> Iterator[tuple[tuple[int, ...], PlanningSession]]:
-        """Yield the best-connected ranks of fewer hosts, with a session over their links."""
+        """Yield the best-connected ranks on fewer hosts, with a session over their links."""
         each, degrees = self._num_ranks // self._hosts, session.source.sharers()
         are_unequal = bool(ParallelLayout.of(self._decisions.rules).shares)
         for count in numbers_of_hosts(self._hosts):
@@ -167,7 +167,7 @@ class ReplanSearch:
     def session_among(
         self, session: PlanningSession, links: LinkState, ranks: Sequence[int]
     ) -> PlanningSession:
-        """Return the session priced over the links among these ranks."""
+        """Return the session with the costs of the links among these ranks."""
         if len(ranks) == self._num_ranks or not links.rates:
             return session
         each = self._num_ranks // self._hosts
@@ -178,7 +178,9 @@ class ReplanSearch:
     def _is_possible(
         self, session: PlanningSession, choice: Alternative, now: PresentRun, current: Prediction
     ) -> bool:
-        """True if all operators of the alternative were measured, and its memory is available."""
+        """True if all operators of the alternative were measured and there is enough memory for
+        it.
+        """
         if not session.prices.has_costs(
             session.layouts.candidates.apply_rules(choice.candidate.rules).graph
         ):
@@ -202,8 +204,8 @@ class ReplanSearch:
     ) -> str | None:
         """Return the probed drift as text; empty for an exact plan.
 
-        None if the drift is unknown or more than allowed, or if the less lossy fallback codecs do
-        not fit.
+        None if the drift is unknown or too large, or if the less lossy fallback codecs need too
+        much memory.
         """
         program = session.apply_rules(rules)
         if not program.is_lossy:

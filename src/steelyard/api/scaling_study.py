@@ -1,4 +1,5 @@
-"""The scaling study of a declared cluster: more and more devices, at a fixed and a growing batch.
+"""The scaling study of a declared cluster: steps on ever more devices, at a fixed and a growing
+batch.
 
 This module only connects other parts. Not for one plan: see planner/declared_cluster.py.
 """

@@ -48,8 +48,8 @@ from steelyard.run.step import LiveStep
 from steelyard.safe_text import printable
 from steelyard.units import format_bytes
 
-# The second call is metered: the first one also allocates state, and later ones would interrupt a
-# training loop that is under way.
+# The second call is metered. The first one also allocates state, and metering a later one would
+# interrupt the user's training loop.
 _METERED_CALL = 2
 # Ranks first exchange their measured peaks after this many calls.
 _FIRST_REPORT = 4
@@ -324,7 +324,7 @@ class Step:
 
         Sharded state stays where it is. ``members`` are the ranks that take part, by default all;
         rank 0 is always one of them. The other ranks stand by: they take batches, receive the loss
-        and update nothing. Ranks that return are sent the updates that they missed.
+        and update nothing. When they return, they are sent the updates that they missed.
         """
         everyone = self._plan_ranks
         all_ranks = tuple(range(everyone.layout.num_ranks))
@@ -367,17 +367,19 @@ class Step:
 
     @property
     def is_as_planned(self) -> bool:
-        """True if the last step used the gradient codecs that the plan names."""
+        """True if the last step used the gradient codecs named by the plan."""
         return self.live.rung == 0
 
     @property
     def has_fallen_back(self) -> bool:
-        """True if the guard has replaced a gradient codec of this plan by a less lossy one."""
+        """True if a gradient codec of this plan was replaced, because of its error, by a less lossy
+        one.
+        """
         guard = self.live.guard
         return guard is not None and guard.rung != 0 and not guard.warm_up
 
     def _metered_call(self, call: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
-        """Return the peak bytes and the loss; the slowed call counts for nothing else."""
+        """Return the peak bytes and the loss; the call is slow, so its time is not used."""
         losses: list[torch.Tensor] = []
         nbytes = self.memory_meter.peak_bytes(lambda: losses.append(call()))
         self._note_loss(losses[0])
@@ -390,7 +392,7 @@ class Step:
         loss = call()
         if self.is_as_planned:
             is_over()
-            # Bytes sent between two calls are the user's own.
+            # Bytes that are sent between two calls belong to the user's own code.
             added = (b - a for a, b in zip(before, self.traffic_counter.total(), strict=True))
             self._traffic.append(Traffic(*map(sum, zip(self._traffic[-1], added))))
         self._note_loss(loss)
@@ -411,8 +413,8 @@ class Step:
     def _exchange_measurements(self) -> None:
         """Exchange measured peaks and non-finite codes between ranks, after some of the calls.
 
-        All ranks make the same calls. A receipt cannot exchange anything, because one rank may ask
-        for it alone.
+        All ranks make the same calls. The exchange cannot wait for the receipt, because a single
+        rank may ask for one.
         """
         if not self.ranks.channels:
             return
@@ -423,7 +425,7 @@ class Step:
             self._peak_bytes_by_rank = self.ranks.coordinator.each(
                 -1 if peak_bytes is None else peak_bytes
             )
-        # All ranks see it after the same call, because the loss is the loss of all.
+        # All ranks see it after the same call, because they all have the same loss.
         if self._finite is not None and self._finite.failed_at and not self._finite_codes:
             self._finite_codes = self.ranks.coordinator.each(self._finite.code)
 

@@ -14,7 +14,7 @@ from steelyard.ir.parallel_layout import DATA
 from steelyard.offload.tier import OffloadFile
 from steelyard.run.step import LiveStep
 
-# The byte counter scans for new connections in this many calls: before, between and after the first
+# The byte counter looks for new connections at these calls: before, between and after the first
 # steps.
 _CONNECTION_SCANS = 4
 
@@ -22,9 +22,9 @@ _CONNECTION_SCANS = 4
 class Traffic(NamedTuple):
     """Time and bytes spent on transfers.
 
-    ``busy``: seconds in which values were moved to or from offload memory. ``waited``: seconds
-    spent waiting for these transfers or for other ranks. ``sent``: bytes that this rank sent to
-    other ranks. ``coding``: seconds in which it encoded and decoded gradients.
+    ``busy``: seconds during which values moved to or from offload memory. ``waited``: seconds of
+    waiting for these transfers or for other ranks. ``sent``: bytes that this rank sent to other
+    ranks. ``coding``: seconds in which it encoded and decoded gradients.
     """
 
     busy: float
@@ -81,8 +81,8 @@ class TrafficCounter:
     def _counts_sent_bytes(self) -> bool:
         """True if all bytes sent to other ranks are counted.
 
-        The kernel counts bytes sent over connections, and message slots are counted here. NCCL does
-        not report what it sends.
+        The kernel counts the bytes sent over connections; bytes in message slots are counted here.
+        NCCL does not report what it sends.
         """
         if all(channel.backend == "gloo" for channel in self._ranks.channels.values()):
             return self._sent_counter.is_counted

@@ -1,4 +1,4 @@
-"""The loop of ``steelyard run``: train a workload by a plan for some steps, and return a receipt.
+"""The loop of ``steelyard run``: trains a workload with a plan for some steps, returns a receipt.
 
 Not for the user's own loop: that calls a Step, see step.py.
 """
@@ -38,11 +38,11 @@ def run_workload(
     on_step: OnStep = lambda _: None,
     on_note: Callable[[str], None] = lambda _: None,
 ) -> Receipt:
-    """Train by the plan and return the receipt.
+    """Train with the plan and return the receipt.
 
     ``adapt`` is the path of the plan file if the plan may be replaced during the run; new plans are
-    written to the same folder. ``losses`` is the path of the plan file if the first rank shall
-    write the loss of each step next to it.
+    written to the same folder. ``losses`` is the path of the plan file if the first rank should
+    write the loss of each step to a file next to it.
     """
     if adapt is not None:
         # The costs that replanning compares are measured now, while the machine is idle.
@@ -120,7 +120,7 @@ def _lr_of(optimizer: torch.optim.Optimizer | None) -> float | list[float] | Non
 
 
 class _Log:
-    """Collects the reports of the steps, for the receipt."""
+    """Collects the measurements of the steps, for the receipt."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -146,9 +146,9 @@ class _Log:
         self._last = report.loss
 
     def start_next_step(self, *, has_new_plan: bool) -> None:
-        """Start the next step: what was sent in between counts for no step.
+        """Start the next step; bytes that were sent since the last one are not counted.
 
-        If it ``has_new_plan``, the figures so far are dropped.
+        With ``has_new_plan``, the figures so far are dropped.
         """
         if has_new_plan:
             self._seconds.clear()
@@ -162,7 +162,7 @@ class _Log:
         return most if most >= 0 else None
 
     def _min_over_ranks(self, seconds: float) -> float:
-        """Return the time of the rank that waited least.
+        """Return the step time of the rank that waited least.
 
         That rank worked longest, and the prediction is for it.
         """
@@ -172,7 +172,7 @@ class _Log:
         # The first step also allocates state, fills caches and touches memory for the first time.
         seconds = median(self._seconds[1:]) if self._seconds[1:] else None
         busy, waited, sent = self._step.traffic_counter.median_exchange(self._traffic)
-        # Some ranks may have metered no step: see MemoryMeter.may_meter.
+        # Some ranks may not have metered a step: see MemoryMeter.may_meter.
         peaks = self._step.ranks.coordinator.each(
             -1 if self._peak_bytes is None else self._peak_bytes
         )

@@ -1,9 +1,9 @@
-"""Time and memory of the user's own training loop around ``step.backward``.
+"""Time and memory of a training loop that the user wrote around ``step.backward``.
 
-A pass is one call of ``step.backward``. A training step begins with a pass before which weights or
-gradients were changed, so that passes whose gradients accumulate are one step. The optimizer is the
-user's: its steps are observed through torch's hooks, for any optimizer that holds the model's
-parameters. Not for whole steps, ``step(batch)``: see step.py.
+A pass is one call of ``step.backward``. A pass begins a new training step if weights or gradients
+were changed before it; passes whose gradients accumulate therefore belong to one step. The
+optimizer is the user's: its steps are observed through torch's hooks, for any optimizer that holds
+the model's parameters. Not for whole steps, ``step(batch)``: see step.py.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ class UserLoop:
         )
         self._passes = Laps(device)
         self._gaps = Laps(device)
-        # One entry per time between two passes: True if it is between two training steps.
+        # One entry for each gap between two passes: True if it is between two training steps.
         self._is_step_gap: list[bool] = []
         self._end_gap_timer: Callable[[], None] | None = None
         self._mark: list[object] = []
-        # By the presence of accumulated gradients: peak of such a pass, and bytes of optimizer
-        # state then.
+        # By the presence of accumulated gradients: the peak of such a pass, and the bytes of
+        # optimizer state at that time.
         self._peaks: dict[bool, tuple[int, int]] = {}
 
     @contextlib.contextmanager
@@ -181,24 +181,26 @@ class UserLoop:
         return 0 if self._live.optimizer is None else _states_bytes(self._live.optimizer)
 
     def _current_mark(self) -> list[object]:
-        """A mark that changes when an optimizer steps, or gradients are zeroed, scaled, dropped."""
+        """A value that changes when an optimizer steps, or gradients are zeroed, scaled or
+        dropped.
+        """
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
-            return [object()]  # unequal to any mark: the next pass begins a step
+            return [object()]  # unequal to any such value: the next pass begins a step
         return [
             list(map(id, gradients)), _torch.versions(gradients), _torch.versions(self._parameters)
         ]  # fmt: skip
 
 
 class _Metering:
-    """The metering of one optimizer step, on top of ``held_bytes``; it ends once."""
+    """The metering of one optimizer step, on top of ``held_bytes``; it ends only once."""
 
     def __init__(self, held_bytes: int, end: Callable[[], Metered]) -> None:
         self._held_bytes = held_bytes
         self._end: Callable[[], Metered] | None = end
 
     def peak_bytes(self) -> int | None:
-        """The peak of the step; None if it was discarded before."""
+        """The peak of the step; None if the metering was discarded before."""
         end, self._end = self._end, None
         return None if end is None else self._held_bytes + end().peak_bytes
 
@@ -223,8 +225,8 @@ class _Updates:
         self._ids = {id(p) for p in parameters}
         self._device, self._resident = device, resident
         self._laps = Laps(device)
-        # Number of timed optimizer steps in the current gap, and in each earlier gap, between
-        # passes.
+        # The number of timed optimizer steps in the current gap between passes, and in each earlier
+        # gap.
         self._in_gap, self._num_in_gaps = 0, list[int]()
         self._was_metered = False
         self._num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -246,19 +248,19 @@ class _Updates:
 
     @property
     def foreign_bytes(self) -> int:
-        """The state of the optimizers that are not the plan's."""
+        """The bytes of state in optimizers other than the plan's."""
         return sum(_states_bytes(one) for one in list(self._num_steps) if one is not self._planned)
 
     @property
     def foreign_class(self) -> str:
-        """The class of an optimizer that is not the plan's, if one stepped."""
+        """The class of an optimizer other than the plan's, if one has stepped."""
         others = (type(one).__name__ for one in list(self._num_steps) if one is not self._planned)
         return next(others, "")
 
     def end_gap(self) -> bool | None:
         """End the gap before a pass; return True if an optimizer stepped in it.
 
-        None if a step was metered, which makes it slow.
+        Return None if a step was metered, because metering slows it.
         """
         self._stop()  # a step that raised, or one whose closure calls this pass
         number, metered = self._in_gap, self._was_metered
@@ -315,8 +317,8 @@ class _Updates:
 class _Arguments(tuple[Any, ...]):
     """The arguments of one optimizer step; metering ends when the step releases them.
 
-    A step that raises calls no hook (torch 2.13), and a profiler left active would block all
-    others. ``ended`` does nothing if the step has ended normally.
+    If a step raises, torch 2.13 calls no hook after it, and a profiler that stays active would
+    block all others. ``ended`` does nothing if the step has ended normally.
     """
 
     ended: Callable[[], None] = staticmethod(lambda: None)

@@ -28,7 +28,7 @@ from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.to_ir import layout, signature_of_call
 from steelyard.errors import CaptureRefused
 
-# An operator and its arguments: values, and for tensors their layout and the call that made them.
+# An operator with its arguments: values, and for tensors their layout and the call that made them.
 Call = tuple[Any, tuple[Hashable, ...]]
 
 
@@ -49,8 +49,9 @@ class EagerBaseline:
     def peak_bytes(self, workspaces: Mapping[str, int] = MappingProxyType({})) -> int:
         """Return the peak bytes beyond the resident ones, with kernel workspaces by signature.
 
-        Operators that eager runs in another form than the graph (dropout, in-place sums) have no
-        workspace listed and count as needing none; ``has_unknown`` tells where that is wrong.
+        Operators that eager PyTorch runs in another form than the graph (dropout, in-place sums)
+        are not listed, and count as needing no workspace; ``has_unknown`` finds those for which
+        this is wrong.
         """
         return max((n + workspaces.get(s, 0) for s, n in self.held_bytes.items()), default=0)
 
@@ -66,8 +67,8 @@ class EagerBaseline:
 def run_eager_baseline(model: nn.Module, loss: Loss, batch: Any) -> EagerBaseline:
     """Run one eager step on fake tensors and return its baseline.
 
-    The run also triggers one-time initialization (transformers completes its configuration), so
-    that capture does not take that for a side effect of every step.
+    The run also triggers one-time initialization (transformers completes its configuration), which
+    capture would otherwise mistake for a side effect of every step.
     """
     with fake_step(model, batch) as (mode, parameters, fake_batch):
         watch, count = _LevelWatch(model, parameters, fake_batch), _CallCount()
@@ -124,8 +125,8 @@ class _LevelWatch(StorageWatch):
         self.held_bytes: dict[str, int] = {}
 
     def _note(self, func: Any, args: Any, kwargs: Any, _: Any) -> None:
-        # The same signature as in the captured graph, to find the same cost: repeated tensors are
-        # marked there too.
+        # The signature is the same as in the captured graph, including the marks of repeated
+        # tensors, so that the same cost is found.
         signature = signature_of_call(
             func, args, kwargs, layout_of=layout, name_of=lambda tensor: str(id(tensor))
         )
@@ -175,7 +176,7 @@ def _ids(table: Mapping[str, Any]) -> dict[str, int]:
 
 
 class _CallCount(_torch.TorchDispatchMode):
-    """Counts calls; with ``cache_mode``, makes the result of a repeated call from its cached form.
+    """Counts calls; with ``cache_mode``, takes the result of a repeated call from a cache.
 
     Torch takes a third of a millisecond to infer a result, and a deep model repeats the same calls.
     A cached view gets a storage of its own, but no call depends on that.
@@ -189,7 +190,7 @@ class _CallCount(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            return _device(args[0])  # a frequent query that does no work
+            return _device(args[0])  # a frequent query that computes nothing
         kwargs = kwargs or {}
         call = func, (*map(_signature, args), *map(_signature, kwargs.items()))
         self.calls[call] += 1
@@ -214,7 +215,7 @@ def _signature(value: Any) -> Hashable:
         return value.dtype, _device(value), tuple(value.shape), value.stride(), maker
     if isinstance(value, (list, tuple)):
         return tuple(map(_signature, value))
-    return str(value)  # 0, False and 0.0 are equal, but not the same argument
+    return str(value)  # 0, False and 0.0 compare equal, but are different arguments
 
 
 def _device(tensor: torch.Tensor) -> Any:

@@ -1,8 +1,8 @@
-"""Split the captured step of one micro-batch into pipeline stages.
+"""Splits the captured step of one micro-batch into pipeline stages.
 
-The forward pass is split along its order. A backward node is placed by the values it reads and by
-its module. The backward pass of a stage is split into input and weight gradients by ancestor sets.
-Not for choosing the boundaries: a plan names them.
+The forward pass is split along its order. The values that a backward node reads and its module
+determine its stage. The ancestors of each gradient determine how the backward pass of a stage is
+split into input and weight gradients. Not for choosing the boundaries: a plan names them.
 """
 
 from bisect import bisect_left
@@ -54,8 +54,8 @@ def _stage_of(graph: Graph, ends: Sequence[str]) -> dict[str, int]:
     for name in order_of(graph):
         node = graph.by_name[name]
         if node.phase is Phase.FORWARD:
-            # All results of one operator are in its stage, and a collective is waited for in the
-            # stage that issues it.
+            # All results of one operator are in its stage; the stage that issues a collective also
+            # waits for it.
             made_by = node.inputs[0] if node.is_getitem else node.waits_for
             producer = found.get(made_by)
             found[name] = bisect_left(last, graph.position[name]) if producer is None else producer
@@ -97,7 +97,7 @@ def _copy_of(node: Node, name: str, reader: Node, storage: int) -> Node:
 
 
 def _with_terms_per_stage(graph: Graph, forward: Mapping[str, int]) -> Graph:
-    """Make each term of a gradient that is a sum over stages an output of its own."""
+    """Split each gradient that is a sum over stages, so that each term is an output of its own."""
     readers: dict[str, set[int]] = {}
     for name, stage in forward.items():
         for i in graph.by_name[name].inputs:
@@ -163,7 +163,9 @@ class _Places:
         return {path: min(s) for path, s in stages.items() if len(s) == 1}
 
     def roots(self, names: Iterable[str]) -> set[str]:
-        """Return the step inputs that these values, if every stage can derive them, depend on."""
+        """Return the step inputs that these values depend on, if every stage can derive these
+        values.
+        """
         found, pending = set(), [n for n in names if n in self.local_values]
         while pending:
             node = self._graph.by_name[pending.pop()]
@@ -197,8 +199,8 @@ class _Places:
             for name in (*sorted(self.roots(node.inputs)), *targets.get(node.name, ())):
                 floor = self._next_holder(name, floor)
             found[node.name] = floor
-            # All results of one operator are in its stage, and a collective is waited for in the
-            # stage that issues it.
+            # All results of one operator are in its stage; the stage that issues a collective also
+            # waits for it.
             users = (graph.by_name[u] for u in graph.users[node.name])
             found.update({u.name: floor for u in users if u.is_getitem or u.waits_for == node.name})
         return found
@@ -216,9 +218,11 @@ class _Places:
         return min((s for s in self._holders.get(name, ()) if s >= floor), default=floor)
 
     def _target(self, output: Output) -> int:
-        """Return the stage that accumulates a gradient: where it is computed, or an earlier holder.
+        """Return the stage that accumulates a gradient: where it is computed, or an earlier one
+        with the input.
 
-        A gradient that is computed in the forward pass may be sent on to a later holder.
+        A gradient that is computed in the forward pass may be sent to a later stage that holds the
+        input.
         """
         if output.node in self.forward:
             return self._next_holder(output.target, self.forward[output.node])
@@ -344,7 +348,8 @@ def _stage(graph: Graph, places: _Places, index: int) -> PipelineStage:
         graph, [n for n in sends_back if n in backward_names], within=set(backward_names)
     )
     for name in backward_names:
-        # Unpack results here: otherwise the weight part would need all results of the operator.
+        # Unpack results in this part: otherwise the part for the weights would need all results of
+        # the operator.
         node = graph.by_name[name]
         if node.is_getitem and for_inputs.issuperset(node.inputs):
             for_inputs.add(name)
@@ -438,7 +443,9 @@ def _ancestors(graph: Graph, names: Iterable[str], *, within: set[str]) -> set[s
 def _subgraph(
     graph: Graph, places: _Places, names: Iterable[str], outputs: tuple[Output, ...]
 ) -> Graph:
-    """Return the subgraph of these nodes and of values derived locally; the rest becomes inputs."""
+    """Return the subgraph of these nodes and of locally derived values; all else becomes an
+    input.
+    """
     included = set(names)
     pending = [*included, *(o.node for o in outputs)]
     seen: set[str] = set()

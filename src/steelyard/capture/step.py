@@ -48,7 +48,7 @@ from steelyard.ir.sharding_choice import Region, ShardingChoice
 from steelyard.passes.data_parallel.sync_batchnorm import normalising
 from steelyard.plans.plan import BatchEntry
 
-# The shards of each parameter, as (shard, number of ranks) per mesh axis.
+# The shards of each parameter, as (shard, number of ranks) for each mesh axis.
 ParameterShards = tuple[tuple[str, tuple[tuple[Shard, int], ...]], ...]
 
 
@@ -68,7 +68,7 @@ class Captured:
 
 @dataclass(kw_only=True, eq=False)
 class CapturedStep:
-    """A training step that is captured lazily and cached, per part of the batch.
+    """A training step that is captured lazily and cached, for each part of the batch.
 
     ``for_planning`` allows a deep model to be captured from three of its blocks. A step to be run
     needs a full trace.
@@ -94,7 +94,7 @@ class CapturedStep:
 
     @property
     def transport(self) -> Transport:
-        """NCCL on GPUs (even if ranks share one GPU for testing), else Gloo."""
+        """NCCL on GPUs (even if ranks share one GPU for testing), otherwise Gloo."""
         return GLOO if self._device == CPU else NCCL
 
     @cached_property
@@ -103,7 +103,7 @@ class CapturedStep:
         return torch_device_of(self.model)
 
     def captured(self, *, micro_batches: int = 1, share: int = 1) -> Captured:
-        """Return the capture of ``share`` of ``micro_batches`` equal parts of the batch."""
+        """Return the captured step for ``share`` of ``micro_batches`` equal parts of the batch."""
         fraction = micro_batches // gcd(micro_batches, share), share // gcd(micro_batches, share)
         known = self._captured.get(fraction)
         if known is None:
@@ -124,7 +124,7 @@ class CapturedStep:
         return self.splitting().reason or None
 
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
-        del micro_batches, than, share  # a capture knows no times
+        del micro_batches, than, share  # a captured graph has no times
         return False
 
     def sharers(self) -> tuple[int, ...]:
@@ -140,7 +140,9 @@ class CapturedStep:
         return () if self.optimizer is None else leaner_settings(self.model, self.optimizer)
 
     def reduction(self) -> Reduction:
-        """Return the reduction of the losses of parts, as micro-batches or on ranks."""
+        """Return the rule that combines the losses of parts, which are micro-batches or on
+        ranks.
+        """
         return (self.sharing() if self.splitting().reason else self.splitting()).reduction
 
     def splitting(self) -> Splitting:
@@ -150,7 +152,9 @@ class CapturedStep:
         return self._splitting
 
     def sharing(self) -> Splitting:
-        """Return the verdict on sharing the batch among ranks, which run at the same time."""
+        """Return the verdict on sharing the batch among ranks, which compute their parts at the
+        same time.
+        """
         graph = self.graph(micro_batches=1)
         is_updating = any(output.kind is OutputKind.UPDATE for output in graph.outputs)
         if not is_updating and not normalising(graph):
@@ -175,7 +179,9 @@ class CapturedStep:
         return None if self.optimizer is None else self._update(self.optimizer, {})
 
     def update_in_parts(self, update: Program, shardings: tuple[ShardingChoice, ...]) -> Program:
-        """Return ``update``, which is unsharded, with the graph of one rank's shards instead."""
+        """Return the optimizer ``update``, which is unsharded, with the graph for one rank's shards
+        instead.
+        """
         assert self.optimizer is not None, "a step with an update has an optimizer"
         shares = _shards_by_parameter(shardings)
         key = tuple((name, tuple(shards)) for name, shards in sorted(shares.items()))
@@ -226,7 +232,7 @@ class CapturedStep:
     def _update_of_stage(
         self, update: Program, parameters: frozenset[str], shardings: tuple[ShardingChoice, ...]
     ) -> Program:
-        """Return the update of a pipeline stage: only these parameters have gradients."""
+        """Return the update of a pipeline stage, in which only these parameters have gradients."""
         restricted = update_of(update, {name.removeprefix(WEIGHT) for name in parameters})
         if restricted is not None:
             return restricted
@@ -256,7 +262,7 @@ class CapturedStep:
     def at(self, batch: Any, *, with_values: bool = True) -> "CapturedStep":
         """Return the same step on another batch.
 
-        If that has no values, the verdicts on splitting the current batch are reused.
+        If the other batch has no values, the verdicts on splitting the current one are reused.
         """
         other = self._copy_with(batch=batch)
         if not with_values:
@@ -337,7 +343,7 @@ def _shards_by_parameter(shardings: tuple[ShardingChoice, ...]) -> ShardsByParam
 
 
 def _refuse_opaque(batch: Any) -> None:
-    """Refuse leaves other than tensors and plain values: they could change unnoticed."""
+    """Refuse leaves other than tensors and plain values, because they could change unnoticed."""
     for path, leaf in _torch.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, _LEAVES):
             raise CaptureRefused(

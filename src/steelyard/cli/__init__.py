@@ -16,7 +16,7 @@ _INTERRUPTED = 130
 
 
 def command() -> Never:
-    """Run ``main`` in a process of its own, and end the process."""
+    """Run ``main``, and end this process with its exit code."""
     leave(main())
 
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupted(error: BaseException, *, in_json: bool) -> int:
-    """Report the interruption without the usual modules, which may be half imported."""
+    """Report the interruption without the usual modules, which may be only half imported."""
     where = str(error.args[0]) if isinstance(error, KeyboardInterrupt) and error.args else ""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"steelyard: interrupted{where}\n")

@@ -64,7 +64,7 @@ def parse_what_if(what_if: str | None) -> dict[str, str]:
 def offload_memory_of(
     folder: Path | None, rate: str | None, size: str | None
 ) -> OffloadMemory | None:
-    "Return the offload memory, if all three options are given; nonly one of them has a default."
+    """Return the offload memory if all three options are given; none of them has a default."""
     given = {"--offload-dir": folder, "--offload-rate": rate, "--offload-size": size}
     missing = [name for name, value in given.items() if value is None]
     if folder is None and len(missing) == len(given):
@@ -86,7 +86,7 @@ def cluster_of(
     hosts: int = 1,
     speeds: str | None = None,
 ) -> Cluster:
-    """Return this machine, the cluster in a file, or a cluster known by name."""
+    """Return this machine, the cluster that a file declares, or a preset cluster of this name."""
     if cluster is None:
         if speeds is not None:
             _refuse_other_number(speeds_of(speeds), ranks)
@@ -149,7 +149,7 @@ def _script_next_to(script: str, plan: Path) -> str:
 def refuse_elsewhere(declared: Cluster | None, plan: Path) -> None:
     """Raise BadInput if the plan is for a declared cluster.
 
-    On a machine that is that cluster, the plan can be run by naming its script.
+    On a machine that is part of that cluster, the plan can be run by naming its script.
     """
     if declared is not None:
         name = printable(str(plan))
@@ -193,7 +193,7 @@ def refuse_contradictions(
 
 
 def refuse_no_trade(name: str) -> None:
-    """Raise BadInput for an unknown trade, before minutes of planning; needs no torch."""
+    """Raise BadInput for an unknown trade before planning, which takes minutes; needs no torch."""
     if name not in BY_NAME:
         close = difflib.get_close_matches(name, BY_NAME, n=1)
         raise BadInput(
@@ -243,7 +243,7 @@ def device_range(devices: str) -> tuple[int, int]:
 
 
 def training_length(tokens: str | None, samples: str | None) -> dict[str, int]:
-    """Return the given one of both amounts, parsed."""
+    """Return the one of two amounts that was given, parsed."""
     amounts = {"tokens": tokens, "samples": samples}
     given = {name: amount for name, amount in amounts.items() if amount is not None}
     if len(given) > 1:
@@ -314,11 +314,11 @@ def resume_from(resume: list[Path] | None, folder: Path | None) -> tuple[Path | 
 
 
 def refuse_unwritable(path: Path | None, remedy: str) -> None:
-    """Check before the work that its output can be written."""
+    """Check that output can be written, before the work that produces it."""
     if path is None:
         return
     name, folder = printable(str(path)), path.parent
-    # A file is replaced as a whole in its folder, but a device is written to.
+    # A file is replaced as a whole in its folder, while a device is written to directly.
     written = path if path.exists() and not path.is_file() else folder
     if path.is_dir():
         problem = "is a directory"
@@ -413,7 +413,7 @@ def refuse_same_file(option: str, path: Path | None, *others: Path) -> None:
 
 
 def explanation_of(plan: Path) -> Path:
-    """Return the JSON file next to a plan file, whatever its name; see plans/plan_on_file.py."""
+    """Return the JSON file next to a plan file, for any file name; see plans/plan_on_file.py."""
     return plan.with_suffix(".json") if plan.name else plan
 
 

@@ -1,6 +1,6 @@
 """The eight commands: each reads its arguments, calls the api and prints the result.
 
-Not for deciding or connecting anything. A command that only reads a plan never imports torch.
+Commands decide nothing and connect nothing. A command that only reads a plan never imports torch.
 """
 
 import shlex
@@ -158,7 +158,7 @@ def plan(
     html: _Page = None,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
-    "Make the step fit, explain what that costs and why, and write a plan file."
+    """Make the step fit a budget, explain the cost and the reasons, and write a plan file."""
     refuse_no_script(train, "plan")
     check_range("--ranks", ranks, most=MOST_RANKS, write=2)
     path = check or output or plan_path(train)
@@ -246,7 +246,7 @@ def run(
     html: _Page = None,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
-    """Train by a plan, and set what was measured beside what was predicted."""
+    """Train with a plan, and show the measured cost beside the predicted cost."""
     from steelyard.run.checkpoint.position import refuse_impossible
 
     start, folder = resume_from(resume, checkpoint)
@@ -286,7 +286,7 @@ def frontier(
     html: _Page = None,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
-    """Show the whole memory-time curve, not one point of it."""
+    """Show the whole memory-time curve instead of one of its points."""
     from steelyard.report.document import tree_of
     from steelyard.report.output import show, write_page
 
@@ -323,7 +323,9 @@ def simulate(
     trace: Annotated[Path, Parameter(help="Output file for the schedule, as JSON for Perfetto.")],
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
-    """Draw the predicted step of a plan out: what each rank does when; nothing is run."""
+    """Draw the schedule of the predicted step, with the work of each rank over time; nothing is
+    run.
+    """
     from steelyard.report.output import show_json, show_text
     from steelyard.report.perfetto import by_rank, to_trace
     from steelyard.safe_files import write_whole
@@ -374,7 +376,9 @@ def scale(
     ] = None,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
-    """Set ever more devices beside the laws of Amdahl and Gustafson; say hours and price."""
+    """Compare steps on more and more devices with Amdahl's and Gustafson's laws; give hours and
+    price.
+    """
     from steelyard.plans.scaling_laws import check_devices
     from steelyard.report.output import show_scaling
 
@@ -404,7 +408,7 @@ def explain(
     html: _Page = None,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
-    """Show a plan with its predictions and, once it ran, what was measured; needs no torch."""
+    """Show a plan with its predictions and, after a run, its measurements; needs no torch."""
     from steelyard.plan_files.prediction_file import read_plan
     from steelyard.plans.receipt import Receipt
     from steelyard.report.document import tree_of
@@ -431,7 +435,7 @@ def doctor(
     ] = False,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
-    """Say what this machine is and can do; exit code 2 if something is in the way."""
+    """Describe this machine and what it can do; exit code 2 if a problem prevents planning."""
     from steelyard.hardware.diagnosis import Verdict
     from steelyard.report.output import show_diagnosis
 
@@ -446,7 +450,9 @@ def doctor(
 
 @app.command
 def demo(*, shown: OutputOptions = _DEFAULT_OUTPUT) -> int:
-    """Plain PyTorch dies under a memory limit; a plan finishes under the same one."""
+    """Show that plain PyTorch fails under a memory limit, and that a plan finishes under the same
+    limit.
+    """
     from steelyard.report.document import tree_of
     from steelyard.report.output import show, show_text
 

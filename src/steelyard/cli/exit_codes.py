@@ -20,7 +20,8 @@ from steelyard.report.terminal import quieten, width_of, write
 from steelyard.safe_text import printable
 
 OK, BAD_INPUT, INFEASIBLE, RUN_FAILED, MISSED = 0, 2, 3, 4, 5
-# The code that a shell reports for a process ended by SIGTERM, which ends every command but run.
+# The code that a shell reports for a process that SIGTERM has ended. SIGTERM ends every command but
+# run.
 TERMINATED = 143
 INTERRUPTED = 130
 VERBS = ("plan", "run", "frontier", "explain", "doctor", "demo")
@@ -37,7 +38,7 @@ class UnexpectedError(Exception):
 
 @contextlib.contextmanager
 def user_code(doing: str, exit_code: int, *, in_json: bool) -> Iterator[None]:
-    """Run user code: name its exceptions as such, and keep its prints out of JSON output."""
+    """Run user code: mark its exceptions as the user's, and keep its prints out of JSON output."""
     out = contextlib.redirect_stdout(sys.stderr) if in_json else contextlib.nullcontext()
     try:
         with out:
@@ -50,7 +51,9 @@ def user_code(doing: str, exit_code: int, *, in_json: bool) -> Iterator[None]:
 
 
 def is_launched_rank() -> bool:
-    """True if this process is a rank that our launcher started and whose errors it reports."""
+    """True if this process is a rank that our launcher started, and whose errors the launcher
+    reports.
+    """
     return "STEELYARD_RANK_FOLDER" in os.environ
 
 
@@ -81,7 +84,7 @@ def report_failure(error: BaseException, given: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _silenced_on_error(stream: TextIO) -> Iterator[None]:
-    """Silence the stream for good if it cannot be written to."""
+    """Silence the stream permanently if it cannot be written to."""
     try:
         yield
     except OSError:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """The amount and the format of the output."""
+    """The amount and format of output."""
 
     json: Annotated[bool, Parameter(negative="", help="One JSON document, errors too.")] = False
     quiet: Annotated[bool, Parameter(negative="", help="No progress and no hints.")] = False

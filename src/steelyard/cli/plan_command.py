@@ -1,4 +1,4 @@
-"""``steelyard plan``: make or check a plan, print and write it; multi-host planning included.
+"""``steelyard plan``: makes or checks a plan, prints and writes it; also plans on several hosts.
 
 Not for reading arguments: see commands.py.
 """
@@ -59,7 +59,7 @@ def plan_by(options: PlanOptions) -> int:
 def _on_hosts(options: PlanOptions) -> int:
     """Multi-host planning: one host plans and broadcasts the plan.
 
-    All processes are started with the same arguments, equally many on each host.
+    All processes are started with the same arguments, and each host has the same number of them.
     """
     if options.is_check or options.cluster is not None or options.ranks > 1:
         raise BadInput(
@@ -171,7 +171,7 @@ def _here(options: PlanOptions, rendezvous: "HostRendezvous | None" = None) -> i
     path, shown = options.path, options.shown
     if not options.is_check:
         refuse_to_lose(path)
-    # An invalid cluster file or plan file is reported before the seconds of importing torch.
+    # Report an invalid cluster file or plan file before importing torch, which takes seconds.
     cluster = _cluster(options, rendezvous)
     with planning(shown) as tell:
         planned = _planned(options, cluster, tell)
@@ -193,8 +193,8 @@ def _here(options: PlanOptions, rendezvous: "HostRendezvous | None" = None) -> i
     if options.cluster is None:
         spec = LaunchSpec.of(path)
         if rendezvous is not None and spec.hosts == 1 < spec.ranks:
-            # Otherwise each rank would find its links unmeasured, and all would measure at the same
-            # time.
+            # Otherwise each rank would find that its links are unmeasured, and all would measure
+            # them at the same time.
             from steelyard import api
 
             api.probe_local_ranks(spec.ranks, planned.session.source.model)

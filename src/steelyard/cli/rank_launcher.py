@@ -20,19 +20,19 @@ from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.plan_files.plan_file import read_decisions
 from steelyard.predict.rank_subsets import PARTS_OF_CORES, STORE_IS_HELD, named
 
-# Environment variable with the path of the file to which a rank writes a nonzero exit code that is
-# no failure. The launcher takes any nonzero exit code of a process for a failure.
+# Environment variable with the path of a file. A rank writes its exit code there if the code is
+# nonzero but no failure, because the launcher takes any nonzero exit code for a failure.
 _CODE = "STEELYARD_EXIT_CODE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """The ranks and hosts that a plan uses; ``planned_ranks`` is how many it was made for."""
+    """The ranks and hosts that a plan uses; ``planned_ranks`` is the number it was made for."""
 
     ranks: int = 1
     hosts: int = 1
     planned_ranks: int = 1
-    # The number of hosts that it was made for, and the numbers of the ranks and hosts that it uses.
+    # The number of hosts that it was made for, and the ranks and hosts that it uses.
     planned_hosts: int = 1
     used_ranks: Sequence[int] = range(1)
     used_hosts: Sequence[int] = range(1)
@@ -61,13 +61,13 @@ class LaunchSpec:
 
 
 def num_started() -> int:
-    """Return the number of ranks started together, as the launcher declares it; needs no torch."""
+    """Return how many ranks were started together, as the launcher declares; needs no torch."""
     text = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
     return int(text) if text.isdecimal() else 1
 
 
 def should_start_ranks(spec: LaunchSpec) -> bool:
-    """True if this process is not a rank yet, and has to start the ranks."""
+    """True if this process is not a rank yet, and must start the ranks."""
     if spec.ranks == 1 or any(name in os.environ for name in ("RANK", "SLURM_STEP_NUM_TASKS")):
         return False
     if spec.hosts > 1:
@@ -80,7 +80,7 @@ def should_start_ranks(spec: LaunchSpec) -> bool:
 
 
 def renumber_rank(spec: LaunchSpec) -> bool:
-    """Renumber the ranks if the plan uses only some of those started; True if this is one of them.
+    """Renumber the ranks if the plan uses only some of them; return True if this is one of those.
 
     The ranks in use are then numbered from 0 without gaps.
     """
@@ -106,7 +106,8 @@ def renumber_rank(spec: LaunchSpec) -> bool:
 def skip_rank(spec: LaunchSpec, shown: OutputOptions) -> int:
     """End a rank that the plan does not use, with a message.
 
-    Rank 0 stays until the others end, because it, or its torchrun, holds the rendezvous store.
+    Rank 0 stays until the others end, because it or its torchrun process holds the rendezvous
+    store.
     """
     each, rank = spec.planned_ranks // spec.planned_hosts, int(_first_number(os.environ, _RANKS))
     used_text = f"the plan uses {named(spec.used_hosts)} of {spec.planned_hosts}"
@@ -131,7 +132,7 @@ def _first_number(environ: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def is_quiet() -> bool:
-    """True on all ranks but one, because every rank would print the same."""
+    """True on all ranks but one, since every rank would print the same."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
 
 
@@ -145,7 +146,7 @@ def start(
 ) -> int:
     """Run ``steelyard`` with these arguments on every rank; return the exit code of the first.
 
-    With ``keeps_logs``, the output of the ranks is kept after a failed run, and the error names it.
+    With ``keeps_logs``, the output of the ranks is kept if the run fails, and the error says where.
     """
     from steelyard import api
 
@@ -161,15 +162,15 @@ def start(
             on_restart=lambda failure: note(f"{failure.happened}; started again"),
         )
         said = int(code.read_text()) if code.exists() else OK
-    # End as a single process would; the first rank has reported where it stopped.
+    # End as a single process would; the first rank has already said where it stopped.
     return {"SIGTERM": TERMINATED, "SIGINT": INTERRUPTED}.get(ended.stopped_by, said)
 
 
 def _cores_of(spec: LaunchSpec) -> dict[str, str]:
     """Return the environment that gives each rank its part of the cores.
 
-    The parts are even. If the plan uses other ranks than the first ones, each rank gets the part
-    that it was measured on.
+    The parts are equal. If the plan does not use the first ranks, each rank gets the cores that it
+    was measured on.
     """
     if spec.used_ranks == range(spec.ranks):
         return {"OMP_NUM_THREADS": str(this_device(ranks=spec.ranks).threads)}
@@ -180,7 +181,9 @@ def _cores_of(spec: LaunchSpec) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _folder(*, keeps_logs: bool) -> Iterator[Path]:
-    """Create a folder for the output of ranks; kept only after a failure, if ``keeps_logs``."""
+    """Create a folder for the output of ranks; it is kept only after a failure, with
+    ``keeps_logs``.
+    """
     path = Path(tempfile.mkdtemp(prefix="steelyard-"))
     stays = False
     try:
@@ -195,7 +198,7 @@ def _folder(*, keeps_logs: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def in_rank(spec: LaunchSpec) -> Iterator[None]:
-    """Report an error within the context to the launcher of the ranks, as it was raised."""
+    """Report an error within the context to the launcher of the ranks, exactly as it was raised."""
     if spec.ranks == 1:
         yield
         return
@@ -206,11 +209,11 @@ def in_rank(spec: LaunchSpec) -> Iterator[None]:
 
 
 def rank_exit_code(code: int) -> int:
-    """Return the exit code of a rank's process; a nonzero ``code`` goes to the launcher by file."""
+    """Return the exit code of a rank's process; a file tells the launcher a nonzero ``code``."""
     path = os.environ.get(_CODE)
     if path is None or not is_launched_rank():
         return code
     if not is_quiet():
-        with contextlib.suppress(OSError):  # a lost code must not fail the run
+        with contextlib.suppress(OSError):  # a code that cannot be passed on must not fail the run
             Path(path).write_text(str(code))
     return OK

@@ -1,4 +1,4 @@
-"""``steelyard run``: training by a plan, on this process or on several ranks, and the receipt.
+"""``steelyard run``: trains with a plan, in this process or on several ranks; prints the receipt.
 
 Not for reading arguments: see commands.py.
 """
@@ -56,7 +56,7 @@ class RunOptions:
         return waits_seconds(self.rank_timeout)
 
     def arguments(self) -> list[str]:
-        """Return the command-line arguments that make another process do the same."""
+        """Return the command-line arguments with which another process does the same."""
         given = ["run", self.train, "--plan", str(self.path), "--steps", str(self.steps)]
         given += ["--seed", str(self.seed), "--rank-timeout", self.rank_timeout]
         if self.folder is not None:
@@ -121,8 +121,8 @@ def _train(options: RunOptions, spec: LaunchSpec) -> int:
                 resume = resume or _has_saved(options.folder)
             name = title(options.train)
             planned = api.load_planned(options.path, workload, title=name, on_progress=tell)
-        # The progress bar ends before the outer contexts, because each restores the stdout that it
-        # found.
+        # The progress bar ends before the outer contexts, because each context restores the stdout
+        # that it found.
         with user_code("training", RUN_FAILED, in_json=options.shown.json), in_rank(spec), progress:
             try:
                 receipt = api.run_workload(

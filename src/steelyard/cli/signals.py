@@ -1,4 +1,5 @@
-"""Ctrl-C handling, also if a library swallows the KeyboardInterrupt, as importing torch does.
+"""Ctrl-C handling that works even if a library swallows the KeyboardInterrupt, as importing torch
+does.
 
 Not for printing it: see exit_codes.py.
 """

@@ -12,7 +12,7 @@ from typing import Never
 from steelyard.errors import BadInput
 from steelyard.safe_text import printable
 
-# The longest hand-written scripts have a hundredth of this size.
+# The longest hand-written scripts are a hundred times smaller.
 _MOST_BYTES = 16 * 2**20
 
 
@@ -23,7 +23,7 @@ def script_path(train: str) -> Path:
 
 
 def refuse_no_script(train: str, verb: str) -> None:
-    """Raise BadInput with what ``train`` is, if it is not a Python script."""
+    """Raise BadInput if ``train`` is not a Python script; the error says what it is."""
     path = script_path(train)
     if path.suffix == ".toml":
         check = ("steelyard", "plan", "train.py", "--check", train)
@@ -52,7 +52,7 @@ def _refuse_no_python(path: Path) -> None:
     if len(text) > _MOST_BYTES:
         _refuse(path, f"is larger than {_MOST_BYTES // 2**20} MiB")
     try:
-        # Python prints its warnings when the script runs.
+        # Python itself prints its warnings when the script runs.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ast.parse(text, filename=str(path))

@@ -1,6 +1,6 @@
 """Refuses programs whose order of collectives triggers a known backend bug.
 
-Reads the program line by line. Not for repairing it.
+Reads the program line by line. Not for repairing the program.
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from steelyard.errors import Mismatch
 from steelyard.ir.graph import Axis, Node
 from steelyard.ir.program import Program
 
-# On gloo these run as AsyncAllgatherCoalescedWork: two in flight corrupt the heap ("malloc():
-# unaligned tcache chunk"; torch 2.13, the faulty line is not known). The out variant takes another
-# code path, and steelyard.all_gather on a CPU uses point-to-point messages. Remove this when the
-# plain operator survives six in flight.
+# On gloo these run as AsyncAllgatherCoalescedWork. Two of them in flight corrupt the heap
+# ("malloc(): unaligned tcache chunk"; torch 2.13, the faulty line is not known). The out variant
+# takes another code path, and steelyard.all_gather on a CPU uses point-to-point messages. Remove
+# this check when the plain operator survives six in flight.
 _COALESCED = frozenset(
     f"_c10d_functional.all_gather_into_tensor{suffix}.default" for suffix in ("", "_coalesced")
 )
@@ -24,8 +24,9 @@ _WAIT = "_c10d_functional.wait_tensor.default"
 
 
 def refuse_hazards(program: Program, *, backends: Mapping[str, str]) -> None:
-    """Raise Mismatch if the program overlaps gathers that gloo cannot overlap. ``backends`` maps
-    each mesh axis to its backend; an axis that is not in it is assumed to be on gloo."""
+    """Raise Mismatch if gathers overlap in the program that gloo cannot overlap. ``backends`` maps
+    each mesh axis to its backend; a missing axis is assumed to use gloo.
+    """
     nodes = program.graph.by_name
     in_flight: dict[str, Node] = {}
     source_of_item: dict[str, str] = {}

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 
 def backend_for(torch_device: torch.device, *, ranks: int) -> str:
-    """Return gloo for CPU tensors, and for a GPU that several of ``ranks`` ranks share, which
-    NCCL refuses; otherwise NCCL."""
+    """Return gloo for CPU tensors, and for a GPU that several of the ``ranks`` share, because NCCL
+    refuses that; otherwise NCCL.
+    """
     if (
         torch_device.type == "cpu"
         or ranks > torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""The live process group behind a mesh axis, with its timers, for operators and checks.
+"""The live process group of a mesh axis with its timers, for operators and checks.
 
 Not for launching ranks.
 """
@@ -18,7 +18,7 @@ from steelyard.errors import Mismatch
 from steelyard.ir.program import Program
 from steelyard.operators import operator_named
 
-# How long to wait for a backend to release the tensors that it sent. If a core is free, that takes
+# How long to wait for a backend to release the tensors that it sent. If a core is free, this takes
 # microseconds.
 _PATIENCE_SECONDS = 0.1
 _PAUSE_SECONDS = 2e-5
@@ -36,8 +36,9 @@ class Waiting(Stopwatch):
     def __call__(self, sent: torch.Tensor) -> torch.Tensor:
         with self.running():
             arrived: torch.Tensor = self._wait(sent)
-            # gloo's thread signals completion before it releases the tensors and its own copies: on
-            # a busy machine the step would go on while memory that its plan freed is still in use.
+            # gloo's thread signals completion before it releases the tensors and its own copies. On
+            # a busy machine the step would otherwise go on while memory that its plan has freed is
+            # still in use.
             deadline = time.perf_counter() + _PATIENCE_SECONDS
             while arrived._use_count() > 1 and time.perf_counter() < deadline:  # type: ignore[attr-defined]
                 time.sleep(_PAUSE_SECONDS)
@@ -57,11 +58,11 @@ class CodecTimer(Stopwatch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """A process group, as the operators of one mesh axis use it.
+    """A process group as the operators of one mesh axis use it.
 
-    ``group`` is the name under which torch's collectives find the process group. ``calls``
-    replace those collectives, also if there is no process group. The tensors this rank sends are
-    on its ``device``, and ``backend`` transports them.
+    ``group`` is the name under which torch's collectives find the process group. ``calls`` replace
+    those collectives, even if there is no process group. The tensors this rank sends are on its
+    ``device``, and ``backend`` transports them.
     """
 
     group: str
@@ -90,8 +91,9 @@ class Channel:
 
 
 def check_channels(program: Program, channels: Mapping[str, Channel]) -> None:
-    """Raise Mismatch if the live groups differ from those the program was made for, or cannot run
-    it."""
+    """Raise Mismatch if the live groups are not those that the program was made for, or cannot run
+    it.
+    """
     nodes = program.graph.by_name
     for exchange in program.exchanges:
         collective = nodes[program.instructions[exchange.issue].node].collective

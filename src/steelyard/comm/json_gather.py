@@ -1,7 +1,7 @@
 """Gathers small values from all ranks, as JSON text in tensors.
 
-Replaces torch's ``all_gather_object``, which unpickles its input and so runs any code that
-another process sends. Input is bounded in length, parsed as JSON and validated against a type
+This replaces torch's ``all_gather_object``, which unpickles its input and therefore runs any code
+that another process sends. Input is bounded in length, parsed as JSON and validated against a type
 before it is used. Not for tensors of a step: those are nodes of its graph.
 """
 
@@ -16,7 +16,7 @@ from steelyard.comm.devices import CPU
 from steelyard.errors import RankFailed
 from steelyard.safe_text import printable
 
-# The largest message of a rank. A plan with thousands of pipeline messages needs a tenth of it.
+# The largest message of a rank. A plan with thousands of pipeline messages needs a tenth of this.
 MOST_BYTES = 1 << 20
 
 T = TypeVar("T")
@@ -55,7 +55,9 @@ def _lengths(own: int, group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _messages(own: bytes, lengths: list[int], group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return the bytes of each rank. All send as many as the longest message, as gloo requires."""
+    """Return the bytes of each rank. Every rank sends as many as the longest message has, as gloo
+    requires.
+    """
     buffer = torch.zeros(max(lengths), dtype=torch.uint8, device=CPU)
     buffer[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     gathered_tensors = [torch.zeros_like(buffer) for _ in lengths]

@@ -20,7 +20,7 @@ def address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, _ANY_PORT))
-        except OSError:  # unknown host or no route: the rendezvous reports that better
+        except OSError:  # an unknown host or no route: the rendezvous gives a better error
             return ""
         return str(probe.getsockname()[0])
 

@@ -30,7 +30,8 @@ SCHEDULES: Mapping[str, Any] = {
     "DualPipeV": ScheduleDualPipeV,
 }
 ONE_EACH = ("GPipe", "1F1B")
-# V-shaped placement: the first and the last stage are on the first rank, and so on inward.
+# V-shaped placement: the first and the last stage are on the first rank, the second and the last
+# but one on the second, and so on.
 _FOLDED = ("ZBVZeroBubble", "DualPipeV")
 
 
@@ -63,7 +64,8 @@ def made_schedule(schedule: str, stages: Any, *, micro_batches: int) -> Any:
         return SCHEDULES[schedule](
             stages[0] if schedule in ONE_EACH else stages,
             n_microbatches=micro_batches,
-            # The last stage returns the loss itself; without a loss function torch skips backward.
+            # The last stage returns the loss itself; without a loss function, torch skips the
+            # backward pass.
             loss_fn=lambda loss, _: loss,
             scale_grads=False,
         )
@@ -71,7 +73,8 @@ def made_schedule(schedule: str, stages: Any, *, micro_batches: int) -> Any:
         raise BadInput(
             f"{schedule} does not support {micro_batches} micro-batches: {str(error)[:120]}",
             expected="a number of micro-batches that the schedule supports",
-            remedy="use a multiple of the ranks and at least twice as many, or another schedule",
+            remedy="use a multiple of the number of ranks, at least two for each rank, or "
+            "another schedule",
         ) from error
 
 
@@ -93,8 +96,8 @@ def order_under(schedule: str, *, num_ranks: int, num_stages: int, micro_batches
     schedule_object = made_schedule(schedule, stages, micro_batches=micro_batches)
     if schedule == "1F1B":
         return schedule_order(num_ranks=num_ranks, micro_batches=micro_batches)
-    # Drop gaps and gradient reductions over replicas, which are no compute actions.
+    # Drop gaps and the reductions of gradients over replicas, because they are not compute actions.
     table = schedule_object.pipeline_order
     rows = [[str(a) for a in table[rank] if a and a.is_compute_op] for rank in sorted(table)]
-    # These schedules collect the works of their sends, which keep the tensors alive.
+    # These schedules collect the work objects of their sends, which keep the tensors alive.
     return Order(ranks=tuple(actions_of(row) for row in rows), holds_sends=True)

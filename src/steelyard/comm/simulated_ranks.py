@@ -1,8 +1,9 @@
-"""Ranks as threads of one process, one of which runs at a time; they exchange data without a
-network.
+"""Simulated ranks: threads of one process, one of which runs at a time. They exchange data without
+a network.
 
-For the numerics of multi-rank training, such as accuracy probes; timings mean nothing. Each rank
-has a random generator state of its own, as a process would. Not for running a plan.
+They serve to study the numerics of multi-rank training, as in accuracy probes; timings mean
+nothing. Each rank has its own state of the random generators, as a process would. Not for running a
+plan.
 """
 
 import contextlib
@@ -92,8 +93,9 @@ class SimulatedRanks:
             generator.set_state(state)
 
     def _collective(self, rank: int, reduce: "_Made") -> Callable[..., torch.Tensor]:
-        """Return the collective ``reduce`` for one rank: all ranks contribute in turn, then all
-        take the result in turn."""
+        """Return the collective ``reduce`` for one rank. All ranks contribute one after the other,
+        then all take the result.
+        """
 
         def call(x: torch.Tensor, *_: object) -> torch.Tensor:
             self._contributions[rank] = x.clone()
@@ -111,14 +113,16 @@ class SimulatedRanks:
 
 
 class _LeftAlone(RuntimeError):
-    """A rank failed because another rank ended; the other rank's failure is the cause."""
+    """The error of a rank whose peer ended; the failure of that peer is the cause."""
 
 
 _Made = Callable[[torch.Tensor, Sequence[torch.Tensor], int], torch.Tensor]
 
 
 class _Arrived(Waiting):
-    """Waits for nothing: every result is complete when it is returned."""
+    """A work object that waits for nothing, because every result is complete when it is
+    returned.
+    """
 
     def __call__(self, sent: torch.Tensor) -> torch.Tensor:
         return sent

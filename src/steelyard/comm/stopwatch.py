@@ -1,7 +1,7 @@
-"""Accumulates the time of an operation that a step repeats: by the clock on a CPU, by events
-on a GPU, which the host does not wait for.
+"""Accumulates the time of an operation that a step repeats. A CPU uses the clock; a GPU uses
+events, for which the host does not wait.
 
-Not for timing one call or a step: see measure/operators/timer.py.
+Not for timing single calls or steps: see measure/operators/timer.py.
 """
 
 import contextlib
@@ -16,15 +16,16 @@ from steelyard.comm.devices import CPU
 
 
 class Stopwatch:
-    """A stopwatch for one device. A GPU interval runs from the completion of all work launched
-    before it to the completion of the work launched within. ``seconds`` counts intervals that are
-    complete by now."""
+    """A stopwatch for one device. A GPU interval begins when all work launched before it is
+    complete, and ends when the work launched within it is complete. ``seconds`` counts the
+    intervals that are complete by now.
+    """
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._device = device
         self._total = 0.0
         self._pending: deque[tuple[_Span, list[_Span]]] = deque()
-        # The excluded parts of the interval that runs now.
+        # The excluded parts of the current interval.
         self._excluded: list[_Span] | None = None
 
     @property
@@ -62,8 +63,9 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def _clocked(self, sign: int) -> Iterator[None]:
-        """Add the elapsed time also if an error ends the block, so that ``stopped`` never
-        subtracts time that was not added."""
+        """Add the elapsed time even if an error ends the block, so that ``stopped`` never subtracts
+        time that was not added.
+        """
         begin = time.perf_counter()
         try:
             yield

@@ -18,23 +18,26 @@ _SENT = struct.Struct("=200xQQ")
 
 
 def connections() -> list[socket.socket]:
-    """Return the current connections, which must be returned to their owner with
-    ``detach_sockets``;
-    empty if the kernel is not Linux."""
+    """Return the current connections, which the caller must give back with ``detach_sockets``;
+    empty if the kernel is not Linux.
+    """
     descriptors = _OPEN.iterdir() if _OPEN.exists() else ()
     borrowed = [_connection(int(entry.name)) for entry in descriptors]
     return [connection for connection in borrowed if connection is not None]
 
 
 def detach_sockets(borrowed: list[socket.socket]) -> None:
-    """Detach the sockets; otherwise Python would close the connections with these objects."""
+    """Detach the sockets; otherwise Python would close the connections together with these
+    objects.
+    """
     for connection in borrowed:
         connection.detach()
 
 
 class SentBytesCounter:
     """Counts bytes sent over the connections that were open at the last ``look``, without
-    retransmissions. ``is_counted`` is False if the kernel is too old to tell."""
+    retransmissions. ``is_counted`` is False if the kernel is too old to count them.
+    """
 
     def __init__(self) -> None:
         self.is_counted = True
@@ -50,7 +53,7 @@ class SentBytesCounter:
     def sent_bytes(self) -> int:
         total = 0
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # it may have been closed
+            with contextlib.suppress(OSError):  # it may have been closed in the meantime
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
                 if len(info) < _SENT.size:  # an older kernel
                     self.is_counted = False
@@ -61,12 +64,12 @@ class SentBytesCounter:
 
 
 def _connection(number: int) -> socket.socket | None:
-    """Return the connected TCP socket with this number; None for anything else."""
+    """Return the connected TCP socket with this file descriptor; None for anything else."""
     try:
         if not stat.S_ISSOCK(os.fstat(number).st_mode):
             return None
         borrowed = socket.socket(fileno=number)
-    except OSError:  # closed meanwhile, such as the descriptor of the folder itself
+    except OSError:  # closed in the meantime, such as the descriptor of the folder itself
         return None
     if _is_connected(borrowed):
         return borrowed

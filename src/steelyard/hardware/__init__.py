@@ -1,4 +1,4 @@
 """Plain-data descriptions of devices, links and clusters, and the files that declare them.
 
-Not for measuring any of them: see measure/.
+Not for measuring them: see measure/.
 """

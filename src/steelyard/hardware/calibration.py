@@ -1,7 +1,7 @@
-"""Prediction errors for a device class on published steps, and the cases they are valid for.
+"""Prediction errors for a device class on published steps, and the cases for which they are valid.
 
 The figures are in preset/calibration.toml, which benchmarks/published/presets.py writes. Not for
-what is fitted: see efficiency.py.
+the fitted values: see efficiency.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 # The largest of n exchangeable errors bounds a new one with probability n / (n + 1). Fewer errors
-# than this therefore bound no nine cases of ten (split conformal prediction, Vovk et al.,
+# than this therefore cannot bound nine cases of ten (split conformal prediction, Vovk et al.,
 # "Algorithmic Learning in a Random World", 2005).
 ENOUGH_ROWS = 9
 COVERED = 0.9
@@ -36,7 +36,7 @@ class Parallelism(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationCase:
-    """One step, by the properties that decide if a calibration covers it."""
+    """One step, described by the properties that decide whether a calibration covers it."""
 
     kind: Parallelism
     precision: str
@@ -80,12 +80,12 @@ class Domain:
 class Score:
     """Prediction errors on steps that nothing was fitted on.
 
-    ``inside``: the steps are in the domain of the fitted ones, with the same software. ``kind``
-    is empty for several kinds. ``median_error`` and ``high_error`` (90th percentile) are of
-    predicted over measured, without sign; ``bias`` is the median with its sign. ``doubt`` bounds
-    the relative difference of nine of ten such steps; None for too few of them.
-    ``worst_software`` is the one whose median difference exceeds ``doubt`` most, and
-    ``worst_error`` its median error; empty if none exceeds it.
+    ``inside``: the steps resemble the fitted ones and used the same software. ``kind`` is empty for
+    several kinds. ``median_error`` and ``high_error`` (90th percentile) are errors of predicted
+    relative to measured times, without sign; ``bias`` is the median with its sign. ``doubt`` bounds
+    the relative difference of nine of ten such steps; None for too few of them. ``worst_software``
+    is the software whose median error exceeds ``doubt`` most, and ``worst_error`` that error; empty
+    if none exceeds it.
     """
 
     kind: str
@@ -111,7 +111,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """Errors of the predicted ratio of two steps with one software stack.
+    """Errors of the predicted ratio of two steps with the same software stack.
 
     ``high_error`` is the 90th percentile over ``count`` pairs of layouts, of one kind or of two.
     """
@@ -131,7 +131,7 @@ class Calibration:
         return tuple(self.fitted.outside(case))
 
     def score_of(self, case: CalibrationCase) -> Score | None:
-        """Return the score of the most similar steps that has enough of them."""
+        """Return the score of those steps that are most similar and numerous enough."""
         wanted = [(False, case.kind.value), (False, "")]
         if not self.outside(case):
             wanted.insert(0, (True, ""))
@@ -149,7 +149,7 @@ class Calibration:
         return score.doubt if is_known else max(score.doubt, DECLARED_DOUBT)
 
     def between(self, one: Parallelism, other: Parallelism) -> float:
-        """Return the relative difference at which one of two predictions is reliably faster."""
+        """Return the relative difference above which one of two predictions is reliably faster."""
         pairs = self.alike if one is other else self.unlike
         known = [found.high_error for found in (pairs, self.unlike, self.alike) if found]
         return known[0] if known else DECLARED_DOUBT
@@ -163,7 +163,7 @@ def percent(share: float) -> str:
 
 
 def _is_within(amount: int, bounds: tuple[int, int]) -> bool:
-    """True if ``amount`` is within ``bounds``, compared at two significant digits."""
+    """True if ``amount`` is within ``bounds``, compared with two significant digits."""
     least, most = (float(f"{bound:.1e}") for bound in bounds)
     return least <= float(f"{amount:.1e}") <= most
 

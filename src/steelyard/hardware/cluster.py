@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-# More processes than this only wait for each other.
+# More processes than this would only wait for each other.
 _RANKS_OF_A_CORE = 8
 _MOST_HOSTS = 1024
 # A slower rank is broken, and no share of the batch is small enough for it.
@@ -49,7 +49,7 @@ _SLOWEST = 1e-3
 
 
 def _relative_speeds(speeds: Sequence[float], ranks: int) -> list[float]:
-    """Return the speeds relative to the fastest; raise BadInput if they are invalid."""
+    """Return the speeds relative to the fastest one; raise BadInput if they are invalid."""
     known = [float(speed) for speed in speeds if type(speed) in (int, float) and 0 < speed < inf]
     if len(known) != len(speeds) or len(known) != ranks or min(known) < _SLOWEST * max(known):
         each = ",".join("1" * ranks)
@@ -111,12 +111,12 @@ class Cluster:
 
     @property
     def fastest(self) -> Device:
-        """The class with the highest compute rate, on which a step runs if it uses one device."""
+        """The class with the highest compute rate; a step on a single device runs on it."""
         return max((device for device, _ in self.tree.classes), key=lambda d: d.flops_per_second)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The device of each rank; empty if there is one class."""
+        """The device of each rank; empty if there is only one class."""
         if len(self.tree.classes) == 1:
             return ()
         return tuple(self.tree.device_of(rank) for rank in range(self.num_devices))
@@ -152,7 +152,7 @@ class Cluster:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that plans depend on; for one device, of its name and threads only."""
+        """A hash of all that plans depend on; for a single device, of its name and threads only."""
         (device, count), *_ = self.tree.classes
         device_id = f"{device.kind}|{device.threads}|{count}"
         host_suffix = f"|{self.hosts} hosts" if self.hosts > 1 else ""
@@ -171,9 +171,9 @@ class Cluster:
         """Return this machine as the operating system describes it; touches no device.
 
         ``ranks`` processes share its cores and its memory evenly and communicate over loopback.
-        With several ``hosts``, which must have met before, each has an equal part of the ranks:
-        see docs/hosts.md. ``speeds=(1, 0.5)`` gives each rank's compute speed relative to the
-        fastest; without it, speeds are measured.
+        Several ``hosts`` have equal numbers of ranks, and must have found each other before: see
+        docs/hosts.md. ``speeds=(1, 0.5)`` gives each rank's compute speed relative to the fastest;
+        without it, speeds are measured.
         """
         from steelyard.hardware.host_os import loopback, num_cores, this_device
 
@@ -208,7 +208,9 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path, *, offload_memory: OffloadMemory | None = None) -> "Cluster":
-        """Return the cluster of a TOML file: see docs/cluster-files.md. Touches no device."""
+        """Return the cluster that a TOML file declares: see docs/cluster-files.md. Touches no
+        device.
+        """
         from steelyard.hardware.cluster_file import read_tree
 
         return cls(tree=read_tree(Path(path)), offload_memory=offload_memory)

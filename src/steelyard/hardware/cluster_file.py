@@ -1,4 +1,4 @@
-"""The reader of cluster files: devices, links and scopes in hand-written TOML.
+"""Reads cluster files: devices, links and scopes in hand-written TOML.
 
 A table may inherit keys from a preset, and a preset may be named instead of a table. Not for the
 schema of tables: see cluster_schema.py; nor for presets: see presets.py.
@@ -76,7 +76,7 @@ def _as_cluster_error(error: PlanFileError) -> ClusterFileError:
 
 
 class _InvalidTable(Exception):
-    """An unusable table; the reason has been recorded."""
+    """The error for an unusable table; the reason has already been recorded."""
 
 
 class _ClusterReader:
@@ -95,7 +95,7 @@ class _ClusterReader:
         root = self._root()
         try:
             tree = self._scope(root, within=()) if root else None
-            # Check unused tables too: a loop of scopes is reachable from no root.
+            # Check unused tables too, because a loop of scopes cannot be reached from a root.
             for name in self._own["scope"]:
                 self._scope(name, within=())
             for name in self._own["device"]:
@@ -113,7 +113,9 @@ class _ClusterReader:
         return tree
 
     def _root(self) -> str:
-        """Return the scope that no other contains, or the preset that is the whole cluster."""
+        """Return the scope that no other scope contains, or the preset that is the whole
+        cluster.
+        """
         given = self._tables.get("format")
         if type(given) is int and given > FORMAT:
             raise refusal(self._source, ["was written for a later version of Steelyard"])
@@ -205,7 +207,9 @@ class _ClusterReader:
         return self._table("device", name, DeviceTable)
 
     def _device(self, name: str, *, scope: ScopeTable, within: str, count: int) -> Device:
-        """Return the device with its share of host memory, and the host link, from its scope."""
+        """Return the device, with the share of host memory and the host link that its scope
+        declares.
+        """
         table = self._device_table(name)
         place = f"device.{printable(name, most=60)}"
         for key in ("host_memory", "host_link"):
@@ -334,12 +338,14 @@ def _suggestion(given: str, known: Sequence[str]) -> str:
 
 
 def _without_overridden(base: Mapping[str, Any], *, by: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a preset without the keys that ``by`` replaces by other means."""
+    """Return a preset without the keys that the keys in ``by`` replace."""
     dropped = {"rate", "latency"} if "curve" in by else {"curve"} if "rate" in by else set()
     return {key: value for key, value in base.items() if key not in dropped}
 
 
 def _peaks(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the preset's peaks updated by the given ones, so that one can be corrected alone."""
+    """Return the preset's peak rates updated by the given ones, so that a single one can be
+    corrected.
+    """
     own = given.get("peak")
     return {"peak": {**base["peak"], **own}} if isinstance(own, dict) and "peak" in base else {}

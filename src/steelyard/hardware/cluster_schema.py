@@ -153,7 +153,9 @@ class CalibrationTable(BaseModel):
 
 
 class ReachedTable(BaseModel):
-    """Achieved fractions of the rates, the steps they were fitted on, and the error on others."""
+    """Achieved fractions of the rates, the steps to which they were fitted, and the error on
+    others.
+    """
 
     model_config = STRICT
 
@@ -175,7 +177,8 @@ class DeviceTable(BaseModel):
     host_memory: _Bytes | None = None
     host_link: str | None = None
     price: _Price | None = None
-    # A GPU launch in the driver; a declared value, since no vendor publishes it.
+    # The time of a GPU launch in the driver. This is a declared value, since no vendor publishes
+    # it.
     call: _Seconds = 5e-6
     reached: ReachedTable | None = None
     source: _Source = []
@@ -200,7 +203,7 @@ class ScopeTable(BaseModel):
     # The link between members, and the number of links per member.
     link: str | None = None
     ports: _Count = 1
-    # The link out of this scope, unless the enclosing scope declares one.
+    # The link that leaves this scope, unless the enclosing scope declares one.
     out_link: str | None = None
     out_ports: _Count = 1
     # Host memory of the whole scope, shared evenly by its devices.

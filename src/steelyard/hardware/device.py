@@ -9,7 +9,8 @@ from steelyard.errors import BadInput
 from steelyard.hardware.efficiency import AchievedFraction
 from steelyard.hardware.link import Link
 
-# The names of torch, and "tf32": float32 operands, multiplied in the hardware's shorter format.
+# The names that torch uses, plus "tf32": float32 operands, multiplied in the hardware's shorter
+# format.
 DTYPES = (
     "float64", "float32", "tf32", "float16", "bfloat16", "float8", "int8", "float4",
 )  # fmt: skip
@@ -19,11 +20,11 @@ DTYPES = (
 class Device:
     """One class of device. The rates are declared or measured ceilings, not averages.
 
-    ``flops_per_second`` is for float32, ``peaks`` for each dtype by name: dense, without
-    sparsity. ``call_seconds`` is the cost of launching any operator. ``host_memory_bytes`` is one
-    device's share, reached over ``host_link``. None means unknown, above all for the price.
-    ``reached`` is the fraction of the rates that programs achieve, where known. ``speed`` is
-    relative to the measured device, where ranks are unequal.
+    ``flops_per_second`` is for float32, ``peaks`` for each dtype by name: dense, without sparsity.
+    ``call_seconds`` is the cost of launching any operator. ``host_memory_bytes`` is one device's
+    share, reached over ``host_link``. None means unknown, for example for the price. ``reached`` is
+    the fraction of the rates that programs achieve, where known. ``speed`` is relative to the
+    measured device, if ranks are unequal.
     """
 
     kind: str
@@ -62,7 +63,9 @@ class Device:
         return known[dtype]
 
     def flops_in(self, dtype: str) -> float:
-        """Return the rate of operators with this result dtype; without peaks, that of float32."""
+        """Return the rate of operators with this result dtype; the float32 rate if no peaks are
+        declared.
+        """
         return self.peak_flops_per_second(dtype) if self.peaks else self.flops_per_second
 
     @property
@@ -83,7 +86,7 @@ class Device:
 
     @property
     def rates_said(self) -> str:
-        """The rates assumed for a device without measurements, in words."""
+        """Describe the rates that are assumed for a device without measurements."""
         if self.reached is None:
             return f"{self.kind} at its declared peak, which programs do not reach"
         return f"{self.kind} {self.reached.said}"

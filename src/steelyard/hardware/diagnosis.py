@@ -1,4 +1,4 @@
-"""Findings about this machine, as rows with a remedy each.
+"""Findings about this machine, as rows with a remedy for each problem.
 
 Not for making the findings: see measure/doctor.py.
 """

@@ -1,6 +1,6 @@
 """The fraction of declared device rates that programs achieve, with its source.
 
-For pricing steps that run on no local device. Not for other facts about software: see
+It serves to price steps for devices that are not here. Not for other facts about software: see
 software_stack.py.
 """
 
@@ -15,10 +15,10 @@ class AchievedFraction:
     """The fraction of a device class's declared rates that programs achieve.
 
     ``share`` applies to the peak while kernels compute and to the bandwidth while they move data.
-    ``attention_share`` is the fraction of that peak share which attention kernels achieve.
-    ``call_seconds`` is the minimum time of a call; None means the device's own value. In a
-    cluster file, ``source`` names the steps it was fitted on, and ``median_error`` the error on
-    other steps. In a preset, ``calibration`` holds both.
+    Attention kernels achieve ``attention_share`` of that fraction of the peak. ``call_seconds`` is
+    the minimum time of a call; None means the device's own value. In a cluster file, ``source``
+    names the steps to which it was fitted, and ``median_error`` the error on other steps. In a
+    preset, ``calibration`` holds both.
     """
 
     share: float
@@ -32,7 +32,7 @@ class AchievedFraction:
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1 or not 0 < self.attention_share <= 1:
             raise BadInput(
-                f"kernels have an efficiency of {self.share:.3g}, and of "
+                f"kernels have an efficiency of {self.share:.3g}, and "
                 f"{self.attention_share:.3g} times that in attention",
                 expected="shares above 0 and at most 1",
                 remedy="correct the shares, or declare a faster device",

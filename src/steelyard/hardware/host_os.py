@@ -1,6 +1,6 @@
 """Cores, memory and limits of this machine, as the operating system reports them.
 
-They are read from files, which is fast and needs no torch. Not for speeds: see measure/.
+Reading them from files is fast and needs no torch. Not for speeds: see measure/.
 """
 
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 from steelyard.hardware.device import Device
 from steelyard.hardware.link import Link
 
-# Round figures of a 2020s server core with AVX2, used only where nothing has been measured.
+# Round figures for a server core of the 2020s with AVX2, used only where nothing has been measured.
 _CORE_FLOPS_PER_SECOND = 40e9
 _CORE_BYTES_PER_SECOND = 8e9
 
 
-# Gloo of torch 2.13 between two processes of one busy two-core machine, one way: the best of 12
-# to 60 round trips. Declared until a cluster is measured itself.
+# Gloo in torch 2.13, one way between two processes on a busy two-core machine: the best of 12 to 60
+# round trips. This is declared until a cluster is measured itself.
 _LOOPBACK = (
     (4 << 10, 70e-6),
     (64 << 10, 90e-6),
@@ -29,7 +29,7 @@ _LOOPBACK = (
 
 
 def this_device(*, ranks: int = 1) -> Device:
-    """Return the share of this machine that each of ``ranks`` processes has, split evenly."""
+    """Return the equal share of this machine that each of ``ranks`` processes has."""
     cores = num_cores()
     share = cores / ranks
     threads = int(os.environ.get("OMP_NUM_THREADS") or cores)
@@ -113,7 +113,7 @@ def filesystem_of(folder: Path) -> str:
 
 
 def _counted_bytes() -> dict[str, int]:
-    """Return the bytes that count against each of those limits."""
+    """Return how many bytes count against each of those limits."""
     counted = {"VmData": "RLIMIT_DATA", "VmSize": "RLIMIT_AS"}
     counted_bytes = {}
     for line in _lines("/proc/self/status"):
@@ -124,14 +124,16 @@ def _counted_bytes() -> dict[str, int]:
 
 
 def quota_cores(root: Path = Path("/")) -> float:
-    """Return the cores that the CPU quotas of this process allow; infinity without quotas."""
+    """Return the number of cores that the CPU quotas of this process allow; infinity without
+    quotas.
+    """
     found = [inf]
     for line in _lines(str(root / "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         mounted = root / "sys/fs/cgroup" / controllers
-        # A group's quota applies to all its descendants; in a container the group is often the
+        # A group's quota applies to all its descendants, and in a container the group is often the
         # root.
         group = Path(path.lstrip("/"))
         found += (_quota_of(mounted / folder) for folder in (group, *group.parents))
@@ -153,7 +155,7 @@ def are_cores_alike(root: Path = Path("/")) -> bool:
 
 
 def _quota_of(group: Path) -> float:
-    """Return the quota of a cgroup of version 2 or 1, in cores; infinity if none is set."""
+    """Return the quota of a control group (version 2 or 1), in cores; infinity if none is set."""
     given = [entry for line in _lines(str(group / "cpu.max")) for entry in line.split()]
     for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us") if not given else ():
         given += _lines(str(group / name))
@@ -162,7 +164,9 @@ def _quota_of(group: Path) -> float:
 
 
 def cgroup_used_bytes() -> int | None:
-    """Return the bytes counted against the control group's limit, less reclaimable file pages."""
+    """Return the bytes that count against the control group's limit, less reclaimable file
+    pages.
+    """
     for folder, used, prefix in (
         ("/sys/fs/cgroup", "memory.current", ""),
         ("/sys/fs/cgroup/memory", "memory.usage_in_bytes", "total_"),

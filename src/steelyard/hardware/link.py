@@ -17,12 +17,12 @@ Point = tuple[int, float]
 class Link:
     """One class of link between devices, declared or measured; the rate is one way.
 
-    ``doubt`` is the relative uncertainty of a transfer's time. ``call_seconds`` is the device
-    time per message. ``disturbs`` is the share of a transfer's duration by which it delays
-    concurrent work on the device. ``is_remote``: the link carries data to another host without
-    CPU work on either host. ``is_even``: receive buffers have the same size on all ranks, that of
-    the rank which needs most. ``points`` are (bytes, seconds). With them, ``latency_seconds`` is
-    the time of the first point and ``bytes_per_second`` the rate beyond the last: see ``curve``.
+    ``doubt`` is the relative uncertainty of a transfer's time. ``call_seconds`` is the device time
+    per message. ``disturbs`` is the share of a transfer's duration by which it delays concurrent
+    work on the device. ``is_remote``: the link carries data to another host without CPU work on
+    either host. ``is_even``: receive buffers have the same size on all ranks: that of the rank with
+    the largest need. ``points`` are (bytes, seconds). With them, ``latency_seconds`` is the time of
+    the first point and ``bytes_per_second`` the rate beyond the last: see ``curve``.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Link:
         return repr(figures)
 
     def seconds(self, nbytes: float, *, messages: int) -> float:
-        """Return the seconds of ``nbytes`` in equal messages that are sent one after the other."""
+        """Return the seconds for ``nbytes`` in equal messages that are sent one after the other."""
         if not self.points:
             return messages * self.latency_seconds + nbytes / self.bytes_per_second
         return messages * self._message_seconds(nbytes / messages) if messages else 0.0
@@ -75,7 +75,7 @@ class Link:
         return self.seconds(nbytes, messages=messages) - messages * self.latency_seconds
 
     def device_seconds(self, nbytes: int, *, messages: int) -> float:
-        """Return the device time that ``messages`` messages of ``nbytes`` in total cost."""
+        """Return the device time for ``messages`` messages with ``nbytes`` in total."""
         return messages * self.call_seconds + self.disturbs * nbytes / self.bytes_per_second
 
     def _message_seconds(self, nbytes: float) -> float:

@@ -9,12 +9,12 @@ from steelyard.errors import BudgetError
 from steelyard.units import format_bytes, parse_bytes, parse_rate
 
 OFFLOAD_PAGE_BYTES = 4096
-# A slower memory gains nothing; more likely a unit was forgotten.
+# Offloading to a slower memory gains nothing; more likely a unit was forgotten.
 _SLOWEST = 1e6
-# The axis names of the links to and from offload memory, over which a rank communicates with
-# itself at a later time.
+# The axis names of the links to and from offload memory. On them, a rank communicates with itself
+# at a later time.
 OFFLOAD_OUT, OFFLOAD_IN = "offload out", "offload in"
-# Bytes of the device buffer for transfers, which are split into pieces; one per direction.
+# Bytes of the device buffer for transfers, one for each direction; transfers are split into pieces.
 OFFLOAD_PIECE_BYTES = 1 << 20
 
 

@@ -1,6 +1,7 @@
 """Efficiency of a software stack: achieved fractions of device rates, and fused calls.
 
-For pricing steps that run on no local device. Not for a device's peak rates: see device.py.
+It serves to price steps for devices that are not here. Not for a device's peak rates: see
+device.py.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from steelyard.hardware.device import Device
 
 
 class StageSendMode(Enum):
-    """Waiting of pipeline stages for their sends and receives.
+    """The way in which pipeline stages wait for their sends and receives.
 
-    Stages wait for both directions at once, for one after the other, or not at all, since both
+    Stages wait for both directions at once, for one after the other, or not at all because both
     overlap with computation.
     """
 
@@ -27,15 +28,15 @@ class SoftwareStack:
     """The efficiency and the communication strategy of a software stack.
 
     ``peak_share`` is the fraction of a device's peak that kernels achieve while they compute, and
-    ``bandwidth_share`` that of its bandwidth while they move data. ``attention_share`` is the
-    fraction of the former that attention kernels achieve. ``call_seconds`` is the minimum time of
-    a call; None means the device's own value.
+    ``bandwidth_share`` that of its bandwidth while they move data. Attention kernels achieve
+    ``attention_share`` of the former. ``call_seconds`` is the minimum time of a call; None means
+    the device's own value.
 
-    ``fuses``: calls with as many result elements as input elements run as one. ``flat``: shards
-    of weights and gradients are exchanged per block, after a copy into one contiguous buffer of
-    one format; else each tensor on its own. ``rings_only``: all-gather and reduce-scatter use
-    only the ring algorithm. ``overlaps_tensor``: tensor-parallel ranks reduce gradients, and
-    gather again, concurrently with the weight gradient products.
+    ``fuses``: calls with as many result elements as input elements run as one. ``flat``: shards of
+    weights and gradients are exchanged block by block, after a copy into one contiguous buffer of
+    one format; otherwise each tensor is exchanged on its own. ``rings_only``: all-gather and
+    reduce-scatter use only the ring algorithm. ``overlaps_tensor``: tensor-parallel ranks reduce
+    gradients, and gather again, concurrently with the weight gradient products.
     """
 
     peak_share: float = 1.0
@@ -59,7 +60,9 @@ class SoftwareStack:
 
 
 def stack_on(device: Device) -> SoftwareStack:
-    """Return a fusing stack with the device's known achieved fractions; 1 where none is known."""
+    """Return a fusing stack with the achieved fractions that are known for the device; 1 for
+    others.
+    """
     reached = device.reached
     if reached is None:
         return SoftwareStack()

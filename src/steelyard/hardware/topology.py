@@ -1,8 +1,8 @@
 """The topology of a cluster: a tree of levels, such as device < node < rack.
 
-A level lists its members, as counts of classes, and the link between them. One class of node
-represents all nodes of the class, so that 16,384 devices cost no more than eight. Ranks are
-numbered depth first. Not for the links that a group of ranks crosses: see
+A level lists its classes of members, how many there are of each, and the link between them. One
+entry represents all equal nodes, so that 16,384 devices cost no more to describe than eight. Ranks
+are numbered depth first. Not for the links that a group of ranks crosses: see
 predict/collectives/group_topology.py.
 """
 
@@ -17,9 +17,9 @@ from steelyard.hardware.link import Link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelMember:
-    """``count`` devices or levels of one class, each joined to its siblings by ``ports`` links.
+    """``count`` equal devices or levels, each joined to its siblings by ``ports`` links.
 
-    Without a link, this is the only member of its level.
+    If there is no link, this is the only member of its level.
     """
 
     of: "Device | TopologyLevel"
@@ -39,7 +39,9 @@ class LevelMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologyLevel:
-    """A topology level: its members with their links, and optionally a price for the whole."""
+    """A level of the topology: its members with their links, and optionally a price for the
+    whole.
+    """
 
     name: str
     members: tuple[LevelMember, ...]
@@ -102,8 +104,7 @@ class TopologyLevel:
         member_texts = []
         for member in self.members:
             link = member.link
-            # Local links are measured again each time, so their rates are no part of the
-            # identity.
+            # Local links are measured again each time, so their rates do not identify the topology.
             link_identity = "" if link is None else link.kind if is_local else link.identity
             member_texts.append(
                 f"{member.count}x{member.of.identity} by {member.ports}x{link_identity}"
@@ -116,7 +117,7 @@ class TopologyLevel:
         return of
 
     def path_to(self, rank: int) -> tuple[LevelMember, ...]:
-        """Return the members from this level down to the device of ``rank``."""
+        """Return the chain of members from this level down to the device of ``rank``."""
         self._check(rank)
         scope, path = self, []
         while True:
@@ -140,7 +141,7 @@ class TopologyLevel:
             scope, begin = member.of, inner_begin
 
     def between(self, rank: int, other: int) -> tuple[LevelMember, LevelMember]:
-        """Return the members of their lowest common level that contain each of two ranks."""
+        """Return the two members that contain the two ranks, at the lowest level common to both."""
         assert rank != other
         position = self.holding(min(rank, other), max(rank, other))
         mine, _ = position.scope._member_of(rank - position.first_rank)
@@ -148,14 +149,16 @@ class TopologyLevel:
         return mine, yours
 
     def blocks(self) -> Iterator[tuple[int, LevelMember]]:
-        """Yield the first rank of each class of member, and the class."""
+        """Yield the first rank of each class of members, and the class."""
         begin = 0
         for member in self.members:
             yield begin, member
             begin += member.num_devices
 
     def _member_of(self, rank: int) -> tuple[LevelMember, int]:
-        """Return the class of member of ``rank``, and the rank relative to that class's first."""
+        """Return the member class of ``rank``, and its rank number relative to the first of that
+        class.
+        """
         begin, member = next(
             (b, m) for b, m in self.blocks() if b <= rank < b + m.num_devices
         )  # fmt: skip
@@ -172,7 +175,7 @@ class TopologyLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelPosition:
-    """One level of its class: the one whose devices begin at ``first_rank``."""
+    """A single level of a class: the one whose devices begin at ``first_rank``."""
 
     scope: TopologyLevel
     first_rank: int

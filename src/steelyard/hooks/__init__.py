@@ -4,9 +4,9 @@
 
     compress(ddp, "ternary")
 
-Nothing is captured, planned or predicted here: a plan says if compression pays, these hooks only
-apply it. Not for the codecs themselves (ir/gradient_codec.py), nor for Steelyard's own training
-step (passes/compression/compressed_all_reduce.py).
+Nothing is captured, planned or predicted here: a plan says whether compression pays, and these
+hooks only apply it. Not for the codecs themselves (ir/gradient_codec.py) or for Steelyard's own
+training step (passes/compression/compressed_all_reduce.py).
 """
 
 from steelyard import _torch  # noqa: F401 - first: it refuses a torch that is not supported

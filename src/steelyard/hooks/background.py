@@ -28,7 +28,8 @@ class OnThread:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # A daemon, or a process would not exit while a transfer to a dead rank hangs.
+        # A daemon thread, because otherwise the process would not exit while a transfer to a dead
+        # rank hangs.
         Thread(target=_run_all, args=(self._queue,), name="steelyard-hooks", daemon=True).start()
 
     def do(self, work: Callable[[], None], buffer: torch.Tensor) -> Came:
@@ -46,7 +47,7 @@ class OnThread:
                 raise _failed(error)
             return buffer
 
-        # Not set_exception: torch would complain that its result is not a tensor.
+        # Do not use set_exception: torch would complain that its result is not a tensor.
         future = done.then(result)
         self._queue.put(run)
         return future
@@ -54,7 +55,8 @@ class OnThread:
 
 class OnStream:
     """Runs work for CUDA gradients on a stream of its own. The stream first waits for what the
-    backward pass has launched; a consumer of the buffer waits for the stream."""
+    backward pass has launched, and whoever uses the buffer waits for the stream.
+    """
 
     def do(self, work: Callable[[], None], buffer: torch.Tensor) -> Came:
         stream = _stream_of(buffer.device)

@@ -1,7 +1,7 @@
 """State that is kept from step to step for each parameter, stored as one tensor per bucket.
 
-When DDP rebuilds its buckets, the state moves along by parameter name. Not for what the state
-means: see ddp.py.
+When DDP rebuilds its buckets, the state moves along by parameter name. Not for the meaning of the
+state: see ddp.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,9 +10,10 @@ import torch
 
 
 class BucketState:
-    """State of parameters by bucket. ``room`` returns the number of elements of the state of a
-    bucket with so many parameter elements; trailing ones may be padding. ``first`` makes the
-    initial state of a parameter."""
+    """State of parameters by bucket. ``room`` returns the number of state elements for a given
+    number of parameter elements in a bucket; the last ones may be padding. ``first`` makes the
+    initial state of a parameter.
+    """
 
     def __init__(self, *, room: Callable[[int], int], first: Callable[[int], torch.Tensor]) -> None:
         self._room, self._first = room, first
@@ -31,7 +32,7 @@ class BucketState:
         return self._by_parameter[name] if name in self._by_parameter else self._first(size)
 
     def every(self) -> Iterator[torch.Tensor]:
-        """Yield all state once, including loaded state that is in no bucket yet."""
+        """Yield each state once, including loaded state that is in no bucket yet."""
         yield from self._by_bucket.values()
         in_buckets = {name for key in self._by_bucket for name in key}
         yield from (state for name, state in self._by_parameter.items() if name not in in_buckets)

@@ -1,8 +1,8 @@
 """Compressed reductions of gradients over ranks, as function calls instead of graph nodes.
 
-Linear codecs and low-rank factors are all-reduced. With any other codec two ranks exchange their
-codes directly; of more ranks each one reduces a part. Not for the hooks that call this: see
-ddp.py and fsdp.py.
+Linear codecs and low-rank factors are all-reduced. With other codecs, two ranks exchange their
+codes directly; if there are more ranks, each one reduces a part. Not for the hooks that call this:
+see ddp.py and fsdp.py.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,18 @@ class CompressedReduce:
         self._ranks, self._rank = group.size(), group.rank()
 
     def room(self, numel: int) -> int:
-        """Return the number of elements that ``numel`` elements take once the last block and the
-        last part are padded."""
+        """Return how many elements ``numel`` elements become once the last block and the last part
+        are padded.
+        """
         if self._codec.rank:
             return numel
         return blocks_of(numel, parts=self._parts) * BLOCK
 
     def of(self, tensors: Sequence[torch.Tensor], lost: torch.Tensor | None) -> torch.Tensor:
         """Return the sum of the tensors over the ranks, concatenated and flat, with the same bits
-        on all ranks. The residuals in ``lost`` are added before compression, and this rank's
-        compression error is left there."""
+        on all ranks. The residuals in ``lost`` are added before compression, and replaced by this
+        rank's compression error.
+        """
         name = self._codec.name
         if self._codec.is_linear:
             encoded = encode_gradients(tensors, None, name, 1)
@@ -82,8 +84,9 @@ class CompressedReduce:
                 x.copy_(matrix.view(x.shape))
 
     def scattered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks of this rank's row, padded to whole blocks. ``rows`` has
-        one row for each rank."""
+        """Return this rank's row of the sum over all ranks, padded to whole blocks. ``rows`` has
+        one row for each rank.
+        """
         numel = rows.shape[1]
         padding = rows.new_zeros(-numel % BLOCK)
         tensors = [piece for row in rows for piece in (row, padding)]

@@ -26,7 +26,7 @@ _LEAST_BYTES = 4096
 
 
 class Buckets:
-    """Reduces DDP's buckets one after another, in ``background`` of the backward pass."""
+    """Reduces DDP's buckets one after another, in the background of the backward pass."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class Buckets:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the residual of each parameter by name, summed over all ranks, and the initial
-        right factors, which are equal on all ranks. A collective: every rank must call it."""
+        right factors, which are equal on all ranks. This is a collective: every rank must call it.
+        """
         found = {}
         for name, shape in self._shapes().items():
             numel = prod(shape)
@@ -150,8 +151,9 @@ class Buckets:
 
     @contextmanager
     def _without_unused(self, compressed: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Exclude the residuals of parameters that no rank used: DDP would discard the gradient
-        that carries them."""
+        """Reset the residuals of parameters that no rank used: DDP would discard the gradient that
+        contains them.
+        """
         if not self._may_be_unused:
             yield
             return
@@ -201,6 +203,6 @@ def _scale_into(gradients: Collection[torch.Tensor], total: torch.Tensor, share:
 
 
 def _split_like(flat: torch.Tensor, like: Collection[torch.Tensor]) -> list[torch.Tensor]:
-    """Split a flat tensor into pieces of these sizes; padding after the last is dropped."""
+    """Split a flat tensor into pieces of these sizes; padding after the last piece is dropped."""
     sizes = [x.numel() for x in like]
     return list(flat[: sum(sizes)].split(sizes))

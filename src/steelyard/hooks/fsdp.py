@@ -1,5 +1,5 @@
 """A compressed reduce-scatter for FSDP2: each rank receives the compressed rows of its shard from
-all others.
+all other ranks.
 
 No error feedback is kept between steps. Not for the compressed reductions: see
 compressed_reduce.py.

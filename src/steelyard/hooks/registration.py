@@ -1,4 +1,4 @@
-"""``compress``: validate the request on all ranks and register the compression hook on a module.
+"""``compress``: validates the request on all ranks and registers the compression hook on a module.
 
 Not for the compressed reductions: see compressed_reduce.py.
 """
@@ -28,8 +28,9 @@ class Lost(Protocol):
     """The error-feedback residuals that have not been sent yet, for a checkpoint."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the residual of each parameter by name, summed over all ranks. A collective:
-        every rank must call it."""
+        """Return the residual of each parameter by name, summed over all ranks. This is a
+        collective: every rank must call it.
+        """
         ...
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -46,13 +47,13 @@ class Scaler(Protocol):
 def compress(module: nn.Module, code: str = "int8", *, scaler: Scaler | None = None) -> Lost:
     """Compress the gradients of ``module`` with this codec, from its next backward pass on.
 
-    ``module`` is a DistributedDataParallel, or a module that ``fully_shard`` was called on. Every
+    ``module`` is a DistributedDataParallel, or a module to which ``fully_shard`` was applied. Every
     rank must call this function. ``code`` is "int8", or under DistributedDataParallel also
-    "bfloat16", "ternary" (two bits), "largest" (sixteen of 1,024 elements) and "rank 4" (or
-    another rank; two thin factors). The last three use error feedback: the error of one step is
-    added to a later one. Gradients of one dimension, of less than 4 KiB, or of another dtype than
-    float32 are sent uncompressed; so are matrices whose factors would be hardly smaller.
-    ``scaler`` is the gradient scaler that scales the loss, if there is one.
+    "bfloat16", "ternary" (two bits), "largest" (sixteen of 1,024 elements) and "rank 4" (or another
+    rank; two thin factors). The last three use error feedback: the error of one step is added to a
+    later one. Gradients with one dimension, with less than 4 KiB, or of a dtype other than float32
+    are sent uncompressed. So are matrices whose factors would be hardly smaller. ``scaler`` is the
+    gradient scaler that scales the loss, if there is one.
     """
     codec = _codec_named(code)
     if codec is None:
@@ -78,7 +79,7 @@ def _refuse_sparse(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             raise BadInput(
-                f"the gradient of {name} is sparse, and torch passes it to no hook",
+                f"the gradient of {name} is sparse, and torch passes such gradients to no hook",
                 expected="dense gradients",
                 remedy=f"create {name} with sparse=False",
             )
@@ -98,15 +99,15 @@ def _compress_ddp(
         group, background = ddp.process_group, OnStream()
         _check_backend(group)
     else:
-        # A thread sends buckets in the order in which they fill up, interleaved in any way with
-        # other collectives: a process group of its own keeps them apart.
+        # A thread sends buckets in the order in which they fill up, interleaved with other
+        # collectives in an arbitrary order. A process group of its own keeps the two apart.
         ranks = dist.get_process_group_ranks(ddp.process_group)
         group = dist.new_group(ranks, use_local_synchronization=True)
         background = OnThread()
         take_turns()
     _check_ranks_agree(ddp.module, codec, group, device)
     parameters, sums = dict(ddp.module.named_parameters()), CompressedReduce(codec, group)
-    # In these two modes DDP leaves parameters that no rank used without a gradient.
+    # In these two modes, DDP leaves parameters that no rank used without a gradient.
     may_be_unused = ddp.find_unused_parameters or ddp.static_graph
     buckets = Buckets(
         parameters, codec, sums, group, scaler, background, may_be_unused=may_be_unused
@@ -131,7 +132,8 @@ def _send(buckets: Buckets, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     )
 
 
-# Torch checks this annotation and accepts GradBucket or none; mypy does not know the name.
+# Torch checks this annotation and accepts only GradBucket or no annotation; mypy does not know the
+# name.
 _send.__annotations__["bucket"] = dist.GradBucket  # type: ignore[attr-defined]
 
 
@@ -157,8 +159,9 @@ def _compress_fsdp(module: Any, codec: Codec, device: torch.device) -> Lost:
 def _check_ranks_agree(
     module: nn.Module, codec: Codec, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raise RanksDiffer if ranks differ in codec or parameters: they would misread each other's
-    bytes."""
+    """Raise RanksDiffer if ranks have different codecs or parameters: they would misread each
+    other's bytes.
+    """
     description = [
         codec.name,
         *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in module.named_parameters()),

@@ -1,4 +1,5 @@
-"""The training step in plain data: its graph, its program, collectives and how tensors are placed.
+"""The training step in plain data: its graph, its program, its collectives and the placement of its
+tensors.
 
-Not for rewriting it: see passes/. Not for what a user asks and gets: see plans/.
+Not for rewriting it: see passes/. Not for budgets, plans and receipts: see plans/.
 """

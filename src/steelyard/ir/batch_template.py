@@ -11,7 +11,7 @@ from itertools import count
 from steelyard.ir.collective import Collective
 from steelyard.ir.graph import Graph, Node, Tensor
 
-# Maximum offset of derived sizes, such as a sequence without its last token.
+# The largest difference of derived sizes, such as the length of a sequence without its last token.
 _MAX_OFFSET = 2
 
 
@@ -27,7 +27,9 @@ def telling_number(sizes: set[int]) -> int:
 
 
 def _primes() -> Iterator[int]:
-    """Yield primes above the factors of usual sizes, but small: some losses loop over samples."""
+    """Yield primes larger than the factors of usual sizes; small ones, since some losses loop over
+    samples.
+    """
     return (n for n in count(101, 2) if all(n % d for d in range(3, int(n**0.5) + 1, 2)))
 
 
@@ -40,7 +42,8 @@ class BatchTemplate:
 
     def at(self, samples: int) -> Graph:
         """Return the graph for another batch size, for pricing only: its arguments do not
-        change."""
+        change.
+        """
         if samples == self.samples:
             return self.graph
         graph = self.graph
@@ -57,7 +60,7 @@ class BatchTemplate:
         return replace(
             node,
             outputs=outputs,
-            # The measured cost under this signature is for other sizes.
+            # The measured cost with this signature is for other sizes.
             signature=f"{node.signature} of {samples} for {self.samples} samples",
             flops=self._scaled(node.flops, samples),
             moved_bytes=self._moved_bytes(node, samples),
@@ -72,7 +75,7 @@ class BatchTemplate:
         )
 
     def _moved_bytes(self, node: Node, samples: int) -> int:
-        """Return the bytes moved; only those of tensors that contain the batch are scaled."""
+        """Return the bytes that are moved; only tensors that contain the batch are scaled."""
         by_name = self.graph.by_name
         tensors = [t for name in node.inputs for t in by_name[name].outputs] + [*node.outputs]
         batch_bytes = sum(t.nbytes for t in tensors if self._has_batch(t))
@@ -80,7 +83,7 @@ class BatchTemplate:
         return node.moved_bytes - batch_bytes + batch_bytes * samples // self.samples
 
     def _exchange(self, collective: Collective | None, samples: int) -> Collective | None:
-        """Return the collective with its bytes scaled, rounded up to equal parts."""
+        """Return the collective with scaled bytes, rounded up to equal parts."""
         if collective is None:
             return None
         return replace(

@@ -1,6 +1,6 @@
 """Collectives among ranks and transfers to offload memory: their kind, bytes and buffers.
 
-Not for their duration (predict/cost_table.py), nor for inserting them into a step: see passes/.
+Not for their duration (see predict/cost_table.py) or for inserting them into a step (see passes/).
 """
 
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from enum import StrEnum
 
 # The link name of messages through shared memory, on any mesh axis.
 SLOTS = "slots"
-# Header bytes of gloo for each piece: the sender announces it and its type, the receiver grants
-# room. Counted by the kernel (docs/log.md, 2026-11-26): 48 bytes each.
+# Bytes of the headers that gloo sends for each piece: the sender announces the piece and its type,
+# the receiver grants room. They were counted by the kernel (docs/log.md, 2026-11-26): 48 bytes
+# each.
 GLOO_SENDS, GLOO_GETS = 96, 48
 _HEADER_BYTES = GLOO_SENDS + GLOO_GETS
-# An all-reduce splits into pieces of at most this size, and at least one element, commonly of 4
-# bytes.
+# An all-reduce is split into pieces of at most this size, and of at least one element, commonly of
+# 4 bytes.
 _LARGEST_PIECE, _ITEM_BYTES = 1 << 20, 4
 
 
@@ -35,10 +36,10 @@ class Collective:
     """One collective, from the call that issues it to the call that waits for it.
 
     Each rank sends ``sent_bytes`` in ``hops`` messages, sequentially unless ``is_direct``.
-    ``adds_headers``: the backend adds headers to them. ``held_bytes`` are the backend's own
-    buffers, without arguments and results, until the wait completes. Every ``stride``-th rank takes
-    part; ``places`` are the participants among pipeline ranks. ``is_pinned``: ranks exchange
-    through shared memory.
+    ``adds_headers``: the backend adds headers to the messages. ``held_bytes`` are the backend's own
+    buffers, which exist until the wait completes; arguments and results are not included. Every
+    ``stride``-th rank takes part; ``places`` are the participants among pipeline ranks.
+    ``is_pinned``: ranks exchange through shared memory.
     """
 
     kind: Exchange
@@ -65,7 +66,7 @@ class Collective:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the full tensor over all ranks, all shards of a ring included."""
+        """Bytes of the full tensor over all ranks, including all shards of a ring."""
         return self.sent_bytes // self.hops * self.num_ranks if self.hops else 0
 
     @property
@@ -85,14 +86,14 @@ class Collective:
     def _ring_header_bytes(self) -> int:
         """Header bytes of a ring all-reduce: a reduce-scatter and an all-gather of pieces.
 
-        Tiny tensors leave some pieces empty, and gloo sends no header for these.
+        If a tensor is tiny, some pieces are empty, and gloo sends no header for them.
         """
         n, total_bytes = self.num_ranks, self.whole_bytes // _ITEM_BYTES * _ITEM_BYTES
         each = max(2, -(-self.sent_bytes // self.hops // _LARGEST_PIECE))
         piece = max(1, -(-total_bytes // (each * n * _ITEM_BYTES))) * _ITEM_BYTES
         pieces = -(-total_bytes // piece)
         pieces_of = [min(each, max(0, pieces - share * each)) for share in range(n)]
-        # In each of the two rounds a rank skips sending one share and skips receiving one.
+        # In each of the two rounds, a rank sends all shares but one, and receives all but one.
         return max(
             GLOO_SENDS * (2 * pieces - pieces_of[r] - pieces_of[r - 1])
             + GLOO_GETS * (2 * pieces - pieces_of[r] - pieces_of[r + 1 - n])
@@ -114,9 +115,9 @@ class Collective:
 class Transport:
     """The behaviour of a communication backend, as seen from the rank that calls it.
 
-    ``keeps_input``: the argument must stay alive until the wait completes. ``is_direct``: except
-    for all-reduce, a rank sends each peer its part at once. ``is_pinned``: through shared memory.
-    ``adds_headers``: the backend adds headers to the payload, see ``wire_bytes``.
+    ``keeps_input``: the argument must stay alive until the wait completes. ``is_direct``: except in
+    an all-reduce, a rank sends each peer its part at once. ``is_pinned``: ranks exchange through
+    shared memory. ``adds_headers``: the backend adds headers to the payload, see ``wire_bytes``.
     """
 
     name: str
@@ -129,7 +130,8 @@ class Transport:
         self, kind: Exchange, *, axis: str, num_ranks: int, nbytes: int, stride: int = 1
     ) -> Collective:
         """Return the collective of a tensor with ``nbytes`` in total, as a ring."""
-        # A ring passes every shard but one's own: once to gather, and once more to reduce first.
+        # A ring passes every shard but the rank's own: once to gather, and once more to reduce
+        # first.
         hops = (num_ranks - 1) * (2 if kind is Exchange.ALL_REDUCE else 1)
         shard_bytes = -(-nbytes // num_ranks)
         # The buffer of one received part is the result itself.
@@ -148,8 +150,9 @@ class Transport:
         )
 
 
-# Measured in torch 2.13 and verified by tests/system/dist. All but all-reduces send straight to
-# the peer (docs/decisions/0034-straight-to-each-rank.md): gloo's own collectives hold copies.
+# Measured in torch 2.13 and verified by tests/system/dist. All collectives but all-reduces send
+# straight to the peer (docs/decisions/0034-straight-to-each-rank.md): gloo's own collectives hold
+# copies.
 GLOO = Transport(
     name="gloo",
     keeps_input=frozenset({Exchange.ALL_GATHER, Exchange.ALL_TO_ALL, Exchange.REDUCE_SCATTER}),
@@ -158,6 +161,6 @@ GLOO = Transport(
 )
 # Ranks write into each other's slots and read received data in place: nothing is copied.
 THROUGH_SLOTS = Transport(name="slots", is_pinned=True)
-# NCCL's own buffers were never measured here and are not counted. torch keeps its arguments alive
-# until the wait, as for gloo.
+# NCCL's own buffers have not been measured and are not counted. torch keeps the arguments alive
+# until the wait, as with gloo.
 NCCL = Transport(name="nccl", keeps_input=GLOO.keeps_input)

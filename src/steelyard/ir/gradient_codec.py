@@ -1,9 +1,9 @@
 """Codecs that compress gradients on the wire: their names, sizes and operator calls.
 
-With 8 bits and fewer, each block of elements has a scale of four bytes, and stores all elements
-or the largest; with 16 bits each element is rounded separately. Low rank replaces a matrix by two
-factors. Not for executing codecs (operators/gradient_codecs.py, operators/low_rank.py), nor for
-values saved in memory (quantized_activation.py).
+With 8 bits or fewer, each block of elements has a scale of four bytes, and contains all elements or
+only the largest. With 16 bits, each element is rounded separately. A low-rank codec replaces a
+matrix by two factors. Not for executing codecs (operators/gradient_codecs.py,
+operators/low_rank.py) or for values saved in memory (quantized_activation.py).
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,20 @@ BLOCK = 1024
 ENCODE = "steelyard.encode_gradients"
 # Sums the parts received from all ranks, and encodes the sum.
 ENCODE_SUM = "steelyard.encode_sum"
-# Decode parts and concatenate them; decode the rows of all ranks and sum them.
+# The first decodes parts and concatenates them; the second decodes the rows of all ranks and sums
+# them.
 DECODE, DECODE_SUM = "steelyard.decode_gradients", "steelyard.decode_sum"
-# Compute the left factor of each matrix; the right one, from the reduced left one; the matrices.
+# These compute the left factor of each matrix, the right factor from the reduced left one, and the
+# matrices.
 LEFT, RIGHT = "steelyard.left_factors", "steelyard.right_factors"
 MATRICES_OF_FACTORS = "steelyard.matrices_of_factors"
 CODED_CALLS = frozenset({ENCODE, ENCODE_SUM, DECODE, DECODE_SUM, LEFT, RIGHT, MATRICES_OF_FACTORS})
-# The first call of each exchange; all others read data from other ranks.
+# The first call of each exchange; all other calls read data from other ranks.
 FIRST_CALLS = frozenset({ENCODE, LEFT})
-# Name prefix of the inputs with the error feedback of one bucket, and name suffix of those with
-# the initial right factors, which are the factors of the step before.
+# Name prefix of the inputs with the error feedback of a bucket, and name suffix of those with its
+# initial right factors, which are the factors of the previous step.
 RESIDUAL, START = "residual:", ":start"
-# A matrix is factorized only if its factors are smaller by at least this ratio.
+# A matrix is factorized only if its factors are smaller than it by at least this ratio.
 _LEAST_FACTOR_SAVING = 4
 
 
@@ -64,11 +66,11 @@ class Codec:
         return 8 * self.num_largest if self.num_largest else BLOCK * self.bits // 8
 
     def row_bytes(self, blocks: int) -> int:
-        """Return the bytes of a row: all scales, then all codes."""
+        """Return how many bytes a row takes: all scales, then all codes."""
         return blocks * (4 + self.block_bytes)
 
 
-# Named like the corresponding torch formats.
+# The names are those of the corresponding torch formats.
 BFLOAT16 = Codec(name="bfloat16", bits=16, is_linear=True)
 INT8 = Codec(name="int8", bits=8)
 TERNARY = Codec(name="ternary", bits=2, has_residual=True)
@@ -81,7 +83,9 @@ def low_rank(rank: int) -> Codec:
 
 
 def matrix_of(tensor: Tensor) -> tuple[int, int]:
-    """Return rows and columns of a tensor as a matrix; its outermost dim in memory is the rows."""
+    """Return the rows and columns of a tensor seen as a matrix, whose rows are the outermost dim in
+    memory.
+    """
     outermost = max(zip(tensor.stride, tensor.shape), default=(1, 1))[1]
     return outermost, prod(tensor.shape) // max(1, outermost)
 
@@ -95,5 +99,5 @@ def are_worth_factors(rows: int, columns: int, rank: int) -> bool:
 
 
 def blocks_of(numel: int, *, parts: int) -> int:
-    """Return the number of blocks for ``numel`` elements in equal parts, the last one padded."""
+    """Return how many blocks ``numel`` elements need in equal parts, with the last part padded."""
     return -(-numel // (parts * BLOCK)) * parts

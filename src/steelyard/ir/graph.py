@@ -1,7 +1,7 @@
 """One training step as a data-flow graph in plain data: nodes, storages and outputs.
 
-capture/ builds it, trades rewrite it and predict/ reads it. Not for torch objects: an operator is
-represented by its name, a tensor by its shape, strides, dtype and storage.
+capture/ builds it, trades rewrite it and predict/ reads it. It contains no torch objects: an
+operator is represented by its name, a tensor by its shape, strides, dtype and storage.
 """
 
 import re
@@ -16,7 +16,7 @@ from steelyard.ir.collective import Collective
 
 
 class Role(StrEnum):
-    """The content of a storage; all roles but ``activation`` are resident for the whole step."""
+    """The role of a storage; all roles but ``activation`` are resident for the whole step."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -116,7 +116,7 @@ OFFLOAD_CALLS = "steelyard.offload_"
 FETCH_MATMUL = "steelyard.fetch_matmul"
 # A matrix product that streams its result to offload memory, slice by slice.
 MATMUL_SEND = "steelyard.matmul_send"
-# Concatenates tensors for one joint collective, and extracts one of them from its result.
+# These concatenate tensors for one joint collective, and extract one of them from its result.
 PACK_ROWS, UNPACK_ROWS = "steelyard.pack_rows", "steelyard.unpack_rows"
 _COPIES = ("aten.clone.default", "aten._unsafe_view.default")
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
@@ -127,14 +127,14 @@ class Node:
     """One operator call, or one input of the step (``op == "input"``).
 
     ``path`` is the module, ``line`` the user's source line. ``nth`` counts the calls of ``op`` in
-    ``path`` within the forward pass, so that (path, op, nth) names a forward node across traces.
-    A multi-output operator is one node; ``getitem`` nodes extract its results. ``signature`` keys
+    ``path`` within the forward pass, so that (path, op, nth) names a forward node across traces. A
+    multi-output operator is one node; ``getitem`` nodes extract its results. ``signature`` keys
     measured costs: op, shapes, strides, dtypes and plain arguments. A node with a ``body`` runs
     that body and returns its results as a tuple. ``flops`` are those of matrix products, which
     multiply in the format ``multiplies_in`` (empty: the dtype of the result). An ``is_uncounted``
-    operator may multiply but has no FLOP formula. A node with a ``collective`` only issues it.
-    Only the node that ``waits_for`` it may read its result; tensors that the backend needs until
-    then are inputs of the waiting node too.
+    operator may multiply but has no FLOP formula. A node with a ``collective`` only issues it. The
+    result may only be read by the node that ``waits_for`` it. Tensors that the backend needs until
+    then are also inputs of the waiting node.
     """
 
     name: str
@@ -170,7 +170,9 @@ class Node:
 
     @property
     def is_transfer(self) -> bool:
-        """True if the node copies a value to or from offload memory; the link sets its price."""
+        """True if the node copies a value to or from offload memory; the cost is that of the
+        link.
+        """
         return self.op.startswith(OFFLOAD_CALLS)
 
     @property
@@ -184,7 +186,9 @@ class Node:
 
     @property
     def is_slicing(self) -> bool:
-        """True if the node starts a sliced fetch; the consumer issues the fetch of later slices."""
+        """True if the node starts a sliced fetch; the node that uses the slices issues their later
+        fetches.
+        """
         return self.op in (f"{OFFLOAD_CALLS}begin", f"{OFFLOAD_CALLS}begin_weight")
 
     @property
@@ -221,9 +225,9 @@ class Node:
 class SlicedValue:
     """A value that a body consumes or produces, in slices or whole.
 
-    ``along`` names the sliced dims: the leading ones (0) or the last one (-1). None means whole;
-    a whole result is a sum over the slices. One row is ``unit`` elements of the ``dims`` leading
-    dims, flattened to one.
+    ``along`` says which dims are sliced: the leading ones (0) or the last one (-1). None means that
+    the value is whole; a whole result is a sum over the slices. The ``dims`` leading dims are
+    flattened to one, in which a row is ``unit`` elements.
     """
 
     name: str
@@ -237,8 +241,8 @@ class SlicedValue:
 class Body:
     """Calls that run once per slice of ``rows``; no intermediate is ever materialized whole.
 
-    ``calls`` holds the calls once for each slice size that occurs. Slices are as equal as
-    possible; if ``each`` is set, every slice but the last has that many rows.
+    ``calls`` contains the calls for each slice size that occurs. Slices have sizes as equal as
+    possible. If ``each`` is set, every slice but the last has that many rows.
     """
 
     rows: int
@@ -260,12 +264,12 @@ class Body:
 class OutputKind(StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
-    # A gradient that is sent to offload memory and leaves device memory.
+    # A gradient that moves to offload memory and leaves device memory.
     OFFLOADED_GRADIENT = "gradient, offloaded"
-    # The sum over all ranks and micro-batches, in place of this rank's own accumulated gradient.
+    # The sum over all ranks and micro-batches, in place of the gradient that this rank accumulated.
     SUMMED = "gradient, summed"
     UPDATE = "update"
-    # A value that another part of the same step consumes, such as a pipeline stage.
+    # A value that another part of the same step uses, such as a pipeline stage.
     CARRIED = "carried"
 
 
@@ -280,7 +284,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedMean:
-    """A mean over the entries of the node ``targets`` that are not ``ignored``."""
+    """A mean over those entries of the node ``targets`` that are not ``ignored``."""
 
     targets: str
     ignored: int
@@ -288,7 +292,9 @@ class CountedMean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRun:
-    """Sibling modules ``prefix.0 .. prefix.(count-1)`` whose subgraphs were verified equal."""
+    """Sibling modules ``prefix.0 .. prefix.(count-1)`` whose subgraphs have been verified to be
+    equal.
+    """
 
     prefix: str
     first: int
@@ -350,7 +356,7 @@ class Graph:
         return frozenset(s for n in self.nodes for i in n.mutates for s in self.storages_of(i))
 
     def is_alias(self, node: Node) -> bool:
-        """True for a view or a getitem of a multi-output view; another getitem is a value."""
+        """True for a view or a getitem of a multi-output view; any other getitem is a value."""
         return self.by_name[node.inputs[0]].is_free if node.is_getitem else node.is_view
 
     def has_several(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Slots in shared memory of one host, for messages whose shapes a plan fixes.
+"""Slots in the shared memory of one host, for messages whose shapes the plan determines.
 
 Computes the number and size of slots before a run, for messages between pipeline stages and for
 collectives. Not for transferring anything: see comm/shared_memory/same_host.py.
@@ -13,13 +13,13 @@ from steelyard.ir.graph import Graph
 from steelyard.ir.pipeline_schedule import AHEAD, ActionKind, Order, source_of
 from steelyard.ir.pipeline_stages import PipelineStage
 
-# The link name of messages through such slots, in a machine's costs.
+# The name, in a machine's costs, of the link for messages through such slots.
 PINNED = "pinned"
 # Values begin on a cache line, slots on a page.
 _CACHE_LINE, _PAGE = 64, 4096
 # One of several parts of a tensor may exceed their mean by this many bytes.
 _PART_SLACK_BYTES = 16
-# A rank writes the sum after next only when all ranks have read this one.
+# A rank writes the sum after the next one only when all ranks have read this one.
 _SUM_SLOTS = 2
 
 
@@ -27,8 +27,9 @@ _SUM_SLOTS = 2
 class SlotSpec:
     """The slots for one kind of message from one rank to another.
 
-    ``sizes`` are the maximum bytes of each value of a message. ``count`` slots cover the messages
-    read at one time and those sent ahead, or all messages of a step (``holds_all``).
+    ``sizes`` are the maximum bytes of each value of a message. ``count`` slots suffice for the
+    messages that are read at one time and those sent ahead, or for all messages of a step
+    (``holds_all``).
     """
 
     source: int
@@ -91,7 +92,7 @@ def edges_of(
 
 
 def evenly_held_bytes(edges: Sequence[SlotSpec]) -> int:
-    """Return the bytes per rank if all allocate as much as the rank that receives most."""
+    """Return the bytes for each rank if all allocate as much as the rank that receives most."""
     bytes_by_rank: dict[int, int] = {}
     for edge in edges:
         bytes_by_rank[edge.target] = bytes_by_rank.get(edge.target, 0) + edge.nbytes
@@ -129,9 +130,9 @@ def _messages_in_use(
 class CollectiveSlots:
     """The slots of an axis for collectives.
 
-    ``part_bytes`` is the maximum size of a part that a rank sends to a peer, with ``count``
-    slots. ``sum_bytes`` is the maximum size of a reduced part, 0 unless more than two ranks
-    reduce.
+    ``part_bytes`` is the maximum size of a part that a rank sends to a peer; there are ``count``
+    slots for such parts. ``sum_bytes`` is the maximum size of a reduced part; it is 0 unless more
+    than two ranks reduce.
     """
 
     num_ranks: int
@@ -141,7 +142,7 @@ class CollectiveSlots:
 
     @property
     def edges(self) -> tuple[SlotSpec, ...]:
-        """The slots for parts, followed by those for sums; both in the order of ``pairs``."""
+        """The slots for parts, followed by the slots for sums; both in the order of ``pairs``."""
         kinds = [(self.part_bytes, self.count), (self.sum_bytes, _SUM_SLOTS)]
         return tuple(
             SlotSpec(source=source, target=target, sizes=(size,), count=count, holds_all=True)
@@ -156,16 +157,16 @@ class CollectiveSlots:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes on each rank for the slots that all other ranks write to."""
+        """Bytes on each rank for the slots into which all other ranks write."""
         return sum(edge.nbytes for edge in self.edges if edge.target == 0)
 
 
 def rounds_of(graph: Graph) -> dict[str, CollectiveSlots]:
     """Return the slots of each axis, for the pinned collectives in this order of nodes.
 
-    A message that one rank has written and another has not read belongs to a collective in flight
-    at one of them: the writer has read all earlier messages, so its peer has written them. Twice
-    as many slots as collectives in flight therefore suffice, and no rank ever waits for a slot.
+    If one rank has written a message that another has not read, its collective is in flight at one
+    of the two: the writer has read all earlier messages, so its peer has written them. Therefore
+    twice as many slots as collectives in flight suffice, and no rank ever waits for a slot.
     """
     collectives: dict[str, Collective] = {}
     in_flight: dict[str, int] = {}

@@ -14,7 +14,7 @@ class Estimate:
     """A predicted amount with the interval that should contain it; behaves as a number.
 
     Comparison and hash are those of ``value``, so that estimates sort, compare with plain numbers
-    and serve as keys. Sums, differences, products and quotients carry the interval: it contains
+    and serve as keys. Sums, differences, products and quotients have an interval too. It contains
     every result of operands within the two intervals. All other operations (``round``, ``//``,
     ``%``, ``**``, ``math``, numpy) return plain numbers.
     """
@@ -47,7 +47,7 @@ class Estimate:
         )
 
     def over(self, other: "Estimate") -> "Estimate":
-        """Return the factor that times ``other`` gives this estimate, up to rounding.
+        """Return the factor by which ``other`` is multiplied to give this estimate, up to rounding.
 
         The two estimates are assumed to err in the same direction.
         """
@@ -94,7 +94,7 @@ class Estimate:
         if isinstance(other, Estimate):
             value = self.value * other.value
             ends = [a * b for a in (self.low, self.high) for b in (other.low, other.high)]
-            # An end of 0 times an infinite one is NaN, which bounds nothing.
+            # A zero end times an infinite end is NaN, which bounds nothing.
             if any(map(math.isnan, ends)):
                 return Estimate(value=value, low=-math.inf, high=math.inf)
             return Estimate(value=value, low=min(value, *ends), high=max(value, *ends))
@@ -197,7 +197,7 @@ class Estimate:
         return format(int(self.value) if is_for_integers else self.value, spec)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return ``value`` as an array; numpy, the only caller, is imported already."""
+        """Return ``value`` as an array; only numpy calls this, so it is already imported."""
         import numpy as np
 
         return np.array(self.value, dtype=dtype)
@@ -222,8 +222,8 @@ class Metrics:
     """The cost of one training step on one rank.
 
     ``accuracy_loss`` is one of four texts: ``exact``, ``<= bound``, ``x ± y (probe ...)``,
-    ``unknown``. The costs of consecutive steps add up, except memory, which is the larger of the
-    two: peaks are not sums.
+    ``unknown``. The costs of consecutive steps add up, except memory: the peak of two steps is the
+    larger of their peaks.
     """
 
     accuracy_loss: str = EXACT
@@ -235,7 +235,7 @@ class Metrics:
     step_seconds: Estimate
 
     def then(self, later: "Metrics") -> "Metrics":
-        """Return the cost of running this step and then ``later`` on the same device."""
+        """Return the cost of running this step and then the step ``later`` on the same device."""
         assert self.accuracy_loss == later.accuracy_loss
         return Metrics(
             accuracy_loss=self.accuracy_loss,

@@ -24,10 +24,10 @@ class Blocks:
 class ActivationPolicy:
     """The recompute and offload policy of a block's activations.
 
-    ``recomputed`` are calls, by module path inside the block. ``recomputed_modules`` are modules
-    inside the block by name ("" is the whole block), and ``spared`` modules inside these whose
-    results are saved. If ``is_offloaded``, all other saved activations are offloaded to host
-    memory.
+    ``recomputed`` are calls, by module path inside the block. ``recomputed_modules`` are names of
+    modules inside the block ("" is the whole block); ``spared`` are modules inside these whose
+    results are saved nevertheless. If ``is_offloaded``, all other saved activations are offloaded
+    to host memory.
     """
 
     recomputed: tuple[CallSite, ...] = ()
@@ -49,7 +49,7 @@ class Formats:
 
     ``weight_bytes`` are those of the weight used in computation. ``state_bytes`` include the
     moments and any wider copy of the weight. ``update_bytes`` are the bytes that an update reads
-    and writes, if known of an optimizer; otherwise weights and gradients count once, and the
+    and writes, if known for the optimizer. Otherwise weights and gradients count once, and the
     optimizer state twice.
     """
 
@@ -65,8 +65,9 @@ class Formats:
         return self.gradient_bytes + self.weight_bytes + 2 * self.state_bytes
 
 
-# Weights and gradients in half precision; a copy of the weights and two moments in single.
+# Weights and gradients in half precision; a copy of the weights and two moments in single
+# precision.
 MIXED = Formats(weight_bytes=2, gradient_bytes=2, state_bytes=12)
-# As in Megatron-LM: gradients are accumulated and exchanged in single precision.
+# As in Megatron-LM, gradients are accumulated and exchanged in single precision.
 MIXED_WIDE_GRADIENTS = Formats(weight_bytes=2, gradient_bytes=4, state_bytes=12)
 SINGLE = Formats(weight_bytes=4, gradient_bytes=4, state_bytes=8)

@@ -1,7 +1,7 @@
-"""Attribution of an optimizer step's instructions to parameters, derived from their inputs.
+"""Assigns the instructions of an optimizer step to parameters, based on their inputs.
 
-Used to run one parameter's update, or offload its state, separately from the others'. Not for
-tracing the step: see capture/tracing/optimizer.py.
+This makes it possible to run the update of one parameter, or offload its state, separately from the
+others. Not for tracing the step: see capture/tracing/optimizer.py.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ def update_digest(update: Program | None) -> str:
     digest = sha256()
     for node in update.graph.nodes:
         shapes = [(tensor.shape, tensor.dtype) for tensor in node.outputs]
-        # Calls are numbered in order and input names identify their tensors, so names suffice
+        # Calls are numbered in order, and input names identify the input tensors, so names suffice
         # here.
         digest.update(f"{node.name}|{node.op}|{shapes}\n".encode())
     return digest.hexdigest()[:16]
@@ -41,7 +41,7 @@ def parameters_of(graph: Graph, pattern: str) -> list[str]:
 
 
 def parameters_named(graph: Graph, rule: ParameterRule) -> list[str]:
-    """Return the parameters that a rule names; raise Mismatch if its ``count`` differs."""
+    """Return the parameters that a rule names; raise Mismatch if their number is not ``count``."""
     found = parameters_of(graph, rule.parameter)
     if len(found) != rule.count:
         raise Mismatch(
@@ -56,8 +56,8 @@ def parameters_named(graph: Graph, rule: ParameterRule) -> list[str]:
 def owners(graph: Graph) -> Mapping[str, str] | None:
     """Return the owning parameter of every value, "" for constants.
 
-    None if a value depends on several parameters (as with ``foreach`` operators), a value without
-    owner is not read by exactly one parameter, or a constant is written.
+    None if a value depends on several parameters (as with ``foreach`` operators), if a value
+    without an owner is not read by exactly one parameter, or if a constant is overwritten.
     """
     owner: dict[str, str] = {}
     for node in graph.nodes:
@@ -73,7 +73,7 @@ def owners(graph: Graph) -> Mapping[str, str] | None:
         if len(parameters) > 1 or any(not owner[name] for name in node.mutates):
             return None
         owner[node.name] = next(iter(parameters), "")
-    # A constant that was made into a tensor belongs to its reader.
+    # A constant that was made into a tensor belongs to the parameter that reads it.
     for node in reversed(graph.nodes):
         if not owner[node.name] and not node.is_input:
             parameters = {owner[name] for name in graph.users[node.name]}
@@ -84,7 +84,9 @@ def owners(graph: Graph) -> Mapping[str, str] | None:
 
 
 def parameter_of(name: str) -> str:
-    """Return the parameter: ``state:blocks.0.weight:exp_avg`` belongs to ``blocks.0.weight``."""
+    """Return the parameter of an input: ``state:blocks.0.weight:exp_avg`` belongs to
+    ``blocks.0.weight``.
+    """
     kind, _, rest = name.partition(":")
     return rest.rpartition(":")[0] if kind == "state" else rest
 
@@ -113,10 +115,12 @@ def states(graph: Graph) -> Mapping[str, tuple[str, ...]]:
 def portions(
     update: Program, owner: Mapping[str, str], alone: Collection[str]
 ) -> Iterator[tuple[str, list[Instruction]]]:
-    """Yield the update of each parameter in ``alone``; then that of all others, under the name "".
+    """Yield the update of each parameter in ``alone``, then the update of all others under the name
+    "".
 
-    The step's liveness lets a value of one portion end at a line of another. Here it ends at the
-    next line of its own portion, or the last: each portion is one call that leaves nothing live.
+    In the whole step, the lifetime of a value in one portion may end at a line of another portion.
+    Here it ends at the next line of its own portion, or at the last one: each portion is one call,
+    after which nothing is alive.
     """
     order = dict.fromkeys(o for i in update.instructions if (o := owner[i.node]) in alone)
     for portion in (*order, ""):
@@ -132,8 +136,9 @@ def update_of(update: Program, parameters: Collection[str]) -> Program | None:
         return None
     others = {parameter for parameter in owner.values() if parameter} - set(parameters)
     lines: list[Instruction] = []
-    # Values whose lifetime ends at a removed line, by the number of that line within its
-    # parameter's consecutive lines; the same line of the next parameter ends them.
+    # Values whose lifetime ends at a removed line, by the number of that line within the
+    # consecutive lines of its parameter. The same line of the next parameter now ends their
+    # lifetimes.
     inputs_at: dict[int, list[str]] = {}
     index, parameter = 0, ""
     for line in update.instructions:

@@ -1,6 +1,6 @@
 """The distribution of a training step over devices, here or on a declared cluster.
 
-Not for the work of each rank: that is its program, after all rules were applied, or the cost of its
+Not for the work of each rank: that is its program after all rules were applied, or the cost of its
 stage (predict/analytic/step.py).
 """
 
@@ -12,9 +12,9 @@ from steelyard.errors import BadInput
 from steelyard.ir.rule import Rule, of_kind, trade_name
 from steelyard.ir.rule_kinds import BatchSharding, PipelineStageEnd, TensorSharding
 
-# The mesh axes: data-parallel ranks have the same weights and different samples; tensor-parallel
-# ranks have shards of the same weights and the same samples; pipeline-parallel ranks have
-# different layers and pass samples on.
+# The mesh axes. Data-parallel ranks have the same weights and different samples. Tensor-parallel
+# ranks have shards of the same weights, and the same samples. Pipeline-parallel ranks have
+# different layers, and pass samples on.
 DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
 _MOST_SHARES_SHOWN = 8
 
@@ -24,15 +24,15 @@ class ParallelLayout:
     """The degrees of data, tensor and pipeline parallelism, and the schedule of a step.
 
     ``tensor`` ranks shard the tensors of one model; they are neighbours. ``data`` groups of ranks
-    share the batch: equally, or with ``shares`` in proportion to these numbers. ``pipeline`` ranks
+    share the batch equally, or in proportion to ``shares`` if these are given. ``pipeline`` ranks
     divide the layers of one model.
 
     Each pipeline rank has ``virtual`` runs of blocks and processes ``micro_batches``.
-    ``state_stage`` is ZeRO's. ``overlaps``: gradients are reduced during the last backward pass.
-    ``offloads_state``: the optimizer state is in host memory and is fetched for the update.
-    ``draws_parts``: each tensor rank draws its own part of random values, while Steelyard's own
-    ranks draw them whole. ``regathers_activations``: values gathered from tensor ranks are not
-    saved but gathered again for the backward pass, as sequence parallelism does.
+    ``state_stage`` is the ZeRO stage. ``overlaps``: gradients are reduced during the last backward
+    pass. ``offloads_state``: the optimizer state is in host memory and is fetched for the update.
+    ``draws_parts``: each tensor rank draws only its own part of random values (Steelyard's own
+    ranks draw them whole). ``regathers_activations``: values gathered from tensor ranks are not
+    saved, but gathered again for the backward pass, as sequence parallelism does.
     """
 
     data: int = 1
@@ -62,14 +62,14 @@ class ParallelLayout:
                 remedy="write, for example, shares = [2, 1] under "
                 f"[[{trade_name(BatchSharding)}]] for two ranks",
             )
-        # Equal layouts compare equal: equal shares become empty, and others are divided by their
-        # gcd.
+        # Equal layouts must compare equal: equal shares become empty, and others are divided by
+        # their gcd.
         common = gcd(*self.shares) if len(set(self.shares)) > 1 else 0
         object.__setattr__(self, "shares", tuple(s // common for s in self.shares if common))
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> "ParallelLayout":
-        """Return the degrees and the shares that these rules say; the schedule is left out."""
+        """Return the degrees and the shares that follow from these rules, without the schedule."""
         rules = tuple(rules)
         batch = of_kind(rules, BatchSharding)
         return cls(
@@ -85,7 +85,7 @@ class ParallelLayout:
 
     @property
     def portions(self) -> tuple[int, ...]:
-        """The number of batch units of each group."""
+        """The number of equal units of the batch that each group has."""
         return self.shares or (1,) * self.data
 
     def share_of(self, rank: int) -> int:
@@ -124,7 +124,7 @@ class ParallelLayout:
 
 
 def spelled(shares: Sequence[int]) -> str:
-    """Format shares; only the first of many, since the plan has them all."""
+    """Format shares; if there are many, only the first ones, since the plan contains them all."""
     more = ["..."] if len(shares) > _MOST_SHARES_SHOWN else []
     return " : ".join([*map(str, shares[:_MOST_SHARES_SHOWN]), *more])
 

@@ -1,6 +1,6 @@
 """A pipeline schedule: the actions of each rank in order, as in the tables of torch's schedules.
 
-Not for torch's schedule objects (comm/pipeline_schedules.py), nor for the duration of a schedule
+Not for torch's schedule objects (comm/pipeline_schedules.py) or for the duration of a schedule
 (predict/pipeline/).
 """
 
@@ -11,8 +11,8 @@ from enum import StrEnum
 
 from steelyard.errors import BadInput, PlanFileError
 
-# Receives are posted this many actions ahead. The sender then need not ask for room and wait
-# until its gloo thread is scheduled to read the answer.
+# Receives are posted this many actions ahead. Otherwise the sender would have to ask for room, and
+# wait until its gloo thread is scheduled to read the answer.
 AHEAD = 2
 
 
@@ -84,9 +84,9 @@ def actions_of(cells: Iterable[str]) -> tuple[Action, ...]:
 def schedule_order(*, num_ranks: int, micro_batches: int, virtual: int = 1) -> Order:
     """Return the table of 1F1B, or of interleaved 1F1B if each rank has ``virtual`` stages.
 
-    Interleaved 1F1B is torch's own table. The table that torch reports of 1F1B (2.13) is wrong: on
-    the last rank it begins with micro-batch 1 and ends with one too many; this is what it runs.
-    Only interleaved sends keep their tensors alive until the step ends.
+    Interleaved 1F1B is torch's own table. The table that torch 2.13 reports for 1F1B is wrong: on
+    the last rank it begins with micro-batch 1 and ends with one too many. The table here is what
+    torch runs. Only interleaved sends keep their tensors alive until the step ends.
     """
     num_rounds = max(1, micro_batches // num_ranks) if virtual > 1 else 1
     per_round, rest = divmod(micro_batches, num_rounds)
@@ -96,7 +96,7 @@ def schedule_order(*, num_ranks: int, micro_batches: int, virtual: int = 1) -> O
             expected="a multiple of the ranks of the pipeline",
             remedy="choose another number of micro-batches, or one stage for each rank",
         )
-    # The runs of a rank and the micro-batches in the order in which their forward passes begin.
+    # The stages of a rank and the micro-batches, in the order in which their forward passes begin.
     turns = [
         (run, number * per_round + index)
         for number in range(num_rounds)

@@ -1,6 +1,6 @@
-"""A step cut into pipeline stages: the graphs, saved values and messages of each.
+"""A step that is cut into pipeline stages: the graphs, saved values and messages of each stage.
 
-Plain data. Not for cutting (capture/pipeline_stages.py), nor for schedules
+All of it is plain data. Not for cutting (capture/pipeline_stages.py) or for schedules
 (pipeline_schedule.py).
 """
 
@@ -15,8 +15,8 @@ class PipelineStage:
 
     ``backward`` is the full backward pass. ``back_to_inputs`` computes the gradients that the
     previous stage waits for, ``back_to_weights`` the rest, using the values ``kept_between``.
-    ``kept`` are the activations saved from the forward pass for either. A value that a later
-    stage needs is passed on by all stages between.
+    ``kept`` are the activations saved from the forward pass for either. A value that a later stage
+    needs is passed on by all stages in between.
     """
 
     index: int
@@ -33,7 +33,7 @@ class PipelineStage:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The model's tensors that the stage reads or computes a gradient of."""
+        """The model's tensors that the stage reads, or whose gradients it computes."""
         parts = (self.forward, self.backward)
         named = [node.name for part in parts for node in part.inputs()]
         named += [o.target for part in parts for o in part.outputs if o.target]
@@ -41,17 +41,17 @@ class PipelineStage:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The parameters that the stage computes a gradient of."""
+        """The parameters whose gradients the stage computes."""
         targets = (o.target for o in self.backward.outputs if o.kind is OutputKind.GRADIENT)
         return tuple(dict.fromkeys(targets))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineStages:
-    """All stages; ``graph`` is the original graph, whose nodes the stages' nodes are.
+    """All stages; ``graph`` is the original graph, which contains the nodes of all stages.
 
-    ``shared`` lists each trained parameter that several stages read, with these stages: its
-    gradient is the sum of theirs.
+    ``shared`` lists each trained parameter that several stages read, with these stages. Its
+    gradient is the sum of their gradients.
     """
 
     graph: Graph

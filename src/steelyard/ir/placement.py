@@ -1,7 +1,7 @@
-"""The placement of a tensor on the ranks of a mesh axis: replicated, sharded or partial sums.
+"""The placement of a tensor on the ranks of a mesh axis: replicated, sharded or as partial sums.
 
-The words are DTensor's. Not for which placements an operator allows
-(capture/spmd/sharding_strategies.py), nor for which are chosen.
+The words are DTensor's. Not for the placements that an operator allows
+(capture/spmd/sharding_strategies.py) or for choosing among them.
 """
 
 import math
@@ -25,8 +25,8 @@ class Partial:
 class Shard:
     """Every rank has an equal part along ``dim``.
 
-    ``groups`` first splits the dim into that many equal sections; a rank has its part of each
-    section. A packed weight of queries, keys and values has three groups.
+    The dim is first split into ``groups`` equal sections; a rank has its part of each section. A
+    packed weight of queries, keys and values has three groups.
     """
 
     dim: int
@@ -77,10 +77,12 @@ def local_tensor(tensor: Tensor, placement: Placement, num_ranks: int) -> Tensor
 def local_stride(
     shape: tuple[int, ...], stride: tuple[int, ...], part: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the strides of a dense part of shape ``part``, in the whole tensor's dim order."""
+    """Return the strides of a dense part of shape ``part``, in the dim order of the whole
+    tensor.
+    """
     strides, step = [0] * len(part), 1
     for dim in sorted(range(len(part)), key=lambda d: (stride[d], -d)):
-        # An expanded dim occupies no memory of its own.
+        # An expanded dim takes no memory of its own.
         if stride[dim] or shape[dim] == 1:
             strides[dim] = step
             step *= part[dim]
@@ -92,8 +94,8 @@ def seen_through(
 ) -> Shard | None:
     """Return the placement of a sharded tensor after a reshape to ``viewed``; None if none exists.
 
-    The rank of an element is one digit of its flat index. A dim of the new shape must contain
-    that digit whole, otherwise the parts are not a shard of the view.
+    Written in mixed radix, one digit of an element's flat index is its rank. A single dim of the
+    new shape must contain this whole digit; otherwise the parts are not shards of the view.
     """
     unit = math.prod(shape[shard.dim :]) // (shard.groups * num_ranks)
     for dim in range(len(viewed)):

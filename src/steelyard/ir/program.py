@@ -18,8 +18,8 @@ from steelyard.ir.pipeline_stages import PipelineStages
 from steelyard.ir.quantized_activation import ENCODE
 from steelyard.ir.sharding_choice import ShardingChoice
 
-# Name prefix of the inputs with which the last micro-batch receives the sums accumulated by the
-# earlier ones: the gradient of each parameter, and the loss.
+# Name prefix of the inputs that hold the sums of the earlier micro-batches, for the last one: the
+# gradient of each parameter, and the loss.
 SO_FAR = "so far:"
 LOSS_SO_FAR = f"{SO_FAR}loss"
 
@@ -28,9 +28,9 @@ LOSS_SO_FAR = f"{SO_FAR}loss"
 class Instruction:
     """Compute ``node`` from ``inputs`` and call the result ``value``.
 
-    ``value`` is the node's own name, or another name if the node is recomputed. With ``sink``
-    nothing is computed: the one input leaves the program (a gradient is accumulated into its
-    parameter's, a buffer takes its new value).
+    ``value`` is the node's own name, or another name if the node is recomputed. An instruction with
+    ``sink`` computes nothing: its one input leaves the program. A gradient is added to that of its
+    parameter; an updated buffer replaces the old one.
     """
 
     node: str
@@ -57,8 +57,8 @@ class Pipeline:
     """The pipeline execution of a program: its stages, their ranks and their schedule.
 
     ``updates`` are the optimizer steps of the ranks, each on the parameters of its stages.
-    ``is_pinned``: ranks send messages through shared memory. ``is_by_host``: messages that do not
-    use shared memory go through host memory, because the step runs in device memory.
+    ``is_pinned``: ranks send messages through shared memory. ``is_by_host``: other messages go
+    through host memory, because the step runs in device memory.
     """
 
     schedule: str
@@ -69,13 +69,13 @@ class Pipeline:
     is_by_host: bool = False
 
     def held(self, rank: int) -> frozenset[str]:
-        """The model's tensors that stages of this rank read or compute a gradient of."""
+        """The model's tensors that stages of this rank read, or whose gradients they compute."""
         rank_of = self.order.rank_of
         own = (s for s in self.stages.stages if rank_of[s.index] == rank)
         return frozenset(name for stage in own for name in stage.held)
 
     def trained(self, rank: int) -> tuple[str, ...]:
-        """The parameters that this rank has gradients of; shared parameters count on every rank."""
+        """The parameters whose gradients this rank has; shared parameters count on every rank."""
         rank_of = self.order.rank_of
         own = [stage for stage in self.stages.stages if rank_of[stage.index] == rank]
         shared = (name for name, where in self.stages.shared if any(s.index in where for s in own))
@@ -91,11 +91,11 @@ class Program:
     program; ``sibling_programs`` has one program for each other share. ``before`` overrides the
     program of the earlier micro-batches if it cannot be derived from the instructions.
     ``shardings`` list the sharded tensors of the model, in the order in which they are sharded.
-    ``update`` is the optimizer step that follows; an update has no ``loss``. ``undivided`` gives
-    the reason why it cannot run one parameter at a time, ``unsliceable`` the reason by parameter
-    why it cannot run on some rows at a time, and ``unshardable`` why sharded parameters would
-    change its result. With a ``pipeline``, the instructions are those of all stages and each rank
-    runs its own.
+    ``update`` is the optimizer step that follows; an update has no ``loss``. ``undivided`` is the
+    reason why the update cannot run one parameter at a time. ``unsliceable`` gives, for each
+    parameter, the reason why it cannot run on some rows at a time, and ``unshardable`` the reason
+    why sharded parameters would change its result. With a ``pipeline``, the instructions are those
+    of all stages and each rank runs its own.
     """
 
     graph: Graph
@@ -127,8 +127,7 @@ class Program:
         *,
         update: "Program | None" = None,
     ) -> Self:
-        """Return the program of these instructions, with each output emitted after its last
-        reader."""
+        """Return the program of these instructions; each output leaves it after its last reader."""
         instructions = list(computed)
         last_read: dict[str, int] = {}
         for index, instruction in enumerate(instructions):
@@ -176,7 +175,9 @@ class Program:
         )
 
     def as_graph(self) -> Graph:
-        """Return a graph with one node per instruction; a recomputed value is a second node."""
+        """Return a graph with one node for each instruction; a recomputed value gets a second
+        node.
+        """
         graph, storages = self.graph, list(self.graph.storages)
         nodes = list(graph.inputs())
         storages_by_value = {
@@ -221,12 +222,12 @@ class Program:
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of the global batch, which every rank receives whole."""
+        """Bytes of the global batch, which every rank receives as a whole."""
         return self.graph.resident_bytes(Role.BATCH) * self.units // self.share
 
     @cached_property
     def earlier(self) -> "Program":
-        """The program of all micro-batches but the last, which does not exchange the sums."""
+        """The program of all micro-batches but the last; it does not exchange the sums."""
         if self.before is not None:
             return self.before
         graph = self.graph
@@ -262,7 +263,7 @@ class Program:
 
     @cached_property
     def collective_order(self) -> tuple[str, ...]:
-        """The collectives and the gradient order on which all ranks must agree."""
+        """The collectives and the order of gradients on which all ranks must agree."""
         nodes, position = self.graph.by_name, self.graph.position
         issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
         gradients = (o for o in self.graph.outputs if o.kind is OutputKind.GRADIENT)
@@ -282,7 +283,7 @@ class Program:
 
     @cached_property
     def sends_codes(self) -> bool:
-        """True if gradients are exchanged compressed, as codes or low-rank factors."""
+        """True if gradients are exchanged in compressed form, as codes or low-rank factors."""
         return any(node.op in FIRST_CALLS for node in self.graph.nodes)
 
     @property
@@ -377,7 +378,7 @@ class Program:
         return found + self._read_early()
 
     def _read_early(self) -> list[str]:
-        """Return a problem for each result that is read or discarded before it has arrived."""
+        """Return a problem for each result that is read or dropped before it has arrived."""
         problems = []
         for exchange in self.exchanges:
             value = self.instructions[exchange.issue].value
@@ -391,7 +392,7 @@ class Program:
         return problems + self._summed_early()
 
     def _summed_early(self) -> list[str]:
-        """Return a problem for each sum that is read before this micro-batch is added to it."""
+        """Return a problem for each sum that is read before this micro-batch was added to it."""
         missing = {n.name for n in self.graph.inputs() if n.name.startswith(SO_FAR)} - {LOSS_SO_FAR}
         found = []
         for line in self.instructions:
@@ -406,7 +407,7 @@ class Program:
 
 
 def as_captured(graph: Graph, name: str, known: Instruction | None = None) -> Instruction:
-    """Return the instruction of this node; reuses ``known`` if equal."""
+    """Return the instruction of this node; return ``known`` itself if it is equal."""
     node = graph.by_name[name]
     found = known and (known.node, known.inputs, known.phase)
     if known is not None and found == (name, node.inputs, node.phase):
@@ -415,7 +416,7 @@ def as_captured(graph: Graph, name: str, known: Instruction | None = None) -> In
 
 
 def _awaited(node: Node, instruction: Instruction) -> str:
-    """Return the value, possibly a recomputed one, that this wait completes."""
+    """Return the value that this wait completes; it may be a recomputed one."""
     return instruction.inputs[node.inputs.index(node.waits_for)]
 
 
@@ -423,8 +424,8 @@ def order_of(graph: Graph) -> list[str]:
     """Return the nodes that some output needs, in graph order."""
     needed = {output.node for output in graph.outputs}
     for node in reversed(graph.nodes):
-        # A node that mutates its argument has an effect without being read. Random nodes stay, so
-        # that the generator advances exactly as in eager PyTorch.
+        # A node that changes its argument has an effect even if nothing reads it. Random nodes
+        # stay, so that the generator advances exactly as in eager PyTorch.
         if node.name in needed or node.mutates or node.is_random:
             needed.add(node.name)
             needed.update(node.inputs)

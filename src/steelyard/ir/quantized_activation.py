@@ -21,7 +21,7 @@ def coded_bytes(numel: int, *, dims: int) -> int:
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """True if the elements do not overlap and leave no gap."""
+    """True if the elements neither overlap nor leave gaps."""
     expected = 1
     for step, count in sorted((step, count) for count, step in zip(size, stride) if count > 1):
         if step != expected:
@@ -39,8 +39,8 @@ def can_be_coded(tensor: Tensor) -> bool:
 def chooses(graph: Graph, node: Node) -> bool:
     """True if the node makes indices or a mask from floating-point values.
 
-    Inexact inputs could change its choice. Comparisons with zero are exempt, because 8 bits
-    preserve signs. Random operators are exempt, because they are never called again.
+    Inexact inputs could change these. Comparisons with zero are exempt, because 8 bits preserve
+    signs. Random operators are exempt, because they are never called again.
     """
     is_sign_test = node.op in _COMPARISONS and len(node.args) > 1 and node.args[1] == 0
     if is_sign_test or node.is_random or _SHAPE_ONLY.match(node.op):
@@ -56,7 +56,7 @@ _COMPARISONS = frozenset(f"aten.{name}.Scalar" for name in ("eq", "ne", "lt", "l
 
 
 def chosen_by(graph: Graph) -> frozenset[str]:
-    """Return the values that some operator chooses by, directly or through a view."""
+    """Return the values on which some operator bases a choice, directly or through a view."""
     found: set[str] = set()
     for node in reversed(graph.nodes):
         if chooses(graph, node) or (node.name in found and graph.is_alias(node)):
@@ -67,7 +67,7 @@ def chosen_by(graph: Graph) -> frozenset[str]:
 def settled(graph: Graph) -> frozenset[str]:
     """Return the values that must not be recomputed from inexact inputs.
 
-    These are the values that operators choose by, those operators, and their results.
+    These are the values on which operators base a choice, those operators, and their results.
     """
     choosing = {node.name for node in graph.nodes if chooses(graph, node)}
     results = {n.name for n in graph.nodes if n.is_getitem and n.inputs[0] in choosing}
@@ -97,8 +97,8 @@ class QuantizedActivation:
             args=(Ref(value), tensor.stride),
             inputs=(value,),
             outputs=(coded,),
-            # Marked backward: code that names or counts forward nodes must see the step as
-            # captured.
+            # Marked as part of the backward pass: code that names or counts forward nodes must see
+            # the step as it was captured.
             phase=Phase.BACKWARD,
             path=node.path,
             line=node.line,

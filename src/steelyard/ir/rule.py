@@ -1,4 +1,4 @@
-"""Rules: the decisions of a plan, in words that survive retracing, with one type for each trade.
+"""Rules: the decisions of a plan, independent of one trace, with one type for each trade.
 
 The fields of a rule are the keys of its trade's table in a plan file. Plan files store rules and
 trades apply them. Not for the kinds of rules: see rule_kinds.py. Not for finding decisions: see
@@ -51,7 +51,7 @@ class Stage(StrEnum):
     """The part of the search that decides about a trade.
 
     ``layout``: how ranks divide the step and exchange gradients; each layout has its own program.
-    ``variant``: changes of one rank's graph, each of which has its own exploration. ``value``: the
+    ``variant``: a change of one rank's graph; each variant is explored separately. ``value``: the
     treatment of one saved activation. ``order``: the timing of collectives and messages.
     """
 
@@ -70,7 +70,7 @@ class Rule:
     """One decision of a plan. Its fields are the keys of its table in a plan file.
 
     ``trade`` is the name of the table. ``most`` is the maximum number of its tables in a file.
-    ``paid_in`` is ``computation`` or ``communication``: the seconds that the trade costs.
+    ``paid_in`` says whether the trade costs seconds of ``computation`` or of ``communication``.
     """
 
     trade: str = field(init=False)
@@ -78,7 +78,7 @@ class Rule:
     most: ClassVar[int] = 1
     needs_offload_memory: ClassVar[bool] = False
     paid_in: ClassVar[str] = "computation"
-    # True if the seconds that the trade saves are seconds of communication.
+    # True if the trade saves seconds of communication.
     buys_communication: ClassVar[bool] = False
 
     def describe(self) -> str:
@@ -90,7 +90,7 @@ class Rule:
     def text(self) -> str:
         """The rule in one line, without the keys that have their default values.
 
-        A later version may add a key with a default value, and the text stays the same.
+        The text therefore stays the same if a later version adds a key with a default value.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.default is MISSING}
         values |= {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
@@ -117,10 +117,10 @@ RuleT = TypeVar("RuleT", bound=Rule)
 
 @dataclass(frozen=True, kw_only=True)
 class CallRule(Rule):
-    """The forward values that one call makes, in as many modules as ``count``.
+    """The forward values that one call makes, in each of ``count`` modules.
 
-    ``op`` may end in ``#k``: result k of a multi-output operator. ``count`` nodes must match,
-    else the plan is for another model.
+    ``op`` may end in ``#k``: result k of a multi-output operator. If the number of matching nodes
+    is not ``count``, the plan is for another model.
     """
 
     most: ClassVar[int] = MOST_RULES
@@ -161,7 +161,7 @@ def table_of(rule: type[Rule]) -> type[BaseModel]:
 
 
 def _from_json(given: object) -> Rule:
-    """Return the rule in an object of a JSON file."""
+    """Return the rule that an object of a JSON file describes."""
     if isinstance(given, Rule):
         return given
     values = dict(given) if isinstance(given, dict) else {}
@@ -177,7 +177,9 @@ def kind_named(trade: str) -> type[Rule]:
 
 
 def trade_name(kind: type[Rule]) -> str:
-    """Return the name of the first trade of this kind, or of the kind if no trade is imported."""
+    """Return the name of the first trade of this kind, or the name of the kind if no trade is
+    imported.
+    """
     names = (name for name, rule in rule_types().items() if issubclass(rule, kind))
     return next(names, kind.__name__)
 
@@ -195,7 +197,7 @@ def rule_types() -> dict[str, type[Rule]]:
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """The module, operator and call number that make a forward value; stable across traces."""
+    """The module, operator and call number that make a forward value; the same in every trace."""
 
     module: str
     op: str

@@ -1,7 +1,7 @@
-"""The kinds of rules: all that a search, a layout and a report may know of a trade.
+"""The kinds of rules: everything that a search, a layout and a report may know about a trade.
 
 Each trade in trades/ derives its own type of rule from one of these kinds. Several trades may be of
-one kind, such as the gradient codecs. Not for the rules of calls in general: see rule.py.
+one kind, such as the gradient codecs. Not for rules in general: see rule.py.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from steelyard.ir.rule import (
 from steelyard.units import parse_bytes
 
 MOST_PARAMETERS = 100_000
-# Prefetch only while resident memory does not exceed the peak without prefetching.
+# Prefetch only while this does not raise the peak above that without prefetching.
 WITHIN_PEAK: Literal["peak"] = "peak"
 
 StatePart = Literal["optimizer", "gradient", "weight"]
@@ -47,9 +47,9 @@ Shares = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation(CallRule):
-    """Recomputes a value, at most ``times`` times."""
+    """Recomputes a value at most ``times`` times."""
 
-    # More often than a chain of a thousand blocks could use.
+    # More than even a chain of a thousand blocks could use.
     times: Annotated[int, Field(ge=1, le=16), OMITTED] = 1
 
 
@@ -127,8 +127,9 @@ class StateOffload(ParameterRule):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSharding(Rule):
-    """Data parallelism; ``shares`` are unequal parts of the batch, ``bucket`` the bytes reduced
-    together."""
+    """Data parallelism. ``shares`` are unequal parts of the batch; gradients are reduced in buckets
+    of ``bucket`` bytes.
+    """
 
     stage: ClassVar[Stage] = Stage.LAYOUT
     paid_in: ClassVar[str] = "communication"
@@ -159,7 +160,8 @@ class TensorSharding(ParameterRule):
 class StateSharding(ParameterRule):
     """ZeRO: the state of a parameter in shards; by default weight, gradient and optimizer state.
 
-    ``gathers`` is the number of gathers of the weight, ``bucket`` the bytes gathered together.
+    ``gathers`` is how often the weight is gathered, ``bucket`` how many bytes are gathered
+    together.
     """
 
     stage: ClassVar[Stage] = Stage.LAYOUT
@@ -207,12 +209,12 @@ class GradientCompression(GradientRule):
 
     @property
     def codec(self) -> Codec:
-        """The codec that these gradients are sent in."""
+        """The codec in which these gradients are sent."""
         raise NotImplementedError
 
     @property
     def less_lossy(self) -> "GradientCompression | None":
-        """The rule with the next less lossy codec; None if there is none."""
+        """The rule with the next codec that is less lossy; None if there is none."""
         raise NotImplementedError
 
 
@@ -227,11 +229,11 @@ class SparseRows(GradientRule):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveOverlap(Rule):
-    """Delays waits and advances collectives.
+    """Delays the waits for collectives, and issues collectives earlier.
 
     ``window`` is the number of collectives by which waits are delayed, ``ahead`` the number of
-    operators by which a collective is issued earlier. ``within`` may limit that to the peak
-    without it.
+    operators by which a collective is issued earlier. ``within`` can forbid to exceed the peak that
+    the step has without this.
     """
 
     stage: ClassVar[Stage] = Stage.ORDER
@@ -243,7 +245,7 @@ class CollectiveOverlap(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemoryMessages(Rule):
-    """Sends messages of stages, or exchanges of ranks, through shared memory."""
+    """Sends messages between stages, or exchanges between ranks, through shared memory."""
 
     stage: ClassVar[Stage] = Stage.ORDER
     buys_communication: ClassVar[bool] = True

@@ -1,7 +1,7 @@
 """Activations saved for the backward pass: candidates for removal, first readers, replacements.
 
-Shared by the trades that remove such a value from device memory and restore it. Not for where it
-is stored meanwhile.
+Several trades remove such a value from device memory and restore it later. Not for the place where
+it is stored in the meantime.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import replace
 from steelyard.ir.graph import Graph, Phase, Tensor
 from steelyard.ir.program import Instruction, Program
 
-# Smaller values need as many calls and save nothing.
+# Smaller values need as many calls and save hardly any memory.
 LEAST_BYTES = 1024
 
 

@@ -1,6 +1,6 @@
 """A choice of placements for the tensors of one step on the ranks of a mesh axis.
 
-Not for the possible choices or their costs.
+Not for finding choices or their costs.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ class Region:
     """Parameters that are best sharded together, because nothing is exchanged inside the region.
 
     A region begins at a replicated value and ends in a sum. ``sums`` are the forward results that
-    come out as partial sums, ``wholes`` the values whose gradients do, and ``exchanged_bytes``
-    the sizes of both: each is reduced over all ranks once a step. ``flops`` are the forward FLOPs
+    are partial sums, and ``wholes`` the values whose gradients are. ``exchanged_bytes`` are the
+    sizes of both: each is reduced over all ranks once per step. ``flops`` are the forward FLOPs
     that the ranks divide among themselves.
     """
 

@@ -1,4 +1,4 @@
-"""The interface through which trades request the training step at other batch sizes or sharded.
+"""The interface through which trades get the training step at other batch sizes, or sharded.
 
 Not for capturing it: see capture/.
 """
@@ -28,7 +28,7 @@ class StepSource(Protocol):
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph: ...
 
     def rewritten(self, graph: Graph) -> Graph:
-        """Register a graph derived from one of these, and return it with known costs."""
+        """Register a graph that was derived from one of these, and return it with known costs."""
         ...
 
     def regions(self, graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
@@ -50,22 +50,22 @@ class StepSource(Protocol):
         ...
 
     def divisors(self) -> tuple[int, ...]:
-        """Return the numbers of equal parts that the batch can be cut into, 1 first."""
+        """Return the possible numbers of equal parts of the batch, 1 first."""
         ...
 
     def why_not_split(self) -> str | None:
-        """Return the reason why cutting the batch would change what is trained, or None."""
+        """Return the reason why cutting the batch would change the training result, or None."""
         ...
 
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
         """True if a step in ``micro_batches`` parts takes at least as long as in ``than`` parts.
 
-        ``than`` divides ``micro_batches``. False if this is not known.
+        ``than`` divides ``micro_batches``. The result is False if this is not known.
         """
         ...
 
     def sharers(self) -> tuple[int, ...]:
-        """Return the numbers of ranks that can share the batch equally, 1 first."""
+        """Return the possible numbers of ranks that share the batch equally, 1 first."""
         ...
 
     def why_not_shared(self) -> str | None:
@@ -76,7 +76,7 @@ class StepSource(Protocol):
         ...
 
     def leaner_settings(self) -> tuple[str, ...]:
-        """Return settings of the user's optimizer that would lower the memory of its step.
+        """Return settings of the user's optimizer that would lower the memory that its step needs.
 
         One of them is ``foreach=False``.
         """

@@ -1,8 +1,8 @@
 """The cache of earlier measurements on this machine: one SQLite file in the user's cache folder.
 
-An unusable file costs time but never the plan: all problems become notes. A file or folder that
-another user owns or can write to counts as unusable and is not read. Not for deciding what is
-worth measuring: see measure/operators/benchmark.py.
+An unusable file costs time, but planning goes on: all problems become notes. A file or folder that
+another user owns or can write to counts as unusable and is not read. Not for deciding what is worth
+measuring: see measure/operators/benchmark.py.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class CostCache:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The problems until now, as messages for the user."""
+        """The problems so far, as messages for the user."""
         return tuple(self._notes)
 
     def read(self, context: str, signatures: Sequence[str]) -> dict[str, OperatorCost]:
@@ -189,11 +189,11 @@ class CostCache:
 
     def _rename_damaged(self, error: sqlite3.DatabaseError) -> None:
         if not _is_damaged(self.path):
-            return  # another process was faster, and this file is already its new one
+            return  # another process was faster, and this file is already the new one
         renamed = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
         try:
             self.path.rename(renamed)
-            for suffix in ("-wal", "-shm"):  # these belong only to the damaged file
+            for suffix in ("-wal", "-shm"):  # these files belong to the damaged file only
                 self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         except OSError as trouble:
             self._give_up(f"is damaged ({error}) and cannot be moved ({trouble.strerror})")

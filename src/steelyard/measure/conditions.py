@@ -33,7 +33,7 @@ class MeasuringConditions:
 
     @contextlib.contextmanager
     def threads_of_rank(self) -> Iterator[None]:
-        """Run operators within the context on as many threads as a rank has."""
+        """Run operators within the context with as many threads as a rank has."""
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads or before)
         try:

@@ -31,7 +31,7 @@ def with_measured_rates(
     if not all(name in rates for name in names):
         rates = _measured(torch_device or torch.device("cpu"))
         if cache:
-            # Another process may have stored its figures first.
+            # Another process may already have stored its figures.
             rates |= cache.read_rates(context)
             cache.write_rates(context, rates)
     return replace(
@@ -52,7 +52,7 @@ def _measured(device: torch.device) -> dict[str, float]:
 
 
 def matmul_seconds(device: torch.device, *, rounds: int = _ROUNDS) -> list[float]:
-    """Return repeated times of one matrix product, for its speed and for its variation."""
+    """Return repeated times of one matrix product, for its speed and its variation."""
     size = _MATMUL_SIZE[device.type]
     x = torch.ones(size, size, dtype=torch.float32, device=device)
     clock = Clock(device)
@@ -75,7 +75,9 @@ def _bytes_per_second(device: torch.device) -> float:
 
 
 def _call_seconds(device: torch.device) -> float:
-    """Return the time of a trivial operator after the caches were evicted, as in a step."""
+    """Return the time of a trivial operator after other data has filled the caches, as in a
+    step.
+    """
     small = torch.ones(8, dtype=torch.float32, device=device)
     evicting = torch.ones(_EVICTING_BYTES // 4, dtype=torch.float32, device=device)
     clock = Clock(device)

@@ -1,4 +1,4 @@
-"""Check this machine for requirements, recommendations and causes of misleading measurements.
+"""Checks this machine for requirements, recommendations and causes of misleading measurements.
 
 Not for printing the findings: see report/.
 """
@@ -19,13 +19,13 @@ from steelyard.units import format_bytes
 _PYTHON = (3, 11)
 _LEAST_SHARED_BYTES = 256 << 20
 _LEAST_CACHE_BYTES = 64 << 20
-# Spread of repeated times of one product; above it, a measured second predicts the next one
-# badly.
+# The spread of repeated times of one product. If it is larger than this, a measured second predicts
+# the next one badly.
 _MOST_NOISE = 0.15
 
 
 def diagnose(*, forget: bool = False) -> tuple[DoctorRow, ...]:
-    """Return all rows, in a second or two plus the import of torch; findings never raise.
+    """Return all rows; this takes a second or two plus the import of torch, and raises no error.
 
     With ``forget`` the cost cache is emptied first; if that fails, its row says why.
     """
@@ -77,7 +77,9 @@ def _torch() -> Iterator[DoctorRow]:
 
 
 def _torch_version(version: str) -> DoctorRow:
-    """An older torch than the oldest supported one is refused when it is imported."""
+    """Return the row for torch. (A version older than the oldest supported one is refused at
+    import.)
+    """
     if minor_version(version) <= NEWEST_TESTED:
         return DoctorRow(name="torch", value=version)
     return DoctorRow(

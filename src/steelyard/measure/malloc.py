@@ -1,8 +1,8 @@
-"""Make glibc's heap keep the memory that a step frees, for the next step.
+"""Makes glibc's heap keep the memory that a step frees, for the next step.
 
-By default glibc returns freed memory to the kernel between steps, and each step pays for getting
-the same pages again, zeroed. How much it returns depends on earlier frees of the process, so that
-one process takes a quarter longer than another for the same step (decision 0027). Not for the
+By default, glibc returns freed memory to the kernel between steps. Each step then spends time on
+getting the same pages again, zeroed. How much is returned depends on what the process freed before,
+so one process may take a quarter longer than another for the same step (decision 0027). Not for the
 amount of memory: see hardware/host_os.py.
 """
 
@@ -11,8 +11,8 @@ import os
 import platform
 import threading
 
-# Parameters of glibc's mallopt, and the largest mmap threshold on 64 bits. Blocks above it return
-# to the kernel when they are freed.
+# Parameters of glibc's mallopt, and the largest mmap threshold on 64 bits. Blocks larger than this
+# return to the kernel when they are freed.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT_BYTES = 32 << 20
 _NEVER = -1

@@ -1,4 +1,4 @@
-"""Measure the real speed of offload memory, and compare it with its declared rate.
+"""Measures the real speed of offload memory, and compares it with the declared rate.
 
 Not for moving values: see offload/tier.py.
 """
@@ -18,11 +18,12 @@ from steelyard.offload.tier import OffloadFile
 from steelyard.units import format_bytes
 
 _SECONDS = 0.25
-# No larger transfers: a plan is also loaded where memory is only as large as its step needs.
+# Transfers are not larger than this: a plan may be loaded where memory is only as large as its step
+# needs.
 _FEWEST_BYTES, _MOST_BYTES = 1 << 20, 4 << 20
 _SMALL_BYTES, _CALLS = 4096, 20
 _ROUNDS, _INTERVAL_SECONDS = 24, 0.04
-# Disks are shared: a rate that was measured once is reached again within this share.
+# Disks are shared, so a measured rate counts as reached again within this share.
 _DOUBT = 0.1
 _REACHED = 0.9
 # The cache stores only values above zero.
@@ -32,12 +33,13 @@ _ALMOST_ZERO = 1e-12
 def measured_links(
     offload_memory: OffloadMemory, *, cache: CostCache | None = None
 ) -> tuple[dict[str, Link], tuple[str, ...]]:
-    """Return the links to and from offload memory, with notes on rates not reached.
+    """Return the links to and from offload memory, with notes on declared rates that are not
+    reached.
 
-    Each folder and rate is measured once, so that two plans of a step, and its run, use the same
-    figures.
+    Each folder and rate is measured only once, so that two plans of a step, and its run, use the
+    same figures.
     """
-    memory = OffloadFile(offload_memory)  # raises, on each call, if the memory is unusable
+    memory = OffloadFile(offload_memory)  # raises an error on each call if the memory is unusable
     try:
         folder = Path(offload_memory.folder).resolve()
         context = f"offload memory in {folder} at {offload_memory.bytes_per_second} B/s"
@@ -45,7 +47,7 @@ def measured_links(
         if not found.keys() >= _FIGURES:
             found = _measured(memory)
             if cache:
-                # Another process may have stored its figures first.
+                # Another process may already have stored its figures.
                 found = {**found, **cache.read_rates(context)}
                 cache.write_rates(context, found)
     finally:
@@ -80,11 +82,11 @@ _FIGURES = {
 
 
 def _measured(memory: OffloadFile) -> dict[str, float]:
-    """Return rate, latency, call seconds and operator slowdown of each direction."""
+    """Return the rate, latency, call seconds and operator slowdown of each direction."""
     offload_memory = memory.offload_memory
     nbytes = int(min(max(offload_memory.bytes_per_second * _SECONDS, _FEWEST_BYTES), _MOST_BYTES))
     nbytes = min(nbytes, offload_memory.size_bytes) // _SMALL_BYTES * _SMALL_BYTES or _SMALL_BYTES
-    # Two transfers at once may use the same slot: their data is never read.
+    # Two concurrent transfers may use the same slot: their data is never read.
     slots = Slots(memory, memory.reserve_permanent([nbytes]) * 2)
     large = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     small = large[:_SMALL_BYTES]
@@ -113,7 +115,7 @@ def _measured(memory: OffloadFile) -> dict[str, float]:
 
 
 def _round_trip(slots: Slots, x: torch.Tensor) -> tuple[float, float, float]:
-    """Return the seconds of writing, of reading back, and the CPU seconds of this thread."""
+    """Return the seconds of writing and of reading back, and the CPU seconds of this thread."""
     cpu_begin = time.thread_time()
     begin = time.perf_counter()
     slots.sent(0, slots.send(0, x), x)
@@ -127,8 +129,8 @@ def _slowdown_share(slots: Slots, x: torch.Tensor, *, is_sent: bool) -> float:
     """Return the share by which a transfer slows down concurrent operators.
 
     Operators share cores and memory bandwidth with the thread that moves the data. Each short
-    interval with a transfer is compared with the intervals before and after it, since the speed
-    of a machine changes from one tenth of a second to the next.
+    interval with a transfer is compared with the intervals before and after it, because the speed
+    of a machine may change within a tenth of a second.
     """
     shares = []
     before = _rounds_per_second()
@@ -164,7 +166,7 @@ class _BusyLink:
             self._slots.fetched(slot, self._in_flight[slot])
 
     def refill(self) -> None:
-        """Replace each completed transfer by a new one."""
+        """Replace each completed transfer with a new one."""
         for slot in (0, 1):
             if self._is_complete(slot):
                 self._end(slot)
@@ -176,7 +178,7 @@ class _BusyLink:
 
 
 def _rounds_per_second(each_round: Callable[[], None] = lambda: None) -> float:
-    """Return how often per second a matrix product and a pass over memory complete."""
+    """Return how many times per second a matrix product and a pass over memory complete."""
     matrix = torch.ones(256, 256, dtype=torch.float32, device="cpu")
     vector = torch.ones(1 << 20, dtype=torch.float32, device="cpu")
     begin, count = time.perf_counter(), 0

@@ -1,7 +1,7 @@
 """This process as the operating system sees it: resident bytes, their peak, and CPU time.
 
 Resident bytes include libraries and the C heap, unlike the allocator's figures. Not for bounding
-memory: the heap also keeps unused pages, see measure/operators/memory.py.
+memory, because the heap also keeps unused pages: see measure/operators/memory.py.
 """
 
 import resource
@@ -23,7 +23,7 @@ def rss_peak_bytes() -> int:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of all threads of this process, in user and in system mode."""
+    """Return the CPU seconds of all threads of this process, in user mode and in system mode."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

@@ -1,7 +1,8 @@
-"""Measure the ratio of whole-step time to the sum of its operators' times, by running steps.
+"""Runs steps to measure the ratio of whole-step time to the sum of the operators' times.
 
-Isolated operator times lack parts of a step: views, Python between calls, and pages that the heap
-returns and gets again. Not for timing operators: see measure/operators/benchmark.py.
+The times of single operators lack parts of a step: views, Python between calls, and pages that the
+heap returns to the system and gets again. Not for timing operators: see
+measure/operators/benchmark.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +15,14 @@ from steelyard.measure.operators.timer import Clock, backlog_seconds, spread
 
 _MOST_ROUNDS = 7
 _LONG_SECONDS = 1.0
-# Minimum uncertainty, even if all rounds agree: in another process, with another heap, the same
+# The minimum uncertainty, even if all rounds agree. In another process, with another heap, the same
 # two steps differed by up to this share from the result here (benchmarks/truth.py, one thread).
 _MIN_DOUBT = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Runnable:
-    """A callable program with the sum of the times of its operators.
+    """A program that can be called, with the sum of the times of its operators.
 
     ``run`` executes one forward and backward pass (or any work that ``operator_seconds`` adds up)
     and restores the initial memory level, with gradients dropped.
@@ -34,13 +35,15 @@ class Runnable:
 def whole_step(
     program: Runnable, *, seconds_budget: float, device: torch.device | None = None
 ) -> Estimate | None:
-    """Return step seconds over the sum of operators; None if no round fits the budget."""
+    """Return step seconds over the sum of operator seconds; None if no round fits the time
+    budget.
+    """
     found = _interleaved_ratios((program,), seconds_budget, device)
     return _spread([seconds for (seconds,) in found])
 
 
 def host_lead(run: Callable[[], object], *, device: torch.device) -> Estimate:
-    """Return the seconds by which the host is ahead of a GPU after enqueueing a whole step."""
+    """Return by how many seconds the host is ahead of a GPU after enqueueing a whole step."""
     for _ in range(2):
         run()
     return spread([backlog_seconds(run, device) for _ in range(_MOST_ROUNDS)])
@@ -49,7 +52,8 @@ def host_lead(run: Callable[[], object], *, device: torch.device) -> Estimate:
 def step_time_ratio(
     other: Runnable, base: Runnable, *, seconds_budget: float, device: torch.device | None = None
 ) -> Estimate | None:
-    """Return the whole-over-sum ratio of ``other`` divided by that of ``base``.
+    """Return the ratio of whole step to sum of operators for ``other``, divided by that for
+    ``base``.
 
     The two programs run interleaved, so that other load on the machine affects both.
     """
@@ -70,15 +74,15 @@ def _spread(samples: list[float]) -> Estimate | None:
 def _interleaved_ratios(
     programs: Sequence[Runnable], seconds_budget: float, device: torch.device | None
 ) -> list[list[float]]:
-    """Return the whole-over-sum ratio of each program, round by round."""
+    """Return the ratio of whole step to sum of operators for each program, round by round."""
     assert all(program.operator_seconds > 0 for program in programs)
     clock = Clock(device or torch.device("cpu"))
     round_seconds = sum(program.operator_seconds for program in programs)
     affordable_runs = int(seconds_budget / round_seconds)
     if not affordable_runs:
         return []
-    # In a long step the first touch of memory and caches is a small part, so one warm-up
-    # suffices.
+    # In a long step, touching memory and caches for the first time takes a small part, so one
+    # warm-up suffices.
     warmups = min(2 if round_seconds < _LONG_SECONDS else 1, affordable_runs - 1)
     rounds = min(_MOST_ROUNDS, affordable_runs - warmups)
     for _ in range(warmups):

@@ -1,4 +1,4 @@
-"""Offloaded live tensors on a slower tier: weights, gradients, optimizer state and activations.
+"""Offloaded live tensors in a slower memory: weights, gradients, optimizer state and activations.
 
 Not for the graph rewrites that offload them: see passes/offload/.
 """

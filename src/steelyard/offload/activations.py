@@ -1,7 +1,7 @@
-"""Offloaded activations of a forward and backward pass, by slot: each is sent once per step and
+"""Offloaded activations of a forward and backward pass, by slot. Each is sent once per step and
 fetched back.
 
-Not for the choice of values and times: the program makes it. Not for weights and gradients, which
+The program determines which values are transferred, and when. Not for weights and gradients, which
 stay offloaded between steps: see parameters.py.
 """
 
@@ -19,8 +19,8 @@ from steelyard.offload.tier import OffloadFile
 
 @dataclass(slots=True)
 class Slots:
-    """The transfer calls of a program, each with a slot number: send, wait until sent, begin a
-    fetch, wait until fetched; or begin and end a fetch in slices. ``products`` read those slices.
+    """The transfer calls of a program, each with a slot number: send, wait until sent, begin to
+    fetch, wait until fetched; or begin and end to fetch in slices. ``products`` read those slices.
     """
 
     _memory: OffloadFile
@@ -60,8 +60,9 @@ class Slots:
         return x
 
     def begin(self, slot: int, _: None, parts: int, rows: int, columns: int) -> torch.Tensor:
-        """Begin to fetch the rows of a value in ``parts`` slices; return the buffer, which holds
-        two of them."""
+        """Begin to fetch the rows of a value in ``parts`` slices; return the buffer, which has room
+        for two.
+        """
         shape, stride, dtype = self._layouts[slot]
         if not torch.empty_strided(shape, stride, device="meta").is_contiguous():
             raise RunFailed(
@@ -82,8 +83,7 @@ _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 def _layout(x: torch.Tensor) -> _Layout:
-    """Return the layout of a value as its kernel made it, which may differ from the traced
-    layout."""
+    """Return the layout of a value as its kernel made it; the traced layout may be another one."""
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride()))
     if x.numel() and span != x.numel():
         raise RunFailed(

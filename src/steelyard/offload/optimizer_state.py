@@ -1,8 +1,8 @@
-"""Weights, gradients and optimizer state in offload memory, fetched for the update of their
-parameter and sent back.
+"""Weights, gradients and optimizer state in offload memory. They are fetched for the update of
+their parameter, and sent back.
 
 The optimizer's own step runs for one parameter after another, in the order of the program; its
-hooks run once. Not for the choice of parameters and times: the program makes it.
+hooks run once. The program determines which parameters are transferred, and when.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ _PROBE_STEPS = 3
 
 
 class OffloadedStates:
-    """Replaces ``optimizer.step``, if there is an optimizer. ``tensors`` are the offloaded
-    weights and gradients.
+    """Replaces ``optimizer.step``, if there is an optimizer. ``tensors`` are the offloaded weights
+    and gradients.
 
     Between steps the state of an offloaded parameter is an ``OffloadedState``.
     ``optimizer.state_dict()`` fetches all of it, and the next step sends it to offload memory
@@ -82,7 +82,7 @@ class OffloadedStates:
         }  # fmt: skip
         self._raw = _raw_step(optimizer)
         hooked = torch.optim.Optimizer.profile_hook_step(self._step)
-        # Set on the instance: schedulers and gradient scalers call it there.
+        # Set on the instance, because schedulers and gradient scalers call it there.
         optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
         optimizer.register_state_dict_pre_hook(lambda _: self.fetch_all())
 
@@ -109,12 +109,13 @@ class OffloadedStates:
 
     @contextlib.contextmanager
     def _finishing_sends(self) -> Iterator[None]:
-        """Wait for all pending sends if an update is interrupted, as by Ctrl-C: a reader could
-        otherwise overtake a write that is still in flight and see stale bytes."""
+        """Wait for all pending sends if an update is interrupted, for example by Ctrl-C. Otherwise
+        a reader could overtake a write that is still in flight, and see stale bytes.
+        """
         try:
             yield
         except RunFailed:
-            raise  # offload memory itself failed: pending sends never complete
+            raise  # offload memory itself failed, so pending sends never complete
         except BaseException:
             for transfer, _ in (*self._leaving.values(), *self.tensors.leaving.values()):
                 self._memory.await_sent(transfer)
@@ -147,8 +148,9 @@ class OffloadedStates:
         )
 
     def _is_in_portion(self, name: str, parameter: torch.Tensor) -> bool:
-        """Return True if the parameter belongs to the portion with this name. The portion without
-        a name has all parameters that are not offloaded."""
+        """Return True if the parameter belongs to the portion with this name. The portion without a
+        name consists of all parameters that are not offloaded.
+        """
         return parameter is self._portions[name] if name else id(parameter) not in self._moved
 
     # --- the four transfer calls, each for one tensor
@@ -166,7 +168,7 @@ class OffloadedStates:
             self._insert(name, x)
 
     def _insert(self, name: str, x: torch.Tensor) -> None:
-        """Put ``x`` into the resident state, in the key order that the optimizer made."""
+        """Put ``x`` into the resident state; the keys stay in the order that the optimizer made."""
         state = self._optimizer.state[self._parameters[name]]
         resident = {**state, key_of(name): x}
         if len(resident) == len(state.keys_in_order):
@@ -180,7 +182,7 @@ class OffloadedStates:
         parameter, key = self._parameters[name], key_of(name)
         state = self._optimizer.state.get(parameter)
         if not state:
-            return  # no state yet: it had no gradient so far
+            return  # There is no state yet, because there was no gradient so far.
         place = self._places[name]
         x = dict.get(state, key)
         if not isinstance(x, torch.Tensor) or x.nbytes != place.nbytes:
@@ -223,8 +225,9 @@ class OffloadedStates:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Make all optimizer state readable, in memory-mapped files whose pages the system may
-        evict."""
+        """Make all optimizer state readable, as memory-mapped files whose pages the system may
+        evict.
+        """
         state = self._optimizer.state
         offloaded_states = {p: s for p, s in state.items() if isinstance(s, OffloadedState)}
         self.fetch_all(self._mapped)
@@ -234,8 +237,9 @@ class OffloadedStates:
             state.update(offloaded_states)
 
     def allocator_for(self, name: str) -> Callable[..., torch.Tensor]:
-        """Return the function that allocates a state tensor for this parameter, to be filled and
-        then sent by ``offload_all``."""
+        """Return a function that allocates a state tensor for this parameter. The tensor is then
+        filled, and sent by ``offload_all``.
+        """
         if not any(parameter_of(moved) == name for moved in self._parameters):
             return torch.empty_strided
         return lambda shape, stride, *, dtype, device: self._mapped(  # noqa: ARG005 - on the CPU
@@ -243,8 +247,9 @@ class OffloadedStates:
         )
 
     def _mapped(self, layout: "OffloadedLayout") -> torch.Tensor:
-        """Return a tensor on an unnamed file in the folder of offload memory, which disappears
-        with the tensor."""
+        """Return a tensor on an unnamed file in the folder of offload memory. The file disappears
+        with the tensor.
+        """
         if layout.nbytes < mmap.PAGESIZE:
             return layout.empty()
         file = os.open(self._memory.offload_memory.folder, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -270,8 +275,9 @@ def _calls_of_update(update: Program, sliced: Collection[str]) -> Iterator[tuple
     """Yield the calls of an optimizer update: the transfers of the program, each with the name of
     the tensor, and one ``update`` for each portion.
 
-    A portion is named after its parameter; one without a name has all parameters of which nothing
-    is offloaded. The tensors of a ``sliced`` parameter are transferred within its update.
+    A portion is named after its parameter; the one without a name consists of all parameters of
+    which nothing is offloaded. The tensors of a ``sliced`` parameter are transferred within its
+    update.
     """
     nodes = update.graph.by_name
     owner = owners(update.graph)
@@ -301,8 +307,9 @@ class _Groups:
         ]
 
     def choose(self, is_chosen: Callable[[torch.Tensor], bool]) -> None:
-        """Restrict the groups to the chosen parameters, with the settings from before the step:
-        an optimizer that counts its steps in a group must count each step once."""
+        """Restrict the groups to the chosen parameters, with the settings from before the step. An
+        optimizer that counts its steps in a group thus counts each step only once.
+        """
         for group, parameters, settings in self._groups:
             chosen = [p for p in parameters if is_chosen(p)]
             group.clear()
@@ -328,8 +335,8 @@ def why_undivided(
 ) -> str:
     """Return why the optimizer cannot be called for one parameter at a time; empty if it can.
 
-    Tried on parameters of one element each: some optimizers read all gradients or count their own
-    calls.
+    This is tried on parameters of one element each, because some optimizers read all gradients or
+    count their own calls.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -359,7 +366,7 @@ def _probe(
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=generator, device="cpu")
         groups = _Groups(optimizer)
-        # In reverse order: the result must not depend on the order either.
+        # In reverse order, because the result must not depend on the order either.
         portions: list[Collection[int]] = [{id(p)} for p in reversed(parameters)]
         with groups.restored():
             for chosen in portions if one_by_one else [set(map(id, parameters))]:
@@ -376,8 +383,8 @@ def _probe(
 def why_unsliceable(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:
     """Return why the optimizer cannot be called for some rows of a parameter; empty if it can.
 
-    Tried on a small parameter: its state may depend on the size of the parameter or on other
-    rows.
+    This is tried on a small parameter, because the state may depend on the size of the parameter or
+    on other rows.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -388,7 +395,7 @@ def why_unsliceable(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimiz
     return "" if same else "the optimizer's step gives other results for some rows of a parameter"
 
 
-# So wide that slices begin and end on vector boundaries of any processor.
+# This is so wide that slices begin and end on vector boundaries of any processor.
 _PROBE_COLUMNS = 64
 
 

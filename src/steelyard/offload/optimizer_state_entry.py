@@ -12,7 +12,8 @@ from steelyard.offload.location import OffloadedLayout
 
 class OffloadedState(dict[str, Any]):
     """The state dict of a partly offloaded parameter. Resident entries can be read; reading an
-    offloaded one raises Mismatch."""
+    offloaded one raises Mismatch.
+    """
 
     def __init__(
         self,

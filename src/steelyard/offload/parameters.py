@@ -1,8 +1,8 @@
 """Offloaded weights and gradients: live tensors at all times, memory-mapped on the offload file.
 
-Between steps they can be read and written through the page cache, which the system may evict at
-any time. A step fetches copies and sends them back with direct I/O, past that cache. Not for the
-choice of tensors and times: the program makes it.
+Between steps they can be read and written through the page cache, which the system may evict at any
+time. A step fetches copies and sends them back with direct I/O, which bypasses that cache. The
+program determines which tensors are transferred, and when.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,8 @@ from steelyard.offload.tier import OffloadFile
 
 class OffloadedTensors:
     """Offloaded weights and gradients. ``places`` maps a name in the program to its parameter and
-    its offset."""
+    its offset in offload memory.
+    """
 
     def __init__(
         self, places: Mapping[str, tuple[nn.Parameter, int]], *, memory: OffloadFile
@@ -37,8 +38,9 @@ class OffloadedTensors:
             location for name, location in self._locations.items() if name.startswith(WEIGHT)
         ]
         self._arriving: dict[str, tuple[Future[None], torch.Tensor]] = {}
-        # Keeps each tensor with its transfer: if the sending thread dropped the last reference,
-        # the memory would be freed on that thread, where the memory measurement does not see it.
+        # Keeps each tensor together with its transfer. If the sending thread dropped the last
+        # reference, that thread would free the memory, and the memory measurement would not see
+        # this.
         self.leaving: dict[str, tuple[Future[None], torch.Tensor]] = {}
         self.products = SlicedMatmuls(memory)
         self.gradients = OffloadedGradients(memory)
@@ -58,7 +60,9 @@ class OffloadedTensors:
         self.offload_all()
 
     def offload_all(self) -> None:
-        """Send all weights whose data was replaced since, which at first is every weight."""
+        """Send all weights whose data has been replaced since the last call; at first these are all
+        weights.
+        """
         for location in self._weights:
             if not location.is_offloaded(location.parameter):
                 resident = location.parameter.data
@@ -86,8 +90,9 @@ class OffloadedTensors:
         return x
 
     def sink(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], None] | None:
-        """Return the sink of a parameter's gradient if that is offloaded. Gradients of
-        parameters with hooks do not pass through it."""
+        """Return the sink of a parameter's gradient if the gradient is offloaded. Gradients of
+        parameters with hooks do not use it.
+        """
         for name, location in self._locations.items():
             if location.parameter is parameter and not name.startswith(WEIGHT):
                 return lambda _: self._accepted.add(name)
@@ -106,8 +111,9 @@ class OffloadedTensors:
     def send_gradient(
         self, name: str, value: torch.Tensor, before: torch.Tensor | None = None
     ) -> None:
-        """Store a gradient like autograd does at a leaf: the first is assigned, later ones are
-        added to it."""
+        """Store a gradient as autograd does at a leaf: the first one is assigned, later ones are
+        added to it.
+        """
         if name not in self._accepted:
             return
         self._accepted.remove(name)

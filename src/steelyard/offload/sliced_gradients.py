@@ -1,7 +1,7 @@
 """Gradients that are computed a few rows at a time; each slice is sent while the next is
 computed.
 
-Not for the choice of gradients and number of slices: the program makes it.
+The program determines which gradients are sliced, and the number of slices.
 """
 
 from collections import deque
@@ -64,8 +64,9 @@ class _SlicedGradient:
             self.location.parameter.grad = self.location.offloaded
 
     def _fetch(self, number: int) -> None:
-        """Fetch the old values of a slice into the buffer of the slice before last, which was
-        sent already."""
+        """Fetch the old values of a slice into the buffer of the slice before last, which has
+        already been sent.
+        """
         rows = self.room.shape[1]
         count = min(rows, len(self.location.offloaded) - number * rows)
         if count > 0:
@@ -93,7 +94,7 @@ class OffloadedGradients:
     def begin(self, name: str, location: TensorLocation, parts: int) -> torch.Tensor:
         current = location.parameter.grad
         if current is not None and location.is_offloaded(current) and not current.is_contiguous():
-            # It was computed unsliced, by the program of another batch shape.
+            # The gradient was computed unsliced, by the program for another batch shape.
             location.parameter.grad = current.contiguous()
         location.set_row_major()
         gradient = self._gradients[name] = _SlicedGradient.of(location, self._memory, parts)

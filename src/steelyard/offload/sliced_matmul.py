@@ -1,6 +1,6 @@
-"""Offloaded matrices that are read in slices: the next slice is fetched while one is used.
+"""Offloaded matrices that are read in slices: while one slice is used, the next one is fetched.
 
-Not for the choice of matrices, number of slices, or computation: the program makes it.
+The program determines which matrices are read, in how many slices, and what is computed.
 """
 
 from collections import deque
@@ -58,8 +58,9 @@ class _MatrixSlices:
             self.arriving.append((self.memory.fetch(offset, rows), rows))
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        """Return the next rows, and begin to fetch those after them over the slice before, which
-        is no longer needed."""
+        """Return the next rows, and begin to fetch the rows after them into the buffer of the
+        previous slice, which is no longer needed.
+        """
         number = start // self.room.shape[1]
         if number:
             self._fetch(number + 1)
@@ -70,8 +71,9 @@ class _MatrixSlices:
 
 
 class SlicedMatmuls:
-    """The matrices that are being read, by name or slot in the program. One matrix may be read
-    twice at a time."""
+    """The matrices that are being read, by name or slot in the program. Two readers may read one
+    matrix at the same time.
+    """
 
     def __init__(self, memory: OffloadFile) -> None:
         self._memory = memory
@@ -81,7 +83,7 @@ class SlicedMatmuls:
         self._slicing.clear()
 
     def forget(self, name: str | int) -> None:
-        """Drop the reads that a failed step has left."""
+        """Drop the reads that a failed step has left behind."""
         self._slicing.pop(name, None)
 
     def begin(self, name: str | int, matrix: OffloadedMatrix, parts: int) -> torch.Tensor:
@@ -91,8 +93,9 @@ class SlicedMatmuls:
         return slices.room
 
     def carrying_out(self, body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """Return a function that takes the names of the matrices and then the other inputs of
-        ``body``."""
+        """Return a function that takes the names of the matrices, then the other inputs of
+        ``body``.
+        """
         run = sliced(body)
 
         def run_body(names: Sequence[str | int], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,9 +1,9 @@
-"""The optimizer's own step on a few rows of a parameter at a time: the next slice is fetched
-while one is updated, and the last one is sent back.
+"""The optimizer's own step on a few rows of a parameter at a time. While one slice is updated, the
+next one is fetched and the previous one is sent back.
 
-The optimizer sees a smaller parameter, with a gradient and state of its size; scalar state, such
-as the step count, advances once for all rows. Not for the choice of parameters and number of
-slices: the program makes it.
+The optimizer sees a smaller parameter, with a gradient and state of its size; scalar state, such as
+the step count, advances once for all rows. The program determines which parameters are sliced, and
+the number of slices.
 """
 
 import copy
@@ -40,13 +40,14 @@ class SlicedUpdate:
 
     def run(self, optimizer: torch.optim.Optimizer, update: Callable[[], object]) -> None:
         """Update the parameter slice by slice. ``update`` calls the optimizer for this parameter
-        alone. Its weight, gradient and state are all offloaded, except a gradient that other code
-        assigned."""
+        alone. Weight, gradient and state must all be offloaded, except a gradient that other code
+        assigned.
+        """
         parameter, whole = self.weight.parameter, self.weight.offloaded
         gradient = parameter.grad
         resident_gradient = gradient if not self.gradient.is_offloaded(gradient) else None
         self._check(gradient)
-        # The state is an empty dict also if all of it is offloaded.
+        # The state is an empty dict even if all of it is offloaded.
         entry = optimizer.state.get(parameter)
         old_state = entry if entry or isinstance(entry, OffloadedState) else None
         slices = _StateSlices(
@@ -99,7 +100,7 @@ class SlicedUpdate:
         if not all(x is not None and x.is_contiguous() for x in offloaded_tensors):
             raise Mismatch(
                 f"parameter {self.name} or its gradient is no longer contiguous",
-                expected="the strides at planning, because it is updated in slices",
+                expected="the strides that it had at planning, because it is updated in slices",
                 remedy="plan again for this model",
             )
 

@@ -1,8 +1,8 @@
 """Offload memory: a file that tensors are written to and read from while the device computes.
 
-Transfers are throttled to the declared rate and bypass the page cache; otherwise the file would
-perform like main memory. The file has no name from the moment it exists, so it disappears however
-the process ends. Not for the choice of tensors and times: the program makes it.
+Transfers are throttled to the declared rate and bypass the page cache; otherwise the file would be
+as fast as main memory. The file never has a name, so it disappears however the process ends. The
+program determines which tensors are transferred, and when.
 """
 
 import ctypes
@@ -24,14 +24,16 @@ from steelyard.hardware.cluster import OFFLOAD_PIECE_BYTES, OffloadMemory, offlo
 from steelyard.hardware.host_os import filesystem_of
 from steelyard.units import format_bytes, format_seconds
 
-# A piece that takes this many times the declared time, and at least this long, counts as stalled.
+# A transfer counts as stalled if a piece takes this many times the declared time, and at least this
+# long.
 _PATIENCE, _LEAST_PATIENCE_SECONDS = 20.0, 60.0
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
 class OffloadFile:
-    """Space in one file, and a transfer thread for each direction. ``waited_seconds`` is the
-    total time the device has waited for transfers, ``moved_bytes`` the total of both directions."""
+    """Space in one file, and a transfer thread for each direction. ``waited_seconds`` is the total
+    time that the device has waited for transfers; ``moved_bytes`` is the total of both directions.
+    """
 
     def __init__(self, offload_memory: OffloadMemory) -> None:
         self.offload_memory = offload_memory
@@ -53,7 +55,8 @@ class OffloadFile:
 
     def shared(self, sizes: Sequence[int]) -> list[int]:
         """Return offsets of space for the values of one program. Programs that run at other times
-        may get the same space."""
+        may get the same space.
+        """
         rounded = [offload_room(size) for size in sizes]
         total = self._permanent_bytes + sum(rounded)
         if total > self.offload_memory.size_bytes:
@@ -105,7 +108,8 @@ class OffloadFile:
 
     def _wait(self, transfer: "Future[None]", lane: "_Lane") -> None:
         """Wait for a transfer, however many are queued before it. Raise RunFailed if no piece of
-        any transfer completes for too long."""
+        any transfer completes for too long.
+        """
         begin = time.perf_counter()
         declared = OFFLOAD_PIECE_BYTES / self.offload_memory.bytes_per_second
         patience = max(_LEAST_PATIENCE_SECONDS, _PATIENCE * declared)
@@ -139,9 +143,9 @@ class _Lane:
     """One direction: a thread that transfers one tensor after another, no faster than the
     declared rate.
 
-    The thread has a file descriptor of its own and closes it itself: if another thread closed it
-    during a transfer, the same number could belong to another file by the next piece. The thread
-    is a daemon, so a disk that never answers does not keep the process from ending.
+    The thread has a file descriptor of its own and closes it itself. If another thread closed it
+    during a transfer, its number could belong to another file when the next piece is due. The
+    thread is a daemon, so a disk that never answers does not keep the process from ending.
     """
 
     def __init__(self, file: int, bytes_per_second: float, *, name: str) -> None:
@@ -174,7 +178,7 @@ class _Lane:
             )
         transfer: Future[None] = Future()
         # The thread pops the tensor from this list before it completes the future, so that it no
-        # longer references the tensor then.
+        # longer has a reference to the tensor at that time.
         self._jobs.put((transfer, offset, [x], is_write))
         return transfer
 
@@ -237,7 +241,7 @@ def _open(offload_memory: OffloadMemory) -> int:
             remedy="use another folder",
         )
     try:
-        # O_TMPFILE: the file has no name, so nothing is left behind however this process ends.
+        # O_TMPFILE: the file has no name, so nothing is left behind, however this process ends.
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
     except OSError as error:
         raise _unusable(offload_memory, "cannot be used", error) from error

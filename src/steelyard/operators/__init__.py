@@ -1,6 +1,6 @@
-"""Look up the callable for an operator name such as ``aten.add.Tensor``.
+"""Finds the callable for an operator name such as ``aten.add.Tensor``.
 
-Also defines the ``steelyard.*`` operators that capture and passes put into a graph. Not for
+It also defines the ``steelyard.*`` operators that capture and passes put into a graph. Not for
 deciding where they are used.
 """
 
@@ -46,7 +46,7 @@ def operator_named(op: str) -> Operator:
 
 
 def call(node: Node, values: Mapping[str, Any]) -> Any:
-    """Run one node on live values; for the few nodes that are not part of a program."""
+    """Run one node on live values. This is for the few nodes that are not part of a program."""
 
     args = [live(a, values) for a in node.args]
     if node.is_getitem:
@@ -94,8 +94,8 @@ def copy_strided(x: torch.Tensor, shape: list[int], stride: list[int]) -> torch.
 def all_gather(share: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     """Issue an all-gather of the ranks' shards; ``_c10d_functional.wait_tensor`` completes it.
 
-    Uses the out variant: two calls of the functional variant in flight corrupt the heap on gloo
-    (torch 2.13).
+    This uses the out variant, because two calls of the functional variant in flight corrupt the
+    heap on gloo (torch 2.13).
     """
     whole = share.new_empty((num_ranks * share.shape[0], *share.shape[1:]))
     issued: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(
@@ -110,14 +110,14 @@ def pack_rows(tensors: list[torch.Tensor], num_rows: int) -> torch.Tensor:
 
 
 def unpack_rows(joined: torch.Tensor, start: int, shape: list[int]) -> torch.Tensor:
-    """Copy one tensor out of ``pack_rows``; its columns of ``joined`` begin at ``start``."""
+    """Copy one tensor out of the rows that ``pack_rows`` joined; its columns begin at ``start``."""
     whole = joined.new_empty(shape)
     rows = whole.view(joined.shape[0], -1)
     rows.copy_(joined[:, start : start + rows.shape[1]])
     return whole
 
 
-# Registered with torch, so that a compiler treats each as one opaque, functional call.
+# Registered with torch, so that a compiler treats each operator as one opaque, functional call.
 _LIBRARY = torch.library.Library("steelyard", "FRAGMENT")
 _LIBRARY.define(
     "bernoulli(SymInt[] size, float p, *, ScalarType dtype, Device device) -> Tensor",
@@ -152,7 +152,7 @@ _LIBRARY.define(
 def masked_scale(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """Return ``x * mask * scale`` for a boolean mask with the strides of ``x``.
 
-    A product with booleans first converts the mask to numbers. The result is written into that
+    Before the product, the boolean mask is converted to numbers. The result is written into the
     converted tensor, so no memory is allocated beyond inputs and result.
     """
     return mask.to(x.dtype, copy=True).mul_(scale).mul_(x)
@@ -163,17 +163,19 @@ torch.library.register_fake("steelyard::masked_scale", masked_scale, lib=_LIBRAR
 
 _LIBRARY.define("encode8(Tensor x, SymInt[] stride) -> Tensor")
 _LIBRARY.define("decode8(Tensor coded, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor")
-# A slice fits into a core's private cache; the workspace of a call is two buffers of that size.
+# A slice of this size fits into a core's private cache; the workspace of a call is two buffers of
+# this size.
 _SLICE = 256 * BLOCK
-# The smallest scale with a finite reciprocal. Blocks of smaller values use this scale too; their
+# The smallest scale with a finite reciprocal. Blocks of smaller values also use this scale; their
 # error is below it.
 _LEAST_SCALE = 2.0**-126
-# A lower bound on scaled magnitudes that rounds to the code 1 instead of 0.
+# A lower bound for scaled magnitudes, which rounds to the code 1 instead of 0.
 _LEAST_CODE = 0.501
 
 
 def encode8(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Quantize ``x`` to 8 bits: its strides, one scale per block in memory order, then all codes.
+    """Quantize ``x`` to 8 bits; return its strides, one scale per block in memory order, and all
+    codes.
 
     A scale is the largest magnitude of its block over 127. A block with a non-finite element has
     a non-finite scale, so none of its elements decodes to a finite number. Codes are rounded to
@@ -185,8 +187,8 @@ def encode8(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     flat = x.as_strided((x.numel(),), (1,))
     coded = _encode8_fake(x, stride)
     strides, scales, codes = _split_coded(coded, x.dim(), x.numel())
-    # Some kernels return other strides than their fake kernels declare. The real strides are
-    # stored, so that the decoded tensor has them too.
+    # Some kernels return tensors with other strides than their fake kernels declare. The real
+    # strides are stored, so that the decoded tensor has them too.
     strides.copy_(torch.tensor(x.stride(), device="cpu"))
     buffers = flat.new_empty(2, min(_SLICE, flat.numel()), dtype=torch.float32)
     for part, scale, code in _slices(flat, scales, codes):
@@ -223,7 +225,7 @@ def decode8(
 
 
 def quantization_error(x: torch.Tensor) -> torch.Tensor:
-    """Return the relative error (L2 norm) of ``x`` in 8 bits; not finite if ``x`` is not."""
+    """Return the relative error (L2 norm) of ``x`` in 8 bits; it is not finite if ``x`` is not."""
     flat = x.as_strided((x.numel(),), (1,)) if is_dense(x.shape, x.stride()) else x.flatten()
     lost, norm = torch.zeros(2, dtype=torch.float64, device=x.device)
     for part in flat.split(_SLICE):
@@ -242,7 +244,9 @@ def _split_coded(coded: torch.Tensor, dims: int, numel: int) -> tuple[torch.Tens
 def _slices(
     flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield (blocks as rows, scales, codes); a shorter last block is yielded separately."""
+    """Yield (blocks as rows, scales, codes); if the last block is shorter, it is yielded
+    separately.
+    """
     whole = flat.numel() // BLOCK * BLOCK
     for start in range(0, whole, _SLICE):
         end = min(start + _SLICE, whole)
@@ -299,13 +303,13 @@ def nll_loss_weight(
 
 
 class Parted(Protocol):
-    """A tensor that is never materialized as a whole; its slices are provided in order."""
+    """A tensor that never exists as a whole; its slices are provided in order."""
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor: ...
 
 
 def sliced(body: Body) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Return a function that runs the calls of ``body`` on one slice of rows after another."""
+    """Return a function that runs the calls of ``body`` on one slice of rows after the other."""
     live_out = {given.name for given in body.gives if given.along != -1}
     calls = {count: _with_last_uses(nodes, live_out) for count, nodes in body.calls}
     sums = {given.name for given in body.gives if given.along is None}
@@ -356,11 +360,11 @@ class _Results:
         self._start = self._count = 0
 
     def begin(self, start: int, count: int) -> None:
-        """Set the row range of the next slice."""
+        """Set the row range for the next slice."""
         self._start, self._count = start, count
 
     def place(self, name: str, device: torch.device) -> torch.Tensor | None:
-        """Return the output slice of a value that is sliced along its last dim, else None."""
+        """Return the output slice of a value that is sliced along its last dim, otherwise None."""
         tensor = self._columns.get(name)
         if tensor is None:
             return None
@@ -406,7 +410,7 @@ class _Results:
 
 
 def _accumulated(total: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-    """Accumulate a sum; half precision is summed in float32, else each slice would round it."""
+    """Accumulate a sum. Half precision is summed in float32, so that not every slice rounds it."""
     if total is None:
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     return total.add_(value)
@@ -418,7 +422,7 @@ _SlicedCall = Callable[[dict[str, torch.Tensor], _Results], None]
 def _with_last_uses(
     nodes: Sequence[Node], live_out: set[str]
 ) -> list[tuple[_SlicedCall, list[str]]]:
-    """Return a callable for each node with the names of the values that die after it."""
+    """Return a callable for each node, with the names of the values that die after it."""
     last = {name: index for index, node in enumerate(nodes) for name in (node.name, *node.inputs)}
     last_used: list[list[str]] = [[] for _ in nodes]
     for name, index in last.items():
@@ -433,14 +437,14 @@ def _with_last_uses(
 
 def _sliced_call(node: Node, *, is_read: bool) -> _SlicedCall:
     operator = operator_named(node.op)
-    # A value that other calls of the slice read is better dense: kernels take other code paths
-    # for strided inputs.
+    # A value that other calls of the slice read should be dense, because kernels take other code
+    # paths for strided inputs.
     into = None if is_read else _OUT_VARIANTS.get(node.op)
     is_product = node.op in PRODUCTS
 
     def call_on(values: dict[str, torch.Tensor], results: _Results) -> None:
         args = [live(a, values) for a in node.args]
-        # The input that addmm adds to its product is added once, by the first slice.
+        # The input that addmm adds to its product must be added only once; the first slice does it.
         if is_product and results.add_product(node.name, *args[-2:]):
             return
         kwargs = {key: live(a, values) for key, a in node.kwargs}

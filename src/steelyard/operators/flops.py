@@ -1,8 +1,8 @@
 """FLOPs of one operator call; a multiplication and an addition count as one each.
 
-Uses torch's registry, which users extend with ``torch.utils.flop_counter.register_flop_formula``,
-and adds formulas for operators that it lacks (torch 2.13) or counts wrongly. Not for operators
-without any formula: see missing_flops.py.
+It uses torch's registry, which users extend with
+``torch.utils.flop_counter.register_flop_formula``. It adds formulas for operators that torch 2.13
+lacks or counts wrongly. Not for operators without any formula: see missing_flops.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ from torch.utils.flop_counter import flop_registry
 
 from steelyard import _torch
 
-# A complex multiplication and addition are four real ones of each.
+# A complex multiplication and addition take four real multiplications and four real additions.
 _REAL_PRODUCTS_OF_A_COMPLEX_ONE = 4
 
 
 def formula_of(target: Any) -> Callable[..., Any] | None:
-    """Return the formula of an operator or None.
+    """Return the formula of an operator, or None.
 
     A formula is called with the operator's arguments and its result as ``out_val``.
     """
@@ -45,7 +45,7 @@ def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def format_of_call(args: Any) -> str:
-    """Return the name of the operand format, by which hardware peak rates are declared."""
+    """Return the name of the operand format under which hardware peak rates are declared."""
     first = _first_tensor(args)
     if first is None:
         return ""
@@ -84,7 +84,7 @@ def _products(left: Sequence[Any], right: Sequence[Any], *_: Any, **__: Any) -> 
 
 
 def _product_with_packed(x: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """A product with a packed matrix, whose width only the result shows."""
+    """A product with a packed matrix; only the result shows the width of the matrix."""
     return int(2 * x.numel() * out_val.shape[-1])
 
 
@@ -115,7 +115,7 @@ def _grouped_product(a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 
 def _grouped_product_backward(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """The gradients of both operands."""
+    """The gradients of both operands of a product."""
     return 2 * _grouped_product(a, b)
 
 
@@ -215,7 +215,7 @@ def _distances_within_backward(_: Any, a: Any, *__: Any, **___: Any) -> int:
 
 # --- factorisations and solutions, by the leading terms of LAPACK's counts (Blackford and Dongarra,
 # LAPACK Working Note 41, 1999). Iterative algorithms (eigenvalues, singular values, the matrix
-# exponential) have no such count and therefore no formula here.
+# exponential) have no such count, so there is no formula for them.
 
 
 def _matrices(a: Any) -> tuple[int, int, int]:

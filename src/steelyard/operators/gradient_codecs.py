@@ -1,9 +1,9 @@
 """Block-wise gradient codecs: encode, decode and sum gradients in few bits.
 
-Codes are packed into 32-bit words by shifts, because Inductor vectorises shifts of words but not
-of bytes, and loads single bytes one at a time. A non-finite gradient makes the scale of its block
-non-finite, so every rank decodes the whole block as non-finite; it is never left in a residual.
-Not for choosing gradients, nor for sending them: see passes/compression/compressed_all_reduce.py.
+Codes are packed into 32-bit words by shifts, because Inductor vectorises shifts of words but not of
+bytes, and would load the bytes one at a time. A non-finite gradient makes the scale of its block
+non-finite, so every rank decodes the whole block as non-finite; it never gets into a residual. Not
+for choosing or sending gradients: see passes/compression/compressed_all_reduce.py.
 """
 
 from bisect import bisect_right
@@ -18,9 +18,9 @@ from steelyard import _torch
 from steelyard.errors import BadInput
 from steelyard.ir.gradient_codec import BLOCK, CODECS
 
-# For a normal distribution the three-level error is least at 1.22 times the root mean square.
-# Gradients have heavier tails: with a small level, error feedback takes many steps to send the
-# large elements (docs/log.md, 2026-11-26).
+# For a normal distribution, the error of three levels is smallest at 1.22 times the root mean
+# square. Gradients have heavier tails: with a small level, error feedback takes many steps to send
+# the large elements (docs/log.md, 2026-11-26).
 _LEVEL = 2.5
 _QUARTER = BLOCK // 4
 _LEAST = 1e-30
@@ -89,7 +89,9 @@ def decode_gradients(coded: torch.Tensor, codec: str) -> torch.Tensor:
 
 
 def decode_sum(coded: torch.Tensor, codec: str) -> torch.Tensor:
-    """Decode the rows of all ranks and sum them in rank order, so all ranks agree to the bit."""
+    """Decode the rows of all ranks and sum them in rank order, so that all ranks get the same
+    bits.
+    """
     return _decoded(coded.unsqueeze(1), codec)
 
 
@@ -100,16 +102,16 @@ def add_decoded(coded: torch.Tensor, values: torch.Tensor, codec: str) -> None:
         _decode_into(chunk, coded.unsqueeze(1), codec, 0, first, adds=True)
 
 
-# Blocks are encoded in chunks: on a CPU a chunk fits into a core's caches from one loop to the
-# next, on other devices it is large enough to occupy the device. A chunk is split into as many
-# pieces as a word has codes. Word i packs element i of every piece, so that all loads are
-# contiguous and no elements need to be interleaved.
+# Blocks are encoded in chunks. On a CPU a chunk stays in a core's caches from one loop to the next;
+# on other devices it is large enough to occupy the device. A chunk is split into as many pieces as
+# a word has codes. Word i packs element i of every piece, so that all loads are contiguous and no
+# elements need to be interleaved.
 _PARTS_OF = {"ternary": 16, "int8": 4, "largest": 4}
-# 513, not 512: sixteen pieces at a distance of a power of two would evict each other from the L1
-# cache.
+# 513, not 512: sixteen pieces at a distance that is a power of two would evict each other from the
+# L1 cache.
 _BLOCKS_OF = {"ternary": 513, "int8": 512, "largest": 512}
 _BLOCKS_ELSEWHERE = 2**17
-# Sums over more rows are not unrolled: that would take the compiler too long.
+# Sums over more rows than this are not unrolled, because it would take the compiler too long.
 _MOST_UNROLLED = 8
 
 
@@ -155,7 +157,7 @@ class _Pieces:
 
 
 class _EncodedRows:
-    """The encoded result: for each part a row of bytes, all scales and then all codes."""
+    """The encoded result: for each part a row of bytes, with all scales and then all codes."""
 
     def __init__(self, codec: str, parts: int, blocks: int, device: torch.device) -> None:
         self._codec, self._width = codec, CODECS[codec].block_bytes
@@ -213,8 +215,8 @@ def _codes_and_scales(
     units = coded if codec == "largest" else coded.view(torch.int32)
     size = units.itemsize
     width = CODECS[codec].block_bytes // size
-    # Explicit strides: ``view`` may choose any stride for a dim of size one, and the compiled
-    # decoder accepts only the strides it was compiled for.
+    # Explicit strides: for a dim of size one, ``view`` may choose any stride, but the compiled
+    # decoder accepts only the strides for which it was compiled.
     row = coded.storage_offset() + part * nbytes
     start = (row + 4 * _blocks_in(coded, codec)) // size + first * width
     codes = units.as_strided((ranks, count, width), (parts * nbytes // size, width, 1), start)
@@ -237,7 +239,7 @@ def _encoder(codec: str, keeps: bool, device: torch.device) -> _Compiled:
         assert pieces[0].shape[1] == each
         scales, codes, left = encode(pieces)
         if keeps:
-            # Piece by piece: one fused loop then reads the elements of a word and writes their
+            # Piece by piece, so that one fused loop reads the elements of a word and writes their
             # errors.
             for piece, lost in zip(pieces, left, strict=True):
                 piece.copy_(torch.where(torch.isfinite(scales), lost, 0.0))
@@ -254,9 +256,9 @@ def _decoder(codec: str, rows: int, adds: bool, device: torch.device) -> _Compil
     """
     read = {"ternary": _decode_ternary, "int8": _decode_int8, "largest": _decode_largest}[codec]
     parts, each = _PARTS_OF[codec], BLOCK // _PARTS_OF[codec]
-    # The example has the strides of received data, so that the compiled code is valid for it with
-    # any number of blocks. The number of blocks must differ from ``rows``: tracing would unify
-    # equal dynamic sizes and the code would only work for that number.
+    # The example has the strides of received data, so that the compiled code is valid for received
+    # data with any number of blocks. The number of blocks must differ from ``rows``: tracing would
+    # treat equal dynamic sizes as one, and the code would only work for that number.
     count = 5 if rows != 5 else 7
     nbytes = 9 * (4 + CODECS[codec].block_bytes)
     received = torch.ones(rows, 3, nbytes, dtype=torch.uint8, device=device)
@@ -274,7 +276,9 @@ def _decoder(codec: str, rows: int, adds: bool, device: torch.device) -> _Compil
 
 
 def _ones(*shape: int, device: torch.device) -> torch.Tensor:
-    """Return example inputs; code compiled for another dtype would write out of bounds."""
+    """Return example inputs. (Code that was compiled for another dtype would write out of
+    bounds.)
+    """
     return torch.ones(shape, dtype=torch.float32, device=device)
 
 
@@ -368,7 +372,7 @@ def _largest(pieces: _Parts) -> _Encoded:
     for _ in range(CODECS["largest"].num_largest):
         size = left.abs()
         found = torch.where(size == size.amax(2, keepdim=True), at, float(_QUARTER))
-        # A NaN equals nothing, so the position would be out of range.
+        # A NaN is not equal to anything, so the position would be out of range.
         place = found.amin(2, keepdim=True).clamp_max(_QUARTER - 1)
         is_selected = (at == place).to(torch.float32)
         code = _nearest_multiple((left * is_selected).sum(2, keepdim=True), scale)
@@ -389,7 +393,8 @@ def _decode_largest(codes: torch.Tensor, scales: torch.Tensor) -> _Parts:
     at = torch.arange(_QUARTER, dtype=torch.float32, device=codes.device)
     found = []
     for quarter in range(4):
-        # Multiply instead of ``where``, so that a non-finite scale makes the block non-finite.
+        # Multiply instead of using ``where``, so that a non-finite scale makes the block
+        # non-finite.
         each = [
             (at == places[:, :, quarter, n : n + 1]).to(torch.float32)
             * values[:, :, quarter, n : n + 1]

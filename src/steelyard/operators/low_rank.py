@@ -1,9 +1,9 @@
 """Low-rank gradient compression: two thin factors per matrix, one power iteration per step.
 
 The left factor is the matrix times the right factor of the previous step; it is summed over ranks
-and then made orthonormal. The right factor is the matrix times that. The error is added in the
-next step (error feedback). Factors are stored with the long side contiguous: products with the
-other layout take several times as long. Not for sending: see
+and then made orthonormal. The right factor is the transposed matrix times the left factor. The
+error is added in the next step (error feedback). Factors are stored with the long side contiguous,
+because products with the other layout take several times as long. Not for sending: see
 passes/compression/compressed_all_reduce.py.
 """
 
@@ -37,16 +37,17 @@ def right_factors(
 ) -> torch.Tensor:
     """Return this rank's right factors of all matrices, flat.
 
-    ``lefts``, summed over ranks, are made orthonormal in place, and the product of both factors
-    is subtracted from ``residual``. A matrix with a non-finite left factor gets NaN factors and a
-    zero residual.
+    ``lefts`` have been summed over ranks. They are made orthonormal in place, and the product of
+    both factors is subtracted from ``residual``. A matrix with a non-finite left factor gets NaN
+    factors and a zero residual.
     """
     flat = residual.new_empty(rank * sum(columns for _, columns in shapes))
     parts = zip(_lefts(lefts, shapes, rank), _matrices(residual, shapes),
                 _rights(flat, shapes, rank), strict=True)  # fmt: skip
     for left, value, right in parts:
         is_finite = left.isfinite().all()
-        # CPU only: on other devices the test would synchronise the host with the device.
+        # This is done on the CPU only; on other devices, the test would synchronise the host with
+        # the device.
         if left.device.type == "cpu" and not is_finite:
             value.zero_()
             left.fill_(torch.nan)
@@ -67,7 +68,9 @@ def matrices_of_factors(
     shapes: Shapes,
     rank: int,
 ) -> torch.Tensor:
-    """Multiply the summed factors into flat gradients; normalised ``rights`` become ``start``."""
+    """Multiply the summed factors to get flat gradients; the normalised ``rights`` become
+    ``start``.
+    """
     flat = lefts.new_empty(sum(rows * columns for rows, columns in shapes))
     put_products([*_matrices(flat, shapes)], lefts, rights, start, shapes, rank)
     return flat
@@ -83,7 +86,7 @@ def put_products(
     *,
     share: float = 1.0,
 ) -> None:
-    """Write each product of factors times ``share`` into ``wholes``, and update ``start``."""
+    """Write each product of factors, times ``share``, into ``wholes``, and update ``start``."""
     parts = zip(_lefts(lefts, shapes, rank), _rights(rights, shapes, rank),
                 _rights(start, shapes, rank), wholes, strict=True)  # fmt: skip
     for left, right, next_start, whole in parts:
@@ -108,7 +111,7 @@ def _lefts(flat: torch.Tensor, shapes: Shapes, rank: int) -> Iterator[torch.Tens
 
 
 def _rights(flat: torch.Tensor, shapes: Shapes, rank: int) -> Iterator[torch.Tensor]:
-    """Yield the right factors transposed: one row for each of ``rank`` columns."""
+    """Yield the transposed right factors, which have one row for each of ``rank`` columns."""
     return _cut(flat, [(rank, columns) for _, columns in shapes])
 
 

@@ -1,8 +1,8 @@
-"""Detect operators that may multiply but have no FLOP formula, so that they can be reported.
+"""Finds operators that may multiply but have no FLOP formula, so that they can be reported.
 
-The test is by exclusion, so that unknown operators are reported too. An operator of another
-library may do anything. An operator of torch is memory bound only if torch tags it as pointwise
-or as a reduction, or if it is listed here. Not for the formulas: see flops.py.
+All operators are reported except those known to be memory bound. An operator of another library may
+do anything. An operator of torch is memory bound if torch tags it as pointwise or as a reduction,
+or if it is listed here. Not for the formulas: see flops.py.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from steelyard import _torch
 from steelyard.operators.flops import formula_of
 
 # Namespaces of operators that compute nothing, of our own operators, and of casts to and from
-# formats of few bits.
+# formats with few bits.
 _NEVER_MULTIPLY = frozenset(
     {
         "steelyard", "_c10d_functional", "c10d_functional", "c10d", "profiler", "rngprims",
@@ -21,9 +21,9 @@ _NEVER_MULTIPLY = frozenset(
     }
 )  # fmt: skip
 _TORCH = frozenset({"aten", "prims"})
-# Memory-bound operators: they access each element a fixed number of times, or once per element of
-# a pooling window, or O(log n) times in a sort or a Fourier transform. Names are written without
-# leading and trailing underscores and without the endings below.
+# Memory-bound operators. They access each element a fixed number of times, once per element of a
+# pooling window, or O(log n) times in a sort or a Fourier transform. Names are written without
+# leading and trailing underscores, and without the endings below.
 _ENDINGS = (
     "_backward", "_backward_data", "_forward", "_copy", "_functional", "_forward_only",
     "_scatter", "_per_sample_weights", "_dense", "_with_indices", "_legit", "_no_training", "_impl",
@@ -131,7 +131,7 @@ _TAGS = (torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy, torch.Ta
 
 
 def may_multiply_uncounted(target: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """True if an operator has no formula and may, as far as is known, sum up products."""
+    """True if an operator has no formula and may sum up products, as far as is known."""
     assert isinstance(target, _torch.OpOverload)
     if formula_of(target) is not None or target.namespace in _NEVER_MULTIPLY:
         return False
@@ -153,7 +153,9 @@ def _is_listed(target: _torch.OpOverload) -> bool:
 
 
 def _stem(name: str) -> str:
-    """Strip outer underscores and known endings until the name is listed or none is left."""
+    """Strip outer underscores and known endings until the name is in the list or nothing is
+    left.
+    """
     while True:
         name = name.strip("_")
         if name in _MEMORY_BOUND:
@@ -165,6 +167,6 @@ def _stem(name: str) -> str:
 
 
 def _has_no_real_numbers(result: Any) -> bool:
-    """True if the result has only indices, masks or counts, or no tensors."""
+    """True if the result consists only of indices, masks or counts, or has no tensors."""
     tensors = [x for x in _torch.tree_leaves(result) if isinstance(x, torch.Tensor)]
     return not any(x.is_floating_point() or x.is_complex() for x in tensors)

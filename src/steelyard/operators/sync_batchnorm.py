@@ -1,4 +1,4 @@
-"""Synchronised batch normalisation in steps, between which ranks exchange statistics and sums.
+"""Synchronised batch normalisation in several calls, between which ranks exchange data.
 
 Statistics are two rows, the mean and variance of each channel. Sums are two rows, the gradients of
 weight and bias. Not for the collectives: see passes/data_parallel/sync_batchnorm.py.
@@ -18,7 +18,8 @@ def batch_norm_gather_stats(gathered: torch.Tensor, num_ranks: int) -> torch.Ten
     """Return the statistics of all samples from those of each rank, for equal shares."""
     means, variances = gathered.view(num_ranks, 2, -1).unbind(1)
     mean = means.mean(0)
-    # Total variance is the variance within ranks plus that between ranks: no cancellation.
+    # The total variance is the variance within ranks plus the variance between ranks, which avoids
+    # cancellation.
     return torch.stack((mean, variances.add((means - mean).square()).mean(0)))
 
 
@@ -55,8 +56,8 @@ def batch_norm_backward_reduce(
 ) -> torch.Tensor:
     """Return this rank's contribution to the gradients of weight and bias."""
     mean, variance = statistics.unbind()
-    # Both modes give the same weight and bias gradients. The GPU kernel requires saved statistics
-    # that it does not read in evaluation mode.
+    # Both modes give the same gradients of weight and bias. The GPU kernel needs saved statistics,
+    # which it reads only in training mode.
     saved = (None, None) if x.device.type == "cpu" else (mean, variance.add(eps).rsqrt_())
     _, of_weight, of_bias = _aten.native_batch_norm_backward.default(
         gradient, x, None, mean, variance, *saved, saved[0] is not None, eps, [False, True, True]
@@ -75,8 +76,8 @@ def batch_norm_backward_elemt(
 ) -> torch.Tensor:
     """Return the gradient of ``x``.
 
-    ``sums`` are over all ``count`` values of a channel, on all ranks; each value contributed to
-    the channel's mean and variance.
+    ``sums`` are over all ``count`` values of a channel on all ranks, because each value contributed
+    to the channel's mean and variance.
     """
     mean, variance = statistics.unbind()
     inverse = variance.add(eps).rsqrt_()

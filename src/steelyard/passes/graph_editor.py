@@ -1,4 +1,4 @@
-"""Edit a graph to insert collectives: place nodes before or after others, add storages.
+"""Edits a graph to insert collectives: places nodes before or after others, adds storages.
 
 Plain data, without torch. Not for choosing collectives: see passes/data_parallel/all_reduce.py and
 passes/data_parallel/shard_parameters.py.
@@ -42,8 +42,7 @@ class GraphEditor:
         for node in self.before.nodes:
             names = (*self._before.get(node.name, ()), node.name, *self._after.get(node.name, ()))
             ordered += [self._nodes[name] for name in names if name not in without]
-        # Inputs exist from the start of the step, and a collective may read them before their
-        # anchor.
+        # Inputs exist from the start of the step, and a collective may read them before its anchor.
         ordered.sort(key=lambda node: not node.is_input)
         graph = replace(
             self.before,
@@ -83,7 +82,9 @@ class GraphEditor:
         self._nodes[node.name] = node
 
     def reroute(self, old: Node, new: Node) -> None:
-        """Let the readers of ``old`` read ``new``, and turn views of ``old`` into views of it."""
+        """Make the readers of ``old`` read ``new``, and turn views of ``old`` into views of
+        ``new``.
+        """
         before, after = old.outputs[0].storage, new.outputs[0].storage
         for name in self.before.by_name:
             node = self._nodes[name]
@@ -192,7 +193,7 @@ def issue_in_place(collective: Collective, value: Node, *, name: str) -> Node:
         args=(Ref(value.name), "sum", Axis(collective.axis)), inputs=(value,),
         output=value.outputs[0],
     )  # fmt: skip
-    # Not a view: passes may repeat views, but the memory has other contents by then.
+    # The wait is not a view: passes may repeat views, but the memory has other contents by then.
     return replace(node, collective=collective, is_view=False, mutates=(value.name,))
 
 
@@ -204,7 +205,7 @@ def wait(issued: Node, transport: Transport) -> Node:
         args=(Ref(issued.name),), inputs=(issued,), output=issued.outputs[0],
     )  # fmt: skip
     kept_inputs = issued.inputs if issued.collective.kind in transport.keeps_input else ()
-    # Not a view: passes may drop or repeat views, but not waits.
+    # The wait is not a view: passes may drop or repeat views, but not waits.
     return replace(node, is_view=False, waits_for=issued.name, inputs=(issued.name, *kept_inputs))
 
 

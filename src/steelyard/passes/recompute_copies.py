@@ -1,6 +1,7 @@
-"""Place recomputed copies of a value: which backward lines each copy serves.
+"""Places recomputed copies of a value: determines which backward lines read each copy.
 
-Shared by the recompute trade and the search's estimator. Not for choosing values: see search/.
+The recompute trade and the estimator of the search both use it. Not for choosing values: see
+search/.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -9,14 +10,14 @@ from itertools import pairwise
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Instruction
 
-# The line that reads a value, and the last line that reads it or a view which that line made.
+# The line that reads a value, and the last line that reads it or a view of it made by that line.
 Span = tuple[int, int]
 
 
 def starts(reads: Iterable[Span], times: int) -> tuple[int, ...]:
     """Return the lines before which a value is recomputed, at most ``times`` of them.
 
-    These are the first read and the reads after the longest gaps.
+    These are the line of the first read and those of the reads after the longest gaps.
     """
     spans = merged(reads)
     gaps = [(begin - end, begin) for (_, end), (begin, _) in pairwise(spans)]
@@ -40,7 +41,8 @@ def late_reads(
     """Return the spans of lines in which the backward pass reads each of these forward storages."""
     begun: dict[int, list[list[int]]] = {storage: [] for storage in storages}
     early = {node.name for node in graph.nodes} - {i.value for i in lines[first_backward_line:]}
-    # By backward value, the reads that it extends because it is a view of the storage read.
+    # For each backward value that is a view of the storage that was read: the reads that it
+    # extends.
     extended: dict[str, list[tuple[int, list[int]]]] = {}
     for number in range(first_backward_line, len(lines)):
         line = lines[number]

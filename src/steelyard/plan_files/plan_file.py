@@ -1,8 +1,9 @@
 """The plan file: decisions only, as TOML that a person can read, edit, diff and check.
 
-Each trade declares its table (trades/). Written by twenty lines here and not by tomli_w, which
-puts each number of a shape on a line of its own, and picks inline or headed tables by their
-length, so that one digit more would reflow the file. Not for predictions: see prediction_file.py.
+Each trade declares its table (trades/). Twenty lines here write the file, instead of tomli_w: that
+puts each number of a shape on a line of its own, and chooses between inline and headed tables by
+their length, so that one more digit would reflow the file. Not for predictions: see
+prediction_file.py.
 """
 
 import shlex
@@ -53,7 +54,7 @@ from steelyard.units import (
 # 2: tables and trades were renamed (see CHANGELOG.md).
 FORMAT = 2
 MOST_BYTES = 4 * 2**20
-# Enough to see the mistake; a hostile file has a million.
+# Enough errors to see the mistake; a hostile file may have a million.
 _MOST_PROBLEMS = 100
 _RULES = {name: trade.rule for name, trade in BY_NAME.items()}
 
@@ -64,7 +65,7 @@ def read_decisions(path: Path) -> Decisions:
 
 def write_decisions(path: Path, decisions: Decisions, *, script: str = "") -> str:
     """Write the plan file; return the digest of its text, which reveals later edits."""
-    # With a script as typed, the plan's path is relative to the same folder.
+    # If the script is stored as it was typed, the plan's path is relative to the same folder.
     name = str(path) if script else path.name
     text = encode_decisions(decisions, name=name, script=script).encode()
     write_whole(path, text)
@@ -76,7 +77,7 @@ def digest_of_text(path: Path) -> str:
 
 
 def digest_of(decisions: Decisions) -> str:
-    """Return a digest of the decisions; files that refer to these decisions store it."""
+    """Return a digest of the decisions; files that refer to these decisions contain it."""
     return sha256("\n".join(_lines(decisions)).encode()).hexdigest()
 
 
@@ -91,7 +92,7 @@ def encode_decisions(
         f"#   {printable(check, most=1000)}",
     )
     text = "\n".join([*header, *_lines(decisions)]) + "\n"
-    # A file that cannot be read back must never be written; the names in a model may be odd.
+    # A file that cannot be read back must never be written, and a model may have unusual names.
     sorted_decisions = replace(decisions, rules=tuple(sorted(decisions.rules)))
     if decode_decisions(text, source=name) != sorted_decisions:
         raise AssertionError(f"{name} does not read back unchanged")
@@ -131,9 +132,9 @@ def decode_decisions(raw: bytes | str, *, source: str = "the plan file") -> Deci
 
 
 def _used_ranks_problem(used: list[int], target: Target, num_ranks: int) -> str:
-    """Return the error in ``used_ranks``; empty if valid.
+    """Return the error in ``used_ranks``; empty if it is valid.
 
-    They must be as many as the rules need, and cover whole hosts.
+    There must be as many as the rules need, and they must cover whole hosts.
     """
     if not used:
         return ""
@@ -277,7 +278,7 @@ class _OffloadMemory(BaseModel):
 
 
 class _Head(BaseModel):
-    """The whole file except the rules of trades."""
+    """The whole file, except the rules of trades."""
 
     model_config = STRICT
 

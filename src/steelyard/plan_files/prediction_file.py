@@ -1,7 +1,7 @@
 """Data about a plan: predictions, reasons and measurements, as a generated JSON file.
 
-Bound to the decisions by their digest, so that predictions from before an edit are never shown
-for the plan after it. Not for the decisions: see plan_file.py.
+The file contains a digest of the decisions, so that predictions from before an edit are never shown
+for the edited plan. Not for the decisions: see plan_file.py.
 """
 
 import json
@@ -34,7 +34,7 @@ MOST_BYTES = 64 * 2**20
 
 
 def refuse_to_lose(path: Path) -> None:
-    """Raise if writing would overwrite a plan file that a person wrote or edited."""
+    """Raise an error if writing would overwrite a plan file that a person wrote or edited."""
     explanation_path(path)
     if not path.exists():
         return
@@ -63,7 +63,7 @@ def write_plan(path: Path, plan: Plan, *, asked: Asked | None = None) -> None:
 def write_explanation(path: Path, plan: Plan, measured: RunMeasurement | None = None) -> None:
     """Write the JSON file only; the plan file keeps its edits and comments."""
     try:
-        # An edit that was checked, or run, is still an edit.
+        # A plan that was edited is still an edited plan after a check or a run.
         before = read_plan(path)
         written, asked = before.written_sha256, before.asked
     except PlanFileError:
@@ -73,11 +73,11 @@ def write_explanation(path: Path, plan: Plan, measured: RunMeasurement | None = 
 
 
 def with_reasons(plan: Plan, path: Path) -> Plan:
-    """Return ``plan`` with the reasons found when its decisions were made, if these are unchanged.
+    """Return ``plan`` with the reasons of its original planning, if the decisions are unchanged.
 
-    Predicting stored decisions again weighs no offers and draws no curve. Predicted times vary
-    between runs, so the reasons carry the time they refer to. If the peak memory of the step
-    changed, the reasons no longer apply and a note replaces them.
+    If stored decisions are predicted again, no offers are compared and no curve is computed.
+    Predicted times vary between runs, so the reasons name the time to which they refer. If the peak
+    memory of the step has changed, the reasons no longer apply, and a note replaces them.
     """
     if plan.num_offers:
         return plan
@@ -156,7 +156,7 @@ def encode_explanation(
         "asked": asdict(asked or Asked()),
     }
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # Undecodable file names arrive as lone surrogates, which JSON cannot contain.
+    # File names that cannot be decoded contain lone surrogates, which are not valid in JSON.
     return text.encode("utf-8", errors="replace") + b"\n"
 
 
@@ -204,7 +204,7 @@ def _decoded(raw: bytes | str, decisions: Decisions, source: str) -> PlanOnFile:
 
 
 class _Body(BaseModel):
-    """A Plan without its decisions; a test verifies that the fields are equal."""
+    """A Plan without its decisions; a test verifies that the fields are the same."""
 
     model_config = STRICT
 

@@ -1,4 +1,4 @@
-"""The planning stage: capture and price a step, search for a plan, probe lossy plans.
+"""The planning stage: captures and prices a step, searches for a plan, probes lossy plans.
 
 Not for the search itself: see search/. Not for running a plan: see run/ and api/.
 """

@@ -1,6 +1,6 @@
-"""Probe the accuracy of lossy plans: 8-bit error of each activation, drift of the loss.
+"""Probes the accuracy of lossy plans: the 8-bit error of each activation, the drift of the loss.
 
-Runs the captured step on copies of all tensors that it writes: the user's model, optimizer,
+The captured step runs on copies of all tensors that it writes, so the user's model, optimizer,
 gradients, buffers and random state stay unchanged. Several ranks are simulated. Not for deciding:
 see lossy.py.
 """
@@ -34,7 +34,8 @@ from steelyard.run.codegen import emit
 from steelyard.run.step import LiveStep
 
 STEPS = 10
-# Length of the second probe, run if the interval of the first one contains the budget.
+# The length of the second probe, which runs if the budget lies within the interval of the first
+# one.
 MORE_STEPS = 30
 _SEED = 0
 
@@ -44,8 +45,8 @@ def quantization_errors(
 ) -> dict[str, float]:
     """Return the error of each value on the user's batch, as a share of its norm.
 
-    ``probe`` is the operator that computes the error of one value.
-    Only the forward pass runs, and it needs no more memory than one without a backward pass.
+    ``probe`` is the operator that computes the error of one value. Only the forward pass runs, and
+    it saves nothing for a backward pass.
     """
     captured = source.captured()
     program = _with_error_probes(base, values, probe)
@@ -73,7 +74,7 @@ def quantization_errors(
 
 
 def _with_error_probes(base: Program, values: Iterable[str], probe: str) -> Program:
-    """Return the forward pass, with a measurement of the error behind each line that makes a value.
+    """Return the forward pass, with a measurement of the error after each line that makes a value.
 
     Its writes into the model are dropped.
     """
@@ -126,7 +127,7 @@ def drift(ours: Sequence[float], theirs: Sequence[float], *, source: CapturedSte
 
 
 def _share(ours: float, theirs: float) -> float:
-    """Return the relative difference; infinite or not a number if a loss is."""
+    """Return the relative difference; it is infinite or not a number if a loss is."""
     if ours == theirs:
         return 0.0 * ours
     return abs(ours - theirs) / abs(theirs) if theirs else float("inf")
@@ -217,7 +218,8 @@ def _trained(
 def _twin(model: nn.Module) -> nn.Module:
     """Return a module with copies of the parameters and buffers, under the same names.
 
-    It has no forward: the step is its program. Tied weights have one name and stay tied.
+    It has no ``forward``, because the program is the step. Tied weights have one name and stay
+    tied.
     """
     twin = nn.Module()
     for name, parameter in model.named_parameters():

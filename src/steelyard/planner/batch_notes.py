@@ -1,6 +1,6 @@
-"""Notes on the effect of batch sharding on training: batch size, learning rate, rounding.
+"""Notes on the effects of batch sharding on training: batch size, learning rate, rounding.
 
-Not for how the batch is sharded: the plan decides that.
+Not for deciding how the batch is sharded: the plan does that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.rule import Rule, of_kind
 from steelyard.ir.rule_kinds import BatchSharding, MicroBatches
 
-# Learning-rate scaling for a larger batch: Goyal et al. (2017), Malladi et al. (2022).
+# Scaling of the learning rate for a larger batch: Goyal et al. (2017), Malladi et al. (2022).
 GROWN = (
     "a larger batch changes training: the learning rate is usually scaled linearly with the batch "
     "for SGD (Goyal et al., 2017), and with its square root for Adam (Malladi et al., 2022)"

@@ -24,8 +24,8 @@ from steelyard.run.codegen import emit
 from steelyard.run.compiled.inductor import compile_program
 from steelyard.run.step import LiveStep
 
-# Time budget of the calibration against a whole step, and of one for each number of micro-batches.
-# Steps that take longer are not calibrated.
+# Time budget of the calibration against a whole step, and of one calibration for each number of
+# micro-batches. If a step takes longer, it is not calibrated.
 _CALIBRATION_SECONDS, _SPLIT_CALIBRATION_SECONDS = 12.0, 8.0
 _SHARE_OF_FREE_MEMORY = 0.5
 
@@ -126,8 +126,8 @@ class StepCalibration:
         """Return the ratio of whole-step time to the sum of operator times, scaled by ``scale``.
 
         ``run`` measures the ratio once, and the cache keeps it, so that two plans of a step and its
-        run agree. The cache stores the step time itself, because the sum of ``operators`` may be
-        measured more completely the next time.
+        run use the same ratio. The cache stores the step time itself, because more of the
+        ``operators`` may be measured the next time.
         """
         with self._conditions.threads_of_rank():
             context = self._conditions.context()
@@ -147,7 +147,7 @@ class StepCalibration:
         return found.scaled(scale / operators)
 
     def _can_run(self, source: CapturedStep, program: Program, costs: CostTable) -> bool:
-        """True if a step can run on the live model without leaving traces."""
+        """True if a step can run on the live model without leaving any changes."""
         return (
             not source.is_imagined
             and not source.captured().is_grown
@@ -165,7 +165,9 @@ class StepCalibration:
         *,
         lowered: Program | None = None,
     ) -> Runnable:
-        """Return the step on the user's model, to run within ``_restored``; compiled if lowered."""
+        """Return the step on the user's model, to be run within ``_restored``; compiled if
+        lowered.
+        """
         parts = program.repeats
         step = LiveStep(
             source.model,
@@ -185,7 +187,7 @@ class StepCalibration:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module, torch_device: torch.device) -> Iterator[None]:
-    """Restore gradients, buffers and the random state after the context."""
+    """Restore gradients, buffers and the random state at the end of the context."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     for parameter, _ in gradients:

@@ -1,7 +1,7 @@
-"""Compare the target of a plan file with the step and the machine that loads it.
+"""Compares the target of a plan file with the step and the machine that loads it.
 
-Not for reading the file: see plan_files/plan_file.py. Not for predicting its rules here: see
-api/planning.py.
+Not for reading the file (see plan_files/plan_file.py) or for predicting its rules (see
+api/planning.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,14 +23,14 @@ def target_differences(
     """Yield a note for each harmless difference between two targets.
 
     The rules of the plan still apply, but their cost or result may change. ``torch_device`` is the
-    device of the model's parameters; ``used`` are the ranks of the plan that take the step.
+    device of the model's parameters; ``used`` are the ranks of the plan that run the step.
     """
     if ours.batch != theirs.batch:
         yield "planned for another batch shape; its rules were predicted again for this one"
     elif ours.graph != theirs.graph:
         yield (
             "planned for operators with other arguments (such as a dropout rate, or mean or sum); "
-            "the present step was predicted, and runs"
+            "the present step was predicted, and can be run"
         )
     if theirs.declared and not ours.declared:
         yield (

@@ -1,8 +1,9 @@
-"""Plans for Inductor: searched on the captured graph, priced on the program Inductor makes of it.
+"""Plans for Inductor: searched on the captured graph, priced on the program that Inductor makes of
+it.
 
 Only lowering shows by how much fusion reduces the peak, so the search is repeated with a higher or
-lower memory limit until the lowered program fits. Each try costs one lowering, and its kernels are
-compiled to be timed. Not for the search itself: see search/.
+lower memory limit until the lowered program fits. Each attempt needs one lowering, and its kernels
+are compiled so that they can be timed. Not for the search itself: see search/.
 """
 
 import math
@@ -22,9 +23,9 @@ _MAX_LOWERINGS, _MAX_SEARCHES = 5, 10
 # to 3.7 % of the peak (benchmarks/truth.py). Without convolutions, predictions are exact to the
 # byte.
 _MARGIN = 0.05
-# A plan that leaves a larger share of the limit unused is searched again with a higher limit.
+# If a plan leaves a larger share of the limit unused, the search is repeated with a higher limit.
 _UNUSED_SHARE = 0.04
-# Number of frontier points, and of alternative layouts, that are lowered to be compared.
+# How many frontier points, and how many alternative layouts, are lowered and compared.
 _NUM_POINTS, _NUM_ALTERNATIVES = 6, 4
 
 
@@ -99,7 +100,7 @@ def _why_not_split(session: PlanningSession) -> str:
 
 
 def compiled_limit(session: PlanningSession, nbytes: int) -> int:
-    """Return the memory limit for a lowered program, given a budget of ``nbytes``."""
+    """Return the memory limit for a lowered program if the budget is ``nbytes``."""
     return int(nbytes / (1 + _margin(session)))
 
 
@@ -115,7 +116,7 @@ def compiled_frontier(session: PlanningSession, search: StepSearch) -> tuple[Fro
         for lowered in (session.priced(session.apply_rules(point.rules)),)
         for step in (lowered.metrics.step_seconds,)
     ]
-    # Fusion can make a point worse than another one in both memory and time.
+    # Fusion can make one point worse than another in both memory and time.
     points.sort(key=lambda point: (point.memory_bytes, point.step_seconds))
     best: list[FrontierPoint] = []
     for point in points:
@@ -125,7 +126,7 @@ def compiled_frontier(session: PlanningSession, search: StepSearch) -> tuple[Fro
 
 
 def fusion_saved_bytes(session: PlanningSession) -> int:
-    """Return by how many bytes fusion lowers the peak of the step with no trade applied."""
+    """Return by how many bytes fusion lowers the peak of the step without trades."""
     if session.request.cluster.num_devices == 1:
         return session.search.explored().plain.peak_bytes - session.unplanned.peak.nbytes
     found = session.layouts.find(Budget())

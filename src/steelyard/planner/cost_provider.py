@@ -1,4 +1,4 @@
-"""Operator costs of a step on this machine: measured, cached, calibrated against a whole step.
+"""Operator costs of a step on this machine: measured, cached, and calibrated against a whole step.
 
 Not for the measurements themselves: see measure/. Not for running whole steps: see calibration.py.
 """
@@ -45,7 +45,7 @@ from steelyard.run.launch.environment import rank_info
 Progress = Callable[[str], None]
 
 _UNCALIBRATED = Estimate(value=1.0, low=0.8, high=1.25)
-# Concatenates the tensors that one collective sends together.
+# These concatenate the tensors that one collective sends together.
 _JOIN = "aten.cat.default"
 
 
@@ -64,13 +64,14 @@ class CostProvider:
         self._operators: dict[str, OperatorCost] = {}
         self._known: set[str] = set()
         self._split_calibrations: dict[int, Estimate] = {}
-        # Step time at each number of micro-batches, relative to the undivided step.
+        # The step time at each number of micro-batches, relative to the undivided step.
         self._split_times: dict[int, Estimate] = {}
         self._update_calls = 0
         host_speed = 1.0
         self._base: Program
         self.notes: list[str] = []
-        # A rank gets its share of the cores; one rank alone on a host keeps the user's setting.
+        # A rank gets its share of the cores; a rank that is alone on a host keeps the user's
+        # setting.
         threads = cluster.fastest.threads if cluster.ranks_of_a_host > 1 else None
         links: dict[str, Link] = {}
         spread = None
@@ -105,7 +106,7 @@ class CostProvider:
             (cluster.ranks_of_a_host, cluster.hosts) if self._is_here else (1, 1)
         )
         if torch_device.type != "cpu":
-            # Ranks on their own GPUs do not slow each other down.
+            # Ranks that have their own GPUs do not slow each other down.
             ranks_per_host = hosts = 1
         self._conditions = MeasuringConditions(
             device=cluster.fastest,
@@ -140,14 +141,14 @@ class CostProvider:
         uncalibrated = self.costs.whole_step.scaled(self._cpu_quota_slowdown)
         self.costs = replace(self.costs, whole_step=uncalibrated)
         self.compiled_step = self.costs.whole_step
-        # Signatures of operators that cannot be called outside the step.
+        # Signatures of operators that cannot be called outside of the step.
         self.failed: set[str] = set()
 
     def _slowdown_of_cpu_quota(self, ranks_per_host: int) -> float:
         """Return the ratio of wall-clock time to CPU time under the CPU quota of this process.
 
-        It exceeds 1 if the control group has less than one core for each rank here, and each rank
-        runs one thread. Wall-clock measurements already contain it.
+        It exceeds 1 if the control group has less than one core for each rank here and each rank
+        runs one thread. Wall-clock measurements already include this effect.
         """
         threads = self._conditions.threads or torch.get_num_threads()
         if not self._is_here or threads > 1:
@@ -161,14 +162,18 @@ class CostProvider:
         return slowdown
 
     def with_link(self, link: Link) -> "CostProvider":
-        """Return the same costs with another link between ranks; both share later measurements."""
+        """Return the same costs with another link between ranks; the two share later
+        measurements.
+        """
         other = copy.copy(self)
         links = {**self.costs.links, DATA: link, TENSOR: link}
         other.costs = replace(self.costs, links=links)
         return other
 
     def use_ranks(self, ranks: Sequence[int]) -> None:
-        """Price a step on ``len(ranks)`` ranks as one on these ranks, which a plan file names."""
+        """Price a step on ``len(ranks)`` ranks as a step on these ranks, which a plan file
+        names.
+        """
         if 1 < len(ranks) < self.cluster.num_devices:
             known = self.costs.subsets.get(len(ranks))
             links = known.links if known is not None else {}
@@ -183,10 +188,10 @@ class CostProvider:
         return other
 
     def has_costs(self, graph: Graph) -> bool:
-        """True if each operator of the graph that takes time was measured, or tried to be.
+        """True if every operator of the graph that takes time was measured, or could not be.
 
-        Collectives, and the copies that join tensors for one, are priced by the bytes that they
-        move.
+        This excludes collectives and the copies that join tensors for them, which are priced by the
+        bytes that they move.
         """
         sent = {name for node in graph.nodes if node.collective for name in node.inputs}
         return all(
@@ -199,8 +204,8 @@ class CostProvider:
     def measure(self, *graphs: Graph, may_lack: bool = False) -> int:
         """Measure the operators of these graphs that are not in the table yet.
 
-        Nothing is measured while a profiler of the user is active. That is an error, unless costs
-        ``may_lack``. Return the number of operators that then lack a cost.
+        Nothing is measured while a profiler of the user is active. This is an error, unless costs
+        ``may_lack``. Return the number of operators without a cost.
         """
         self._conditions.load.is_given(graphs)
         new = {
@@ -223,8 +228,8 @@ class CostProvider:
     def measure_compiled(self, graph: Graph, calls: Calls) -> None:
         """Measure the kernels in ``calls``, which the compiler generated for this graph.
 
-        Skips the backward calls of convolutions, whose argument layouts Inductor changes: torch
-        2.13 crashes in the backward pass of a 1x1 convolution with a stride.
+        Backward calls of convolutions are skipped, because Inductor changes the layouts of their
+        arguments: torch 2.13 crashes in the backward pass of a 1x1 convolution with a stride.
         """
 
         def is_wanted(node: Node) -> bool:
@@ -264,11 +269,11 @@ class CostProvider:
         return replace(costs, operators=operators), survey
 
     def stop_background_load(self) -> None:
-        """Stop the background load until something is measured again."""
+        """Stop the background load until the next measurement."""
         self._conditions.load.dismiss()
 
     def threads_of_rank(self) -> contextlib.AbstractContextManager[None]:
-        """Run operators within the context on as many threads as a rank has."""
+        """Run operators within the context with as many threads as a rank has."""
         return self._conditions.threads_of_rank()
 
     def measure_update(self, make: OptimizerFactory, update: Program) -> None:
@@ -331,16 +336,17 @@ class CostProvider:
         return replace(self.costs, whole_step=self.compiled_step, cut_steps={})
 
     def are_no_faster(self, cut: Program, whole: Program) -> bool:
-        """True if the operators of ``cut`` add up to at least the time of those of ``whole``."""
+        """True if the operators of ``cut`` take at least as long in total as those of ``whole``."""
         return operator_seconds(cut, self.costs) >= operator_seconds(whole, self.costs)
 
     def check_cut(self, source: CapturedStep, cut: Program) -> None:
         """Calibrate the step in micro-batches against the whole step, once for each number of them.
 
         A split step may be faster, because its smaller operators stay in the processor's cache. It
-        is predicted to be faster only beyond the uncertainty of this calibration and of that of a
-        coarser split, and only if its operators alone add up to less. Once a split is slower than a
-        coarser one, finer splits are never predicted to be faster, because the search stops there.
+        is predicted to be faster only if the gain exceeds the uncertainty of this calibration and
+        of that of a coarser split, and only if its operators alone take less time. Once a split is
+        slower than a coarser one, finer splits are never predicted to be faster, because the search
+        stops there.
         """
         if cut.repeats in self._split_calibrations:
             return
@@ -364,8 +370,9 @@ class CostProvider:
 class LazyCosts:
     """The costs of a step, measured on first use.
 
-    ``made`` measures the operators only: enough to predict memory, for example in the middle of
-    training. ``checked`` also calibrates them against a whole step, which runs on the live model.
+    ``made`` only measures the operators, which suffices to predict memory, for example in the
+    middle of training. ``checked`` also calibrates them against a whole step, which runs on the
+    live model.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Plans for several devices that are only declared: the step is captured, nothing is measured.
+"""Plans for several devices that are only declared: the step is captured, and nothing is measured.
 
 This module only connects capture -> search -> plan. Not for plans that run on this machine: see
 planner.py.
@@ -44,7 +44,7 @@ _SEQUENCE_PARALLEL = (
     "tensor-parallel layouts are priced with sequence parallelism, as Megatron-LM and torchtitan "
     "run them, and without overlap of their exchanges with products (--tp-comm-overlap, async TP)"
 )
-# The extra memory tried for the marginal saving, as a share of a rank's memory limit.
+# How much more memory is tried to find the marginal saving, as a share of a rank's memory limit.
 _MORE_MEMORY_SHARE = 0.25
 
 
@@ -139,13 +139,15 @@ class DeclaredClusterPlanner:
         )
 
     def plan(self, budget: Budget, minimize: Minimize | None) -> tuple[Plan, ClusterPlan]:
-        """Return the fastest plan on all devices, or one on the fewest, and its cluster layout."""
+        """Return the fastest plan on all devices, or a plan on the fewest, with its cluster
+        layout.
+        """
         most = self.request.cluster.num_devices
         chosen = self.fewest(budget) if minimize else self.best(budget, most)
         return self._plan(chosen, budget, minimize), chosen
 
     def predict(self, decisions: Decisions) -> tuple[Plan, ClusterPlan]:
-        """Predict the decisions of a plan file on this step; nothing is searched."""
+        """Predict the decisions of a plan file on this step; there is no search."""
         step, limit = self.step, self.search.limit_bytes(decisions.budget)
         chosen = from_rules(
             decisions.rules,
@@ -200,8 +202,9 @@ class DeclaredClusterPlanner:
         )
 
     def _offload_memory(self, rules: Sequence[Rule]) -> OffloadMemory | None:
-        """The hosts' offload memory: the bandwidth of the slowest link, the size of the smallest
-        share."""
+        """The hosts' offload memory, with the bandwidth of the slowest link and the size of the
+        smallest share.
+        """
         if not any(rule.needs_offload_memory for rule in rules):
             return None
         classes = [device for device, _ in self.request.cluster.tree.classes]
@@ -229,8 +232,9 @@ class DeclaredClusterPlanner:
         return NextCent(more_bytes=more, saved_seconds=saved) if is_faster else None
 
     def _rate_notes(self, chosen: ClusterPlan) -> Iterator[str]:
-        """Yield notes on the rates behind the predicted times, on their uncertainty, and on the
-        stack."""
+        """Yield notes on the rates behind the predicted times, on their uncertainty and on the
+        stack.
+        """
         rates = self.request.cluster.rates_said
         yield f"nothing was measured: links at their declared rates, {rates}"
         yield from error_sentences(self.search, chosen.layout)

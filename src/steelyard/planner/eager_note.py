@@ -1,4 +1,4 @@
-"""A note if a plan needs more memory than eager PyTorch: how much, for what, how to avoid it.
+"""A note if a plan needs more memory than eager PyTorch: how much, for what, and how to avoid it.
 
 Not for the comparison with a budget: report/document.py prints that with the plan.
 """
@@ -10,12 +10,12 @@ from steelyard.plans.plan import Prediction
 from steelyard.units import format_bytes
 
 _MAX_LISTED = 3
-# Resident for the whole step, in eager PyTorch too.
+# These roles are resident for the whole step, in eager PyTorch too.
 _RESIDENT_ROLES = frozenset({Role.PARAMETER, Role.BUFFER, Role.BATCH, Role.CONSTANT, Role.STATE})
 
 
 def note_beyond_eager(before: Prediction, predicted: Prediction) -> Iterator[str]:
-    """A note if the peak of the plan is above that of eager PyTorch, ``before``."""
+    """Yield a note if the peak of the plan is above that of eager PyTorch, ``before``."""
     peak, eager_bytes = predicted.peak, before.peak.nbytes
     if peak.nbytes <= eager_bytes:
         return

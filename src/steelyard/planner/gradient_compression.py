@@ -1,8 +1,8 @@
-"""Decides if ranks send their gradients compressed, and with which codec.
+"""Decides whether ranks send their gradients compressed, and with which codec.
 
-A codec is taken if the step becomes faster by enough and the loss drift of a probe stays within
-the accuracy budget; otherwise the plan lists the reason with its figures. Not for how a step is
-fastest with a given codec: see search/ranks/gradient_compression.py.
+A codec is used if the step becomes sufficiently faster and the loss drift of a probe stays within
+the accuracy budget; otherwise the plan lists the reason with its figures. Not for finding the
+fastest step with a given codec: see search/ranks/gradient_compression.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ from steelyard.search.result import SearchResult
 from steelyard.trades import TRADES
 from steelyard.units import format_bytes, format_seconds
 
-# A smaller gain is not worth any accuracy, nor is one within twice the uncertainty of the link
-# measurement.
+# A smaller gain does not justify any loss of accuracy, nor does a gain within twice the uncertainty
+# of the link measurement.
 _MIN_GAIN, _MIN_GAIN_IN_DOUBTS = 0.05, 2
 
 
@@ -90,10 +90,10 @@ def with_compression(
 def _refuse_without_budget(
     session: PlanningSession, exact: SearchResult, predicted: Prediction
 ) -> list[Rejection]:
-    """Return a rejection of each codec for an accuracy budget of 0, without weighing any codec.
+    """Return a rejection of each codec for an accuracy budget of 0, without trying any codec.
 
-    A codec saves only time spent waiting for other ranks. If all ranks already share the batch,
-    that waiting time bounds what it could save.
+    A codec only saves time that is spent waiting for other ranks. If all ranks already share the
+    batch, it can save this waiting time at most.
     """
     refused: list[Rejection] = []
     reason = "is lossy and the accuracy budget is 0"
@@ -120,7 +120,7 @@ def _why_not(
     *,
     best: Prediction,
 ) -> str | None:
-    """Return the reason why a candidate that takes ``seconds`` is not tried, or None to try it."""
+    """Return the reason why a candidate that takes ``seconds`` is not tried; None if it is."""
     session, gain = lossy.session, _step_seconds_of(exact.prediction) / seconds - 1
     # A compiled step computes for less time, so communication is a larger share of it.
     is_compiled = session.request.runner == "inductor"
@@ -184,7 +184,9 @@ def compile_codecs(codecs: Sequence[Codec], *, num_ranks: int) -> None:
 
 
 def _codecs_with_trades(session: PlanningSession, refused: list[Rejection]) -> dict[Codec, str]:
-    """Return the available codecs with their trades, and append a rejection of each other codec."""
+    """Return the available codecs with their trades, and append a rejection for every other
+    codec.
+    """
     codecs = available_codecs(session)
     available: dict[Codec, str] = {}
     reason = "Inductor finds no C++ compiler to compile the codecs"
@@ -211,7 +213,7 @@ def _candidates(
 ) -> list[CompressedCandidate]:
     """Return the candidates, fastest first; append rejections of impossible ones to ``refused``.
 
-    Candidates that may pay off are replaced by their least lossy variant.
+    Each candidate that may pay off is replaced by its least lossy variant.
     """
     if not weighing.codecs:
         return []
@@ -253,7 +255,9 @@ def _try_candidate(
     *,
     best: Prediction,
 ) -> tuple[SearchResult, Prediction] | str:
-    """Return the candidate's plan within the whole budget, as executed and probed, or why not."""
+    """Return the candidate's plan within the whole budget, as executed and probed, or the
+    rejection.
+    """
     session, limit, search_budget = lossy.session, budget.memory_bytes, budget
     is_compiled = session.request.runner == "inductor"
     if limit is None:
@@ -300,7 +304,9 @@ def _try_candidate(
 def _drift_within(
     lossy: LossyPlanner, budget: Budget, rules: Sequence[Rule], program: Program
 ) -> Drift | str:
-    """Return the probed drift of this plan, or why the accuracy budget does not allow the plan."""
+    """Return the probed drift of this plan, or the reason if the accuracy budget does not allow
+    it.
+    """
     drift = lossy.probe_drift(rules, program, budget.accuracy_loss)
     if isinstance(drift, str):
         return f"is lossy, and {drift}"
@@ -310,10 +316,10 @@ def _drift_within(
 def peak_in_less_lossy_codecs(
     session: PlanningSession, rules: Sequence[Rule], program: Program
 ) -> int:
-    """Return the highest peak of the step in any of its less lossy fallback codecs, in bytes.
+    """Return the highest peak of the step with any of its less lossy fallback codecs, in bytes.
 
-    The uncompressed fallback also holds the error-feedback residuals, as the warm-up steps do.
-    Training may fall back to any of these codecs and stay there.
+    The uncompressed fallback still has the error-feedback residuals in memory, as the warm-up steps
+    do. Training may fall back to any of these codecs and stay with it.
     """
     inputs = program.graph.inputs()
     residual_bytes = sum(n.outputs[0].nbytes for n in inputs if n.name.startswith(RESIDUAL))

@@ -1,4 +1,4 @@
-"""The cluster of a step on GPUs: a GPU of this machine for each rank, as many on each other host.
+"""The cluster of a step on GPUs: one GPU of this machine for each rank, and as many on other hosts.
 
 Not for choosing the device: see measure/device_memory.py.
 """
@@ -15,7 +15,7 @@ from steelyard.measure.cache import CostCache
 from steelyard.measure.device_memory import check_is_own
 from steelyard.measure.device_rates import with_measured_rates
 
-# Environment variable that lets ranks share a GPU. Predicted times then assume one GPU for each
+# An environment variable that lets ranks share a GPU. Predicted times still assume one GPU for each
 # rank.
 MAY_SHARE = "STEELYARD_SHARE_GPU"
 
@@ -23,7 +23,9 @@ MAY_SHARE = "STEELYARD_SHARE_GPU"
 def local_cluster(
     torch_device: torch.device, cluster: Cluster, *, runner: str = "python", cache: CostCache
 ) -> Cluster:
-    """Return ``cluster`` with GPUs instead of CPUs if it is here and ``torch_device`` is a GPU."""
+    """Return ``cluster`` with GPUs instead of CPUs if it is this machine and ``torch_device`` is a
+    GPU.
+    """
     if torch_device.type == "cpu" or not cluster.is_here:
         return cluster
     if cluster.offload_memory is not None:

@@ -1,4 +1,5 @@
-"""Plans that may lose accuracy: which activations to store in 8 bits, and if a plan is accepted.
+"""Plans that may lose accuracy: selects activations to store in 8 bits, and accepts or rejects
+plans.
 
 The error of each quantized activation must be small, and the loss drift of a short probe must stay
 within the budget. A probe does not guarantee the final accuracy. Not for running the probes: see
@@ -36,8 +37,8 @@ from steelyard.search import SearchResult, StepSearch
 from steelyard.units import format_bytes
 
 NOT_PROBED = "a step that cannot run here cannot be probed"
-# A bell-shaped value loses 0.7 % of its norm. A value that loses more than this share has few
-# elements that are far larger than the others, which then share a handful of codes.
+# A bell-shaped value loses 0.7 % of its norm. If a value loses more than this share, a few of its
+# elements are far larger than the others, which are then left with a handful of codes.
 _MAX_ERROR = 0.05
 # Each round is one search and two short runs.
 _MAX_ROUNDS = 4
@@ -46,12 +47,12 @@ _SHARE_OF_FREE_MEMORY = 0.5
 
 @dataclass(kw_only=True, eq=False)
 class LossyPlanner:
-    """Plans one step that may lose accuracy; keeps what was measured."""
+    """Plans one step that may lose accuracy; keeps its measurements."""
 
     session: PlanningSession
     _searches: dict[frozenset[CallSite], StepSearch] = field(default_factory=dict)
     _drifts: dict[tuple[Rule, ...], Drift] = field(default_factory=dict)
-    # Losses of the exact twins, by rules and layout; several lossy plans have the same twin.
+    # Losses of the exact twins, by rules and layout; several lossy plans may have the same twin.
     _losses: dict[tuple[tuple[Rule, ...], ParallelLayout], list[float]] = field(
         default_factory=dict
     )
@@ -66,11 +67,11 @@ class LossyPlanner:
         return self._with_rejections(found), predicted
 
     def search_for(self, budget: Budget) -> StepSearch:
-        """Return the search that answered this budget."""
+        """Return the search that was used for this budget."""
         return self._search_of_budget.get(budget, self.session.search)
 
     def why_not_probed(self) -> str:
-        """Return why this step cannot be probed in 8 bits; empty if it can."""
+        """Return the reason why this step cannot be probed in 8 bits; empty if it can."""
         session, source = self.session, self.session.source
         if trade_of(session.request.trades, ValueCodec) is None:
             return "a batch without values cannot be probed"
@@ -83,7 +84,8 @@ class LossyPlanner:
         return ""
 
     def probe_drift(self, rules: Sequence[Rule], program: Program, allowed: float) -> Drift | str:
-        """Return the loss drift of this plan against its exact twin, or why it cannot be probed.
+        """Return the loss drift of this plan relative to its exact twin, or why it cannot be
+        probed.
 
         If the interval of a short probe contains ``allowed``, a longer probe decides.
         """
@@ -111,7 +113,7 @@ class LossyPlanner:
                     "allowed"
                 )
             self.session.request.on_progress(f"probing {steps} steps with and without lossy trades")
-            # Overlap and shared-memory transfer do not change a loss, so the twin needs only the
+            # Overlap and shared-memory transfer do not change the loss, so the twin only needs the
             # batch sharding.
             alone = tuple(r for r in _exact_rules(rules) if r.stage not in BETWEEN_RANKS)
             if len(self._losses.get((alone, layout), ())) < steps:
@@ -152,7 +154,7 @@ class LossyPlanner:
         )
 
     def _why_not_needed(self, budget: Budget) -> str:
-        """Return why 8 bits are not needed: they save only memory, never time."""
+        """Return the reason why 8 bits are not needed: they save only memory, never time."""
         if budget.memory_bytes is None:
             return "is lossy, and memory is not bounded"
         if self.session.search.untraded_bytes <= budget.memory_bytes:
@@ -182,7 +184,7 @@ class LossyPlanner:
                 metrics = replace(found.prediction.metrics, accuracy_loss=str(drift))
                 return found, replace(found.prediction, metrics=metrics)
             reason = beyond(drift, budget.accuracy_loss)
-            # Drop the half with the largest errors, and whatever loses as much.
+            # Drop the half with the largest errors, and all others with equally large errors.
             threshold = median(errors[site] for site in sites)
             allowed = frozenset(site for site in allowed if errors[site] < threshold)
         return self._find_exact(budget, reason)
@@ -195,8 +197,8 @@ class LossyPlanner:
     def _find_best(self, search: StepSearch, budget: Budget) -> SearchResult:
         """Return the faster of the lossy and the exact plan.
 
-        The exact plan can win: with 8-bit values allowed, values that are compared or sorted are
-        not recomputed, and the same number of trials is spread over more choices.
+        The exact plan can be faster: if 8-bit values are allowed, values that are compared or
+        sorted are not recomputed, and the same number of trials is spread over more choices.
         """
         try:
             found = search.find(budget)
@@ -206,7 +208,7 @@ class LossyPlanner:
                     budget, barred="no plan that uses it fits the budget"
                 )
             except Infeasible as exact_least:
-                # Report the smaller of both minima.
+                # Report the smaller one of both minima.
                 bytes_of = (least.least_bytes or 0, exact_least.least_bytes or 0)
                 raise least if bytes_of[0] <= bytes_of[1] else exact_least from None
         try:
@@ -262,7 +264,7 @@ class LossyPlanner:
 
 
 def _exact_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules that the exact twin of a plan shares with it."""
+    """Return the rules that a plan and its exact twin have in common."""
     changed = (ValueCodec, ValueOffload, GradientCompression)
     return tuple(rule for rule in sorted(rules) if not isinstance(rule, changed))
 

@@ -1,6 +1,6 @@
 """The inverse question: the largest batch, or the longest sequence, that fits the budget.
 
-The batches of other sizes do not exist, so they are imagined: shapes without values. Not for the
+There are no batches of other sizes, so they are represented by shapes without values. Not for the
 search at one shape: see search/.
 """
 
@@ -19,8 +19,8 @@ from steelyard.units import format_bytes
 # Upper limit of the sizes that are tried, as a multiple of the given size.
 _MAX_MULTIPLE = 1 << 12
 # Gradient accumulation is left out: any batch fits if it is split into small enough micro-batches,
-# so the answer would say nothing. Lossy trades are left out because the loss drift on an imagined
-# batch is unknown.
+# so the answer would say nothing. Lossy trades are left out because the loss drift is unknown for a
+# batch without values.
 IN_ONE_PIECE = tuple(
     trade for trade in TRADES if not issubclass(trade.rule, MicroBatches) and trade.is_exact
 )
@@ -57,8 +57,8 @@ def largest(request: PlanRequest, maximize: Maximize) -> tuple[Planner, Plan]:
 class _Attempts:
     """The sizes tried so far: the least memory of each, and why a size is impossible.
 
-    An impossible size cannot be captured or run with any amount of memory. The last size that
-    fits is the largest, and the only one that is planned.
+    A size is impossible if it cannot be captured or run with any amount of memory. The last size
+    that fits is the largest one, and only that one is planned.
     """
 
     def __init__(self, request: PlanRequest, maximize: Maximize) -> None:
@@ -71,7 +71,7 @@ class _Attempts:
         self._fitting: PlanningSession | None = None
 
     def bracket(self) -> tuple[int, int]:
-        """Return a size that fits (0: none known) and a larger one that does not fit."""
+        """Return a size that fits (0 if none is known) and a larger one that does not fit."""
         if not self.fits(self.now):
             return 0, self.now
         low, high = self.now, 2 * self.now

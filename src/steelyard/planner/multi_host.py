@@ -46,8 +46,8 @@ from steelyard.run.launch.rendezvous import joined, meeting_place
 from steelyard.run.launch.status_reporter import reporting_lost_connections
 from steelyard.safe_text import printable
 
-# A remembered link measurement is repeated if the link's time has changed by more than this;
-# smaller changes are noise.
+# The cached measurement of a link is repeated if the time of the link has changed by more than
+# this; smaller changes are noise.
 _CHANGED_SHARE, _CHANGED_SECONDS = 0.25, 5e-4
 # A torch Store takes no more than 8 MiB in one value.
 _PIECE = 4 << 20
@@ -63,7 +63,7 @@ _MAX_TEXT_BYTES, _MAX_PIECES = 256 << 20, 9999
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRendezvous:
-    """All ranks that make a plan together, equally many on each host.
+    """All ranks that make a plan together; each host has the same number of them.
 
     Rank ``planner`` measures and plans.
     """
@@ -92,7 +92,9 @@ class HostRendezvous:
 
     @contextlib.contextmanager
     def with_background_load(self) -> Iterator[None]:
-        """Let the other ranks generate load while this one measures, and join link measurements."""
+        """Let the other ranks generate load while this one measures, and take part in link
+        measurements.
+        """
         before, known = OTHER_HOSTS.set(self._others_at_work), ALL_HOSTS.set(self._ensure_measured)
         try:
             yield
@@ -113,7 +115,7 @@ class HostRendezvous:
         if torch_device.type not in self._measured_devices:
             number = self._request(torch_device.type)
             self._wait_for_others(number)
-            # Ranks that came need not wait for a rank that does not come.
+            # Ranks that have come need not wait for a rank that does not come.
             self.store.set(f"all came/{number}", "")
             self._measure(number, torch_device)
             self._measured_devices.add(torch_device.type)
@@ -124,7 +126,7 @@ class HostRendezvous:
         return number
 
     def _measure(self, number: int, torch_device: torch.device) -> None:
-        """Measure the links together with all ranks that were called."""
+        """Measure the links together with all ranks that received the request."""
         who, words = self.who, gpu_description(torch_device, self.who)
         store = PrefixStore(f"measured/{number}", self.store)
         backend = backend_for(torch_device, ranks=who.size // who.hosts)
@@ -158,19 +160,22 @@ class HostRendezvous:
 
         The store may end with this process, so returning earlier could lose the text.
         """
-        # The store drops larger values. Text is compressed, because it repeats itself.
+        # The store drops larger values. The text is compressed, which pays because it is
+        # repetitive.
         packed = base64.b64encode(zlib.compress(text.encode())).decode()
         pieces = [packed[n : n + _PIECE] for n in range(0, len(packed), _PIECE)]
         for number, piece in enumerate(pieces):
             self.store.set(f"{_TEXT_KEY}/{number}", piece)
         self.store.set(_TEXT_KEY, str(len(pieces)))
         received_keys = [f"heard/{rank}" for rank in self._other_ranks]
-        # If a rank has exited meanwhile, its launcher reports that.
+        # If a rank has exited in the meantime, its launcher reports that.
         with contextlib.suppress(DistError):
             self._poll(received_keys, _RECEIPT_SECONDS)
 
     def receive(self) -> str:
-        """Return the text that the planning rank sends; generate load whenever it asks for that."""
+        """Return the text that the planning rank sends; generate load whenever that rank asks for
+        it.
+        """
         try:
             failed = self._serve_until_sent()
             packed = self._received_bytes()
@@ -188,7 +193,7 @@ class HostRendezvous:
         return _decompressed(packed)
 
     def _received_bytes(self) -> bytes:
-        """Return all pieces of the text, compressed; their number and size are bounded."""
+        """Return all pieces of the text, still compressed; their number and size are bounded."""
         num_pieces, packed = self.store.get(_TEXT_KEY), bytearray()
         if not num_pieces.isdigit() or len(num_pieces) > len(str(_MAX_PIECES)):
             raise _no_plan()
@@ -201,7 +206,7 @@ class HostRendezvous:
     def _serve_until_sent(self) -> SteelyardError | None:
         """Serve requests until the text is sent; return the error of a failed link measurement.
 
-        The planning rank has seen the same error by then.
+        By then, the planning rank has seen the same error.
         """
         until, number = time.monotonic() + _PLANNING_SECONDS, 1
         failure = None
@@ -233,7 +238,8 @@ class HostRendezvous:
         return failure
 
     def _all_came(self, number: int) -> bool:
-        """Return True once all ranks came to measure; False if the text was sent or time ran out.
+        """Return True once all ranks have come to measure; False if the text was sent or time ran
+        out.
 
         The caller then handles the text, or the absence of the planning rank.
         """
@@ -258,7 +264,7 @@ def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterat
     """Join all ranks that were started together, and yield their rendezvous.
 
     ``asked`` and ``speeds`` must be the same on all ranks. ``speeds`` declares how fast each rank
-    computes; without it the ranks measure that. The fastest host measures and plans.
+    computes; without it, the ranks measure their speeds. The fastest host measures and plans.
     """
     who = rank_info(os.environ)
     if who.hosts == 1:
@@ -282,7 +288,7 @@ def meeting(asked: Mapping[str, str], *, speeds: Sequence[float] = ()) -> Iterat
         joined(who, words, timeout_seconds=_MEETING_SECONDS, store=store),
     ):
         check_neighbours(who)
-        # The planning rank refuses a wrong number of speeds.
+        # If the number of speeds is wrong, the planning rank refuses them.
         all_speeds = speeds if len(speeds) == who.size else _quick_speeds(who)
         planner = planner_of(all_speeds, each=who.size // who.hosts)
     yield HostRendezvous(who=who, store=store, planner=planner)
@@ -296,7 +302,7 @@ def planner_of(speeds: Sequence[float], *, each: int) -> int:
 
 
 def _quick_speeds(who: RankInfo) -> list[float]:
-    """Return the work that each rank does in a second while all ranks work."""
+    """Return how much work each rank does in a second while all ranks work."""
     with torch.no_grad(), on_own_cores(who):
         seconds = quick_product_seconds(who.size // who.hosts)
     return gathered(1 / seconds, float)
@@ -305,8 +311,8 @@ def _quick_speeds(who: RankInfo) -> list[float]:
 def probe_hosts(who: RankInfo, torch_device: torch.device) -> None:
     """Measure the links of all ranks of the current group, from the device ``torch_device``.
 
-    Skipped if every rank remembers a measurement of exactly these hosts and a short probe shows
-    that it still holds.
+    This is skipped if every rank has a cached measurement of exactly these hosts and a short probe
+    shows that it is still valid.
     """
     cache, hosts = CostCache(), who.hosts
     names = gathered(socket.gethostname(), str)
@@ -320,13 +326,13 @@ def probe_hosts(who: RankInfo, torch_device: torch.device) -> None:
             return
         figures = figures_of_this_rank(hosts=hosts, torch_device=torch_device)
         figures_of_ranks, session = gathered(figures, dict[str, float]), probe_link(torch_device)
-        # With two hosts, measurements cannot show which of them has the slow link.
+        # If there are two hosts, measurements cannot show which of them has the slow link.
         joins = (
             measured_joins(figures_of_ranks, hosts=hosts, torch_device=torch_device)
             if hosts > 2
             else {}
         )
-    # Stored under all cores of the host, because planning uses all of them.
+    # Stored for all cores of the host, because planning uses all of them.
     remember_hosts(
         figures_of_ranks,
         names,
@@ -353,7 +359,7 @@ def own_device(kind: str) -> torch.device:
 def gpu_description(torch_device: torch.device, who: RankInfo) -> dict[str, str]:
     """Return the properties of the device that must be equal on all hosts.
 
-    A device of another kind would take other times, and have another memory size.
+    A device of another kind would have other times and another memory size.
     """
     if torch_device.type == "cpu":
         return {"kind of device": "a processor"}
@@ -373,7 +379,7 @@ def check_neighbours(who: RankInfo) -> None:
             raise BadInput(
                 f"rank {rank} is local rank {local_rank} of its host, but {who.size} ranks were "
                 f"started on {who.hosts} hosts",
-                expected=f"the same number on each host, the first {each} ranks on the first host "
+                expected=f"ranks numbered host by host: the first {each} ranks on the first host "
                 "and so on",
                 remedy="start them with torchrun, or with srun --distribution=block",
             )
@@ -414,9 +420,9 @@ def keep_to_cores_of(who: RankInfo) -> None:
 
 
 def keep_to_own_gpu() -> None:
-    """Make ``cuda`` without an index a different GPU for each rank, as far as there are enough.
+    """Make ``cuda`` without an index a different GPU for each rank, if there are enough GPUs.
 
-    The device is set when CUDA is first used, if it is used at all.
+    The device is set only when CUDA is first used.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count > 1:
@@ -425,7 +431,7 @@ def keep_to_own_gpu() -> None:
 
 
 def _is_unchanged(before: tuple[float, ...], torch_device: torch.device) -> bool:
-    """True if a small and a larger collective take about the time that they took before."""
+    """True if a small and a larger collective take about as long as they did before."""
     pairs = zip(probe_link(torch_device), before, strict=True)
     return all(
         abs(seconds - before_seconds) <= _CHANGED_SHARE * before_seconds + _CHANGED_SECONDS
@@ -456,7 +462,9 @@ def _no_plan() -> RankFailed:
 
 
 def check_seen_by_all(folder: Path, coordinator: Coordinator) -> None:
-    """Check that ``folder`` is one shared folder: one rank saves to it, all resume from it."""
+    """Check that ``folder`` is one folder shared by all ranks: one rank saves to it, all resume
+    from it.
+    """
     mark, failure = "", ""
     if coordinator.saves:
         try:
@@ -465,7 +473,7 @@ def check_seen_by_all(folder: Path, coordinator: Coordinator) -> None:
                 mark = Path(file.name).name
         except OSError as error:
             failure = f" {error.strerror}"
-    # A failure starts with a space, which no mark contains.
+    # A failure starts with a space, which is not part of any mark.
     answer = coordinator.words(mark or failure)
     unseen = coordinator.most(int(not answer.startswith(" ") and not (folder / answer).exists()))
     if mark:

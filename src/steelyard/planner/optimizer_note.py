@@ -1,4 +1,4 @@
-"""A note on the memory that an optimizer would add to a plan made without one.
+"""A note on the memory that an optimizer would add to a plan that was made without one.
 
 Not for an optimizer known to the plan: its step is captured (capture/tracing/optimizer.py).
 """
@@ -10,7 +10,7 @@ from steelyard.ir.program import Program
 from steelyard.plans.plan import Prediction
 from steelyard.units import format_bytes
 
-# Optimizer state of torch 2.13 for each parameter: tensors of its shape, and bytes of scalars (4
+# Optimizer state for each parameter in torch 2.13: tensors of its shape, and bytes of scalars (4
 # for a step count).
 _ADAM, _MOMENTUM = (2, 4), (1, 0)
 
@@ -18,7 +18,7 @@ _ADAM, _MOMENTUM = (2, 4), (1, 0)
 def note_on_state(
     program: Program, predicted: Prediction, *, limit_bytes: int | None, is_known: bool
 ) -> Iterator[str]:
-    """Yield a note on the state of AdamW and SGD, and if the budget would still be met with it."""
+    """Yield a note on the state of AdamW and SGD, and on whether the budget would still be met."""
     trained = [] if is_known else _trained_bytes(program.graph)
     if not trained:
         return

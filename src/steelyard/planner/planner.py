@@ -1,4 +1,4 @@
-"""The planner: from a captured and priced step and a budget to a plan with its reasons.
+"""The planner: turns a captured and priced step and a budget into a plan with reasons.
 
 Not for the captured step: see session.py. Not for the search itself: see search/. Not for applying
 a plan: see api/planned.py.
@@ -38,7 +38,7 @@ _NO_PROBE = "is not probed on several ranks"
 
 
 class Planner:
-    """Plans one step within any budget; keeps what was searched and probed."""
+    """Plans one step for any budget; keeps the results of searches and probes."""
 
     def __init__(self, session: PlanningSession) -> None:
         self.session = session
@@ -114,7 +114,9 @@ class Planner:
         return found, found.prediction
 
     def with_frontier(self, plan: Plan) -> Plan:
-        """Return the plan with the whole frontier; planning alone explores only what it needs."""
+        """Return the plan with the whole frontier; planning explores only the part that it
+        needs.
+        """
         session = self.session
         if plan.frontier and not plan.least_within:
             return plan
@@ -132,7 +134,7 @@ class Planner:
         return replace(plan, frontier=curve, least_within=0)
 
     def predict(self, decisions: Decisions) -> Plan:
-        """Predict the decisions of a plan file on this step; nothing is searched."""
+        """Predict the decisions of a plan file on this step; there is no search."""
         session = self.session
         program = session.apply_rules(decisions.rules)
         predicted, accuracy_notes = self._predict_program(decisions, program)
@@ -232,7 +234,7 @@ class Planner:
 
 
 def check_offload_room(decisions: Decisions, program: Program) -> None:
-    """Raise Mismatch if the program moves more to offload memory than that may hold."""
+    """Raise Mismatch if the program moves more to offload memory than fits there."""
     offload_memory = decisions.offload_memory
     if offload_memory is not None and program.far_bytes > offload_memory.size_bytes:
         raise Mismatch(

@@ -1,6 +1,6 @@
 """Checks of a request that need neither a capture nor a measurement.
 
-Not for the floor of a captured step: see search/memory_floor.py.
+Not for the memory floor of a captured step: see search/memory_floor.py.
 """
 
 import shutil
@@ -19,7 +19,9 @@ from steelyard.units import format_bytes
 
 
 def floor_of(model: nn.Module, batch: Any) -> Floor:
-    """Return the memory floor known from model and batch: no gradients, no optimizer state."""
+    """Return the memory floor that follows from model and batch, without gradients and optimizer
+    state.
+    """
     leaves = [x for x in _torch.tree_leaves(batch) if isinstance(x, torch.Tensor)]
     return Floor(
         parameter_bytes=_bytes_of(model.parameters()),
@@ -33,7 +35,7 @@ _DENSE_CLASSES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of these tensors; of those that share a storage only the largest counts."""
+    """Return the bytes of these tensors; if several share a storage, only the largest counts."""
     largest: dict[int, int] = {}
     for tensor in tensors:
         if type(tensor) not in _DENSE_CLASSES or tensor.is_nested or tensor.layout != torch.strided:
@@ -50,7 +52,7 @@ def check_offload_memory(cluster: Cluster) -> None:
     """Refuse an offload memory of this machine that is larger than the free space of its disk."""
     offload_memory = cluster.offload_memory
     if offload_memory is None or not cluster.is_here or not Path(offload_memory.folder).is_dir():
-        return  # a folder that does not exist is refused where it is opened
+        return  # a missing folder is refused where it is opened
     free = shutil.disk_usage(offload_memory.folder).free
     if offload_memory.size_bytes > free:
         raise BadInput(

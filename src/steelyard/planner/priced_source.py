@@ -27,8 +27,8 @@ class PricedSource:
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
         graph = self._source.graph(micro_batches=micro_batches, share=share)
         self._prices.measure(graph)
-        # Unequal shares do not add up to the batch in any number; they are taken to behave like as
-        # many equal ones.
+        # Unequal shares of the batch are not calibrated; they are assumed to behave like the same
+        # number of equal shares.
         if micro_batches > 1 and share == 1:
             self._prices.check_cut(self._source, Program.plain(graph).repeated(micro_batches))
         return graph
@@ -69,7 +69,7 @@ class PricedSource:
         return self._source.divisors()
 
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
-        """Compare by operators alone, so that no whole step has to run."""
+        """Compare the sums of operator times, so that no whole step has to run."""
         cut, whole = (
             self._source.graph(micro_batches=parts, share=share) for parts in (micro_batches, than)
         )

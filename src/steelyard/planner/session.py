@@ -1,4 +1,4 @@
-"""The captured and priced step behind a plan, and the request that it is captured for.
+"""The captured and priced step behind a plan, and the request for which it is captured.
 
 Not for deciding: see search/. Not for the public calls: see api/planning.py.
 """
@@ -76,8 +76,8 @@ class PlanRequest:
     ) -> "PlanningSession":
         """Capture the step and, if ``is_priced``, measure its operators on its device.
 
-        The memory floor is checked against the budget ``within`` before anything is measured. If
-        not ``is_priced``, operators are measured on the first access to the prices.
+        Before anything is measured, the memory floor is compared with the budget ``within``. If not
+        ``is_priced``, operators are measured on the first access to the prices.
         """
         torch_device = torch_device_of(self.model)
         cluster = local_cluster(torch_device, self.cluster, runner=self.runner, cache=CostCache())
@@ -105,7 +105,7 @@ class PlanRequest:
             optimizer=self.optimizer,
         )
         if source.is_imagined:
-            # A step that can run is traced in full, once for planning and for running.
+            # A step that can run is traced in full, once for both planning and running.
             source = replace(source, for_planning=True)
         graph = source.graph(micro_batches=1)
         update = source.update()
@@ -139,7 +139,7 @@ class PlanRequest:
         return PlanningSession(request=self, source=source, base=base, pricing=pricing, watch=watch)
 
     def _with_reasons(self, update: Program) -> Program:
-        """Return the optimizer's step with the reasons why it cannot be split, if it cannot."""
+        """Return the optimizer's step; if it cannot be split, the reasons are part of it."""
         assert self.optimizer is not None
         if self.cluster.offload_memory is not None or self.cluster.num_devices > 1:
             undivided = why_undivided(self.optimizer, dims_of(update))
@@ -151,16 +151,16 @@ class PlanRequest:
         return update
 
     def _has_room_for(self, graph: Graph) -> bool:
-        """True if each rank has memory for twice the step of eager PyTorch.
+        """True if each rank has enough memory for twice the step of eager PyTorch.
 
-        The factor allows for fragmentation by blocks that are kept for the next step. Free memory
-        is not used, because all ranks must agree on the answer.
+        The factor of two leaves room for fragmentation by blocks that are kept for the next step.
+        Free memory is not considered, because all ranks must get the same answer.
         """
         step_bytes = graph.resident_bytes(*Role) + graph.eager_peak_bytes
         return 2 * step_bytes * self.cluster.ranks_of_a_host < memory_bytes()
 
     def _decomposition_table(self) -> str:
-        """Return the decomposition table to capture with.
+        """Return the decomposition table with which to capture the step.
 
         One device uses Inductor's own table: its small operators can be saved or recomputed one by
         one.
@@ -184,9 +184,9 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanningSession:
-    """The captured and priced step: all that planning needs to know.
+    """The captured and priced step: everything that planning needs to know.
 
-    ``watch`` remembers the model as it was captured; None if the step is only imagined.
+    ``watch`` remembers the model as it was captured; it is None if the step has no live model.
     """
 
     request: PlanRequest
@@ -209,9 +209,9 @@ class PlanningSession:
 
     @cached_property
     def search(self) -> StepSearch:
-        """The search on one device: explored once, asked for any budget.
+        """The search on one device, which explores once and then answers any budget.
 
-        Its memory is that of generated Python.
+        It computes memory as for generated Python.
         """
         return self.searching()
 
@@ -243,7 +243,7 @@ class PlanningSession:
             source=self._priced_source,
             costs=self.prices.costs,
             lossy=lossy,
-            # Inductor may compute two copies of a value in one kernel, and hold both.
+            # Inductor may compute two copies of a value in one kernel, and then holds both.
             repeats=self.request.runner != "inductor",
             layout=layout,
         )
@@ -279,7 +279,7 @@ class PlanningSession:
         return self.apply_rules((*rules, *recompute))
 
     def offload_memory_for(self, rules: Sequence[Rule]) -> OffloadMemory | None:
-        """Return the offload memory that these rules use, if they use any."""
+        """Return the offload memory that these rules use, if any."""
         return (
             self.request.cluster.offload_memory
             if any(rule.needs_offload_memory for rule in rules)
@@ -287,14 +287,14 @@ class PlanningSession:
         )
 
     def used_ranks(self, rules: Sequence[Rule]) -> tuple[int, ...]:
-        """Return the ranks that a step by these rules uses; empty if they are the first ones."""
+        """Return the ranks that a step with these rules uses; empty if they are the first ones."""
         ranks = ParallelLayout.of(rules).num_ranks
         subset = self.prices.costs.subsets.get(ranks)
         used = subset.ranks if subset is not None else ()
         return used if used != tuple(range(ranks)) else ()
 
     def note_on_links(self, rules: Sequence[Rule], seconds: float) -> tuple[str, ...]:
-        """Return notes on hosts behind slow links: the step time with and without these hosts.
+        """Return notes on hosts with slow links: the step time with and without these hosts.
 
         ``seconds`` is the step time as planned.
         """
@@ -380,7 +380,7 @@ class PlanningSession:
         return lowered
 
     def as_executed(self, program: Program) -> Program:
-        """Return the program as the runner executes it: Inductor lowers it to another one."""
+        """Return the program as the runner executes it; Inductor lowers it to another program."""
         if self.request.runner == "inductor":
             self.request.on_progress("lowering the step")
             kernels: dict[str, GeneratedKernel] = {}
@@ -397,7 +397,9 @@ class PlanningSession:
         return program
 
     def before(self) -> Prediction:
-        """Predict eager PyTorch: the same operators, the activations that its autograd saves."""
+        """Predict eager PyTorch: the same operators, with the activations that its autograd
+        saves.
+        """
         costs = self.prices.costs
         unplanned = predict(self.base, costs)
         metrics, peak = unplanned.metrics, unplanned.peak
@@ -434,7 +436,7 @@ class PlanningSession:
 def _refuse_unequal_stages(layout: ParallelLayout, devices: Sequence[Device]) -> None:
     """Raise Mismatch if a plan file puts pipeline stages on devices of unequal speed.
 
-    The search makes no such plan.
+    The search never makes such a plan.
     """
     ranks = layout.num_ranks
     if layout.pipeline > 1 and len({*devices[:ranks]}) > 1:

@@ -1,4 +1,4 @@
-"""The data a user gives and gets: budget, trades, plan, plan file, predictions, receipt.
+"""The data that users give and get: budget, trades, plan, plan file, predictions, receipt.
 
 Not for finding a plan: see planner/ and search/.
 """

@@ -1,4 +1,4 @@
-"""Texts for the accuracy loss of a plan, and their check against a budget.
+"""Texts for the accuracy loss of a plan, and the check of such a text against a budget.
 
 Not for measuring the loss: see planner/lossy.py.
 """
@@ -35,11 +35,13 @@ class Drift:
 
     @property
     def upper(self) -> float:
-        """The upper end of the interval, as in ``4.6 ± 1.5 %``: a budget has to contain it."""
+        """The upper end of an interval such as ``4.6 ± 1.5 %``; a budget must not be below it."""
         return self.largest + self.spread
 
     def keeps(self, bound: float) -> bool:
-        """True if the whole interval is inside the budget, by the figures that are printed."""
+        """True if the whole interval is within the budget, judged by the figures that are
+        printed.
+        """
         return keeps(str(self), bound) is True
 
     def __str__(self) -> str:
@@ -66,17 +68,17 @@ def is_word(word: str) -> bool:
 def keeps(word: str, bound: float) -> bool | None:
     """True if a budget of ``bound`` allows this accuracy loss; None if the loss is unknown.
 
-    For a probed loss the upper end of the interval counts.
+    For a probed loss, the upper end of the interval counts.
     """
     if word == EXACT:
         return True
     if bound == 0:
         return False
     probed = _PROBED.fullmatch(word)
-    # The figures in the text are rounded, so the bound is rounded in the same manner.
+    # The figures in the text are rounded, so the bound is rounded in the same way.
     if probed is None:
         return None
-    # Decimal figures are added in decimal: 1.1 + 0.3 is inside 1.4.
+    # Decimal figures are added as decimals, so that 1.1 + 0.3 is within 1.4.
     return Decimal(probed[1]) + Decimal(probed[2]) <= Decimal(_figures(bound))
 
 

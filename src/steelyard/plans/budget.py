@@ -30,10 +30,11 @@ class Minimize(StrEnum):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Budget:
-    """Limits per step and rank; an unlimited amount (None) is minimised, step time first.
+    """Limits for a step on one rank; an amount without a limit (None) is minimised, step time
+    first.
 
-    ``Budget(memory="2 GiB", accuracy_loss="0.5%")`` parses amounts with units; the fields, in
-    plain units, are accepted as arguments too.
+    ``Budget(memory="2 GiB", accuracy_loss="0.5%")`` parses amounts with units. The fields, which
+    are plain numbers, can also be given as arguments.
     """
 
     memory_bytes: int | None

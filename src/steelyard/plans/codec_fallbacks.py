@@ -1,6 +1,6 @@
 """The less lossy codecs that a step with compressed gradients may fall back to.
 
-Not for falling back: see run/compression_fallback.py. Not for a codec: see ir/gradient_codec.py.
+Not for falling back: see run/compression_fallback.py. Not for the codecs: see ir/gradient_codec.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,9 @@ from steelyard.ir.rule_kinds import GradientCompression
 
 
 def codec_fallbacks(rules: Sequence[Rule]) -> tuple[tuple[Rule, ...], ...]:
-    """Return these rules, followed by variants with less and less lossy codecs, down to none."""
+    """Return these rules, followed by variants with ever less lossy codecs, the last one without
+    any.
+    """
     variants = [tuple(rules)]
     while of_kind(variants[-1], GradientCompression):
         less_lossy = (

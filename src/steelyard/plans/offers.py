@@ -1,7 +1,7 @@
 """Offers to apply a trade to forward values, grouped under names that people would use.
 
-Groups are everything, a module, all blocks of a run, one operator throughout a run. Not for the
-values that a trade can be applied to: each trade knows its own.
+The groups are: everything, a module, all blocks of a run, one operator throughout a run. Not for
+finding the values to which a trade can be applied: each trade does this itself.
 """
 
 from collections.abc import Iterable

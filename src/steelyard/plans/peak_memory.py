@@ -1,4 +1,4 @@
-"""The live tensors at peak memory: the answer to "which tensor is to blame".
+"""The live tensors at peak memory, which show what causes the peak.
 
 Not for computing them: see predict/.
 """
@@ -14,7 +14,9 @@ PIECES = "offload transfer buffers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveTensor:
-    """Storages that are live at the same time and were made by one operator of one module."""
+    """Storages that are live at the same time and were made by the same operator of the same
+    module.
+    """
 
     nbytes: int
     what: str
@@ -25,7 +27,7 @@ class LiveTensor:
 
     @classmethod
     def of(cls, nbytes: int, what: str, role: Role) -> "LiveTensor":
-        """Return an entry for memory that no single operator made."""
+        """Return an entry for memory that was not made by a single operator."""
         return cls(nbytes=nbytes, what=what, path="", line="", phase=Phase.FORWARD, role=role)
 
 
@@ -50,7 +52,8 @@ class PeakMemory:
 class Timeline:
     """Live bytes at each instruction of one step, and the start time of each; for drawing.
 
-    With several micro-batches it covers two: the first, and one that accumulates gradients.
+    With several micro-batches, two of them are covered: the first, and one that accumulates
+    gradients.
     """
 
     seconds: tuple[float, ...]
@@ -58,7 +61,9 @@ class Timeline:
     phases: tuple[Phase, ...]
 
     def thinned(self, most: int) -> "Timeline":
-        """Return at most ``most`` instants, each the highest of its interval, the peak included."""
+        """Return at most ``most`` instants, each the highest of its interval, including the
+        peak.
+        """
         count = len(self.nbytes)
         if count <= most:
             return self

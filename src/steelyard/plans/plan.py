@@ -30,9 +30,9 @@ class Target:
     """Fingerprints of the planned step, and of the software and hardware it was planned for.
 
     ``ranks`` are the available ranks, in equal numbers on each of ``hosts``. ``speeds`` are their
-    relative speeds, the fastest being 1; empty if all are equal. ``declared`` describes the
-    declared cluster that was planned for; it is empty for a plan for the machine on which it was
-    made.
+    relative speeds, of which the fastest is 1; empty if all are equal. ``declared`` describes the
+    declared cluster for which the plan was made; it is empty if the plan is for the machine on
+    which it was made.
     """
 
     model: str
@@ -61,7 +61,7 @@ class Decisions:
     """The full contents of a plan file; everything else follows from it.
 
     ``offload_memory`` is the memory to which values are offloaded, if any. ``used_ranks`` are the
-    ranks of ``target`` that run the step, if these are not simply the first ones.
+    ranks of ``target`` that run the step, unless these are simply the first ones.
     """
 
     target: Target
@@ -73,8 +73,8 @@ class Decisions:
     def ranks_used(self, num_ranks: int) -> Sequence[int]:
         """Return the numbers of the ranks that run the step, among all ranks of ``target``.
 
-        Returns a range where possible: a plan file may declare any number of ranks, and a list of
-        so many would not fit in memory.
+        The result is a range if possible: a plan file may declare any number of ranks, and a list
+        of so many might not fit in memory.
         """
         return self.used_ranks or range(num_ranks)
 
@@ -86,7 +86,7 @@ class Decisions:
 
     @property
     def name(self) -> str:
-        """Four hexadecimal digits that name the decisions in print."""
+        """Four hexadecimal digits that name the decisions in printed output."""
         rules = " ".join(rule.text for rule in sorted(self.rules))
         offloaded = self.offload_memory or ""
         text = f"{self.target.graph}{self.target.runner}{self.budget}{rules}{offloaded}"
@@ -96,7 +96,9 @@ class Decisions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The cost of one program: the four amounts, the peak behind the second, the timeline."""
+    """The cost of one program: the four amounts, the tensors at the memory peak, and the
+    timeline.
+    """
 
     metrics: Metrics
     peak: PeakMemory
@@ -106,7 +108,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedTrade:
-    """An offer that was applied, with its cost and benefit compared with the plan without it.
+    """An offer that was applied, with its cost and benefit relative to the plan without it.
 
     ``buys_seconds`` are seconds of computation if the trade saves any, and otherwise seconds of
     exposed communication (gradient codecs).
@@ -122,7 +124,7 @@ class SelectedTrade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """One plan of the memory-time curve; an unprobed lossy plan has unknown accuracy."""
+    """One plan of the memory-time curve; a lossy plan that was not probed has unknown accuracy."""
 
     memory_bytes: int
     step_seconds: float
@@ -134,7 +136,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextCent:
-    """The marginal saving: ``more_bytes`` more memory would save ``saved_seconds`` a step."""
+    """The marginal saving: ``more_bytes`` more memory would save ``saved_seconds`` per step."""
 
     more_bytes: int
     saved_seconds: float
@@ -142,16 +144,16 @@ class NextCent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Decisions with their reasons. Three predictions are compared: eager, unplanned, the plan.
+    """Decisions with their reasons, and three predictions: eager, unplanned, and the plan.
 
     ``before`` is eager PyTorch, ``unplanned`` the captured graph with no trade applied.
     ``slowdown`` is the plan's time relative to the unplanned graph, forward and backward pass
     without the optimizer step. ``largest`` or ``fewest`` answers the inverse question if it was
     asked. ``least_bytes`` is the lowest peak that was found with at most ``least_within``
-    micro-batches; ``least_within`` is 0 if larger counts were tried as well. ``planned_seconds``
-    is the step time predicted when the reasons were computed, if this was earlier than the
-    prediction here; offers, curve and marginal saving refer to that prediction. ``predicted_for``
-    is a digest of the step, machine and optimizer that were predicted.
+    micro-batches; ``least_within`` is 0 if larger counts were tried as well. If the reasons were
+    computed before the prediction here, ``planned_seconds`` is the step time that was predicted
+    then; offers, curve and marginal saving refer to that earlier prediction. ``predicted_for`` is a
+    digest of the step, machine and optimizer that were predicted.
     """
 
     title: str

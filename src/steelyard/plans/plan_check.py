@@ -1,4 +1,4 @@
-"""Checks of a plan file that need neither its script nor torch; made before anything starts.
+"""Checks of a plan file that need neither its script nor torch, and come before anything starts.
 
 Not for reading the file: see plan_files/plan_file.py. Not for checks that need the script: see
 planner/compatibility.py.
@@ -15,12 +15,14 @@ from steelyard.ir.rule_kinds import BatchSharding
 from steelyard.plans.plan import Decisions
 from steelyard.safe_text import printable
 
-# For each runner, its supported operator decompositions; new plans use the first.
+# The supported operator decompositions of each runner; new plans use the first one.
 DECOMPOSITIONS = {"python": ("python-2", "python-1"), "inductor": ("inductor-1", "inductor-2")}
 
 
 def check_file(path: str | Path, decisions: Decisions) -> None:
-    """Raise if the runner is unknown, or if the layout does not match the ranks of the target."""
+    """Raise an error if the runner is unknown, or if the layout does not match the ranks of the
+    target.
+    """
     target = decisions.target
     if target.runner not in DECOMPOSITIONS:
         raise BadInput(
@@ -50,7 +52,9 @@ def check_file(path: str | Path, decisions: Decisions) -> None:
 
 
 def check_startable(path: str | Path, decisions: Decisions) -> None:
-    """Raise, before any process starts, if this machine cannot provide the ranks of the plan."""
+    """Raise an error, before any process starts, if this machine cannot provide the plan's
+    ranks.
+    """
     check_file(path, decisions)
     target, name = decisions.target, printable(str(path))
     ranks = ParallelLayout.of(decisions.rules).num_ranks
@@ -67,10 +71,11 @@ def check_startable(path: str | Path, decisions: Decisions) -> None:
 
 
 def cluster_for(decisions: Decisions) -> Cluster:
-    """Return this machine, and hosts equal to it, as a cluster for the ranks of the plan.
+    """Return this machine, with hosts equal to it, as a cluster for the ranks of the plan.
 
-    Speeds come from the plan and are not measured again: a busy moment must not change the plan.
-    Raises if this machine cannot provide that many ranks, before any list of them is made.
+    Speeds come from the plan and are not measured again, because a busy moment must not change the
+    plan. If this machine cannot provide that many ranks, an error is raised before any list of them
+    is made.
     """
     target = decisions.target
     ranks = target.ranks

@@ -1,4 +1,4 @@
-"""A plan as read from disk, with its predictions and measurements.
+"""A plan that was read from disk, with its predictions and measurements.
 
 Not for reading it: see plan_files/.
 """
@@ -14,7 +14,7 @@ from steelyard.safe_text import printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The script and the declared cluster given on the command line for a plan, as typed."""
+    """The script and the declared cluster of a plan, as typed on the command line."""
 
     script: str = ""
     cluster: str = ""
@@ -24,7 +24,7 @@ class Asked:
 class PlanOnFile:
     """Decisions, with the plan that was predicted for them.
 
-    ``plan`` is None if the predictions are missing or the decisions were edited since.
+    ``plan`` is None if the predictions are missing, or if the decisions have been edited since.
     ``written_sha256`` is the digest of the plan file as Steelyard last wrote it, or empty.
     """
 
@@ -37,7 +37,9 @@ class PlanOnFile:
 
 
 def explanation_path(path: Path) -> Path:
-    """Return the path of a plan file's predictions: ``train.plan.toml`` -> ``train.plan.json``."""
+    """Return the path of the predictions of a plan file: ``train.plan.toml`` ->
+    ``train.plan.json``.
+    """
     if path.suffix != ".toml":
         raise BadInput(
             f"{printable(str(path))} is not a valid name for a plan file",

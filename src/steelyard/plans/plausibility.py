@@ -1,7 +1,7 @@
-"""Detection of values in a plan's files that no plan and no run can have.
+"""Finds values in a plan's files that no plan and no run can have.
 
-pydantic checks types and keys first; this module checks bounds, and relations between values. Not
-for the quality of a prediction: any possible one passes.
+Before that, pydantic checks types and keys; this module checks bounds and relations between values.
+Not for the quality of predictions: any possible value passes.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ from steelyard.safe_files import where
 from steelyard.units import format_bytes, format_seconds
 
 MOST_INSTANTS = 4096
-# 4 EiB and whole numbers as in a plan file; three centuries.
+# Bytes: 4 EiB, and whole numbers as in a plan file. Seconds: three centuries.
 _MOST, _MOST_SECONDS = 2**62, 1e10
-# FLOPs: a thousand times those of the largest training. A step: as many as a checkpoint can name.
+# FLOPs: a thousand times those of the largest training. Steps: as many as a checkpoint can name.
 _LIMIT_BY_NAME = {
     "flops": 1e30,
     "steps": 10**12,
@@ -32,8 +32,8 @@ _LIMIT_BY_NAME = {
     "last_loss": 1e38,
 }
 _MOST_PROBLEMS = 100
-# Compared with the plan without it, a trade may pay or buy less than nothing; a loss may be
-# negative.
+# Compared with the plan without it, a trade may pay or buy a negative amount; a loss may be
+# negative too.
 _SIGNED = frozenset({"buys_bytes", "pays_seconds", "buys_seconds", "first_loss", "last_loss"})
 _AT_LEAST_ONE = frozenset({"first_step", "micro_batches"})
 
@@ -62,7 +62,7 @@ def _formatted(problems: Iterator[_Problem]) -> list[str]:
 
 
 def _values(value: object, place: _Place) -> Iterator[tuple[object, _Place]]:
-    """Yield the value and all values inside it, containers before their contents."""
+    """Yield the value and all values inside it, each container before its contents."""
     yield value, place
     if isinstance(value, tuple):
         for index, inner in enumerate(value):

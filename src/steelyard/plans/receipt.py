@@ -1,4 +1,4 @@
-"""The measured cost of a run compared with its predicted cost.
+"""The measured cost of a run, compared with its predicted cost.
 
 Not for measuring: see measure/ and run/.
 """
@@ -19,7 +19,7 @@ class RankMemory:
 
     @property
     def miss(self) -> float | None:
-        """Relative error: measured over predicted, minus one."""
+        """Relative error: measured divided by predicted, minus one."""
         if self.measured_bytes is None or not self.predicted_bytes:
             return None
         return self.measured_bytes / self.predicted_bytes - 1
@@ -27,15 +27,15 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMeasurement:
-    """Measurements of a run; None for values not measured yet.
+    """Measurements of a run; None for values that were not measured yet.
 
-    ``steps`` counts all steps taken; the measuring process took those from ``first_step`` on.
-    ``passes`` counts its calls of ``step.backward``, in a user's own training loop.
-    ``memory_bytes`` is the allocator's peak on the device in one measured step, ``rss_bytes`` the
-    peak of the whole process as the operating system saw it. ``communication_bytes`` are those
-    sent to other ranks in a step, by the kernel's count of bytes handed to connections. ``ranks``
-    has the memory of each of several ranks. ``stands_in`` names the device that replaced the
-    declared cluster of the plan, if any: the times are not those of that cluster.
+    ``steps`` counts all steps; the measuring process took those from ``first_step`` on. ``passes``
+    counts its calls of ``step.backward`` in a user's own training loop. ``memory_bytes`` is the
+    allocator's peak on the device in one measured step, ``rss_bytes`` the peak of the whole process
+    as the operating system saw it. ``communication_bytes`` are the bytes sent to other ranks in a
+    step, as the kernel counts them at the connections. ``ranks`` has the memory of each rank, if
+    there are several. ``stands_in`` names the device that replaced the declared cluster of the
+    plan, if any: the times are not those of that cluster.
     """
 
     steps: int = 0
@@ -65,7 +65,7 @@ class Receipt:
 
     @property
     def memory_miss(self) -> float | None:
-        """Relative error: measured over predicted, minus one."""
+        """Relative error: measured divided by predicted, minus one."""
         measured = self.measured.memory_bytes
         predicted = self.plan.predicted.metrics.memory_bytes.value
         return None if measured is None or not predicted else measured / predicted - 1

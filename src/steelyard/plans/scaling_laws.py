@@ -1,9 +1,8 @@
 """Scaling of a step over more devices, compared with Amdahl's and Gustafson's laws.
 
-Amdahl (AFIPS 1967): with the same batch, a share of the time on the fewest devices does not
-shrink. Gustafson (CACM 31(5), 1988): with a batch grown with the devices, a constant share of the
-time on any number of devices does not grow with the batch. Not for predicting a step: see
-predict/.
+Amdahl (AFIPS 1967): with the same batch, a share of the time on the fewest devices does not shrink.
+Gustafson (CACM 31(5), 1988): if the batch grows with the devices, a constant share of the time does
+not grow with it, on any number of devices. Not for predicting a step: see predict/.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One batch size on some devices.
+    """The predictions for one batch size on a number of devices.
 
     ``hours`` and ``usd`` are for the whole training, if its length and the price of a device are
     known.
@@ -32,7 +31,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalePoint:
-    """The runs on one number of devices; None if no layout divides the batch, or none fits."""
+    """The runs on one number of devices; None if no layout divides the batch, or if none fits."""
 
     devices: int
     same_batch: Run | None
@@ -60,7 +59,7 @@ class Scaling:
         return first.step_seconds / point.same_batch.step_seconds
 
     def scaled_speed_up(self, point: ScalePoint) -> float | None:
-        """Return the speed-up in samples a second with the batch grown with the devices."""
+        """Return the speed-up in samples per second if the batch grows with the devices."""
         first = self.points[0].grown_batch
         if first is None or point.grown_batch is None:
             return None
@@ -91,7 +90,9 @@ class Scaling:
 
     @property
     def slowest_of_the_grown_batch(self) -> ScalePoint | None:
-        """The point with the lowest samples a second, if lower than the first; else None."""
+        """The point with the fewest samples per second, if they are fewer than at the first; else
+        None.
+        """
         return self._slowest(self.scaled_speed_up)
 
     def _slowest(self, speed_up: Callable[[ScalePoint], float | None]) -> ScalePoint | None:
@@ -103,7 +104,8 @@ def _fitted_share(
     law: Callable[[Sequence[tuple[float, float]]], float],
     points: Sequence[tuple[float, float | None]],
 ) -> float | None:
-    """Return the share that fits best; None with fewer than two points, or if it exceeds one.
+    """Return the share that fits best; None if there are fewer than two points, or if it exceeds
+    one.
 
     It exceeds one if more devices are slower than the first ones. Both laws describe work that
     does not shrink, but not communication that grows.
@@ -114,7 +116,7 @@ def _fitted_share(
     share = law(found)
     if share > 1 + _ROUNDING:
         return None
-    # More devices have more memory and may recompute less, so the speed-up may exceed their
+    # More devices have more memory and may recompute less. The speed-up may therefore exceed their
     # number, which neither law describes.
     return min(1.0, max(0.0, share))
 
@@ -137,13 +139,15 @@ def gustafson(times: float, share: float) -> float:
 
 
 def amdahl_share(found: Sequence[tuple[float, float]]) -> float:
-    """Return the least-squares fit of the times, from pairs of (times the devices, speed-up)."""
+    """Return the share with the least-squares fit of the times, from pairs of (times the devices,
+    speed-up).
+    """
     rows = [(1 / up - 1 / times, 1 - 1 / times) for times, up in found]
     return _slope(rows)
 
 
 def gustafson_share(found: Sequence[tuple[float, float]]) -> float:
-    """Return the least-squares fit of the speed-ups."""
+    """Return the share with the least-squares fit of the speed-ups."""
     return _slope([(times - up, times - 1) for times, up in found])
 
 

@@ -1,6 +1,6 @@
 """A time span of a predicted step, on a stream of a rank.
 
-Not for predicting it (predict/trace.py), nor for drawing it (report/perfetto.py).
+Not for predicting it (see predict/trace.py) or for drawing it (see report/perfetto.py).
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One span; ``chunk`` is the busy resource: the device, a link, or none (waiting)."""
+    """One span; ``chunk`` is the resource in use: the device, a link, or none (waiting)."""
 
     rank: int
     stream: str

@@ -20,7 +20,9 @@ from steelyard.ir.step_source import ShardedSource, StepSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A possible application of a trade, as rules; ``label`` names the place for people."""
+    """A possible application of a trade, as rules; ``label`` is the name of the place for
+    people.
+    """
 
     trade: str
     label: str
@@ -37,7 +39,7 @@ class Remaining(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """An offer that was not taken, or a trade without any offer, and the decisive reason.
+    """An offer that was not taken, or a trade without any offer, with the decisive reason.
 
     ``left`` is ``rest`` if a part of the offer was taken, and ``never`` if there was nothing to
     offer; a ``never`` is not counted among the offers.
@@ -50,10 +52,11 @@ class Rejection:
 
 
 class Trade(Protocol):
-    """A trade. ``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` name the four amounts.
+    """A trade. ``offers`` and ``rewrite`` are pure; ``pays`` and ``buys`` name some of the four
+    amounts.
 
-    ``is_exact``: the same sums are computed. ``is_bitwise``: they are also added in the same
-    order. ``rule`` is the type of its rules, which is also its table in a plan file.
+    ``is_exact``: the same sums are computed. ``is_bitwise``: their terms are also added in the same
+    order. ``rule`` is the type of its rules, which also defines its table in a plan file.
     """
 
     name: ClassVar[str]
@@ -66,11 +69,11 @@ class Trade(Protocol):
     def offers(
         self, program: Program, source: StepSource
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        """Return the possible applications, and the impossible ones with the reason."""
+        """Return the possible applications, and the impossible ones with the reason for each."""
         ...
 
     def rewrite(self, program: Program, rules: Sequence[Any], source: StepSource) -> Program:
-        """Return the program after these rules of the trade; the given program is unchanged."""
+        """Return the program after these rules of the trade; the given program does not change."""
         ...
 
 
@@ -95,7 +98,7 @@ class CodecTrade(Trade, Protocol):
     codecs: ClassVar[tuple[Codec, ...]]
 
     def rule_in(self, codec: Codec) -> GradientCompression:
-        """Return a rule for this codec, without a parameter."""
+        """Return a rule for this codec that names no parameter yet."""
         ...
 
 
@@ -126,7 +129,7 @@ def apply_rules(
 ) -> Program:
     """Return the program after all rules; trades apply their own rules, in the order given.
 
-    Rules that distribute the step over ranks turn it into the program of one of them.
+    If the rules distribute the step over ranks, the result is the program of one of them.
     """
     known = {trade.name for trade in trades}
     unknown = sorted({rule.trade for rule in rules} - known)

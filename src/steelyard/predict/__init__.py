@@ -1,7 +1,7 @@
-"""The predictor: a Program and the costs of its operators in, the predicted step out.
+"""The predictor: turns a program and the costs of its operators into the predicted step.
 
-Not for measuring or deciding; the search scores with it, and receipts compare measurements with
-it.
+Not for measuring or deciding. The search scores plans with it, and receipts compare measurements
+with it.
 """
 
 from steelyard.predict.collectives.curves import collective_curves

@@ -1,7 +1,7 @@
-"""Arrival skew: how long a rank waits at an exchange because another rank arrives later.
+"""Arrival skew: the time that a rank waits at an exchange because another rank arrives later.
 
-Ranks that run the same program do not take the same time for it, and the difference grows with the
-time that they compute between two exchanges. Not for the exchange itself: see hardware/link.py.
+Ranks do not take exactly the same time for the same program, and the difference grows with the time
+that they compute between two exchanges. Not for the exchange itself: see hardware/link.py.
 """
 
 import math
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from steelyard.ir.metrics import Estimate
 
-# Bounds of the interval, as multiples of the expected wait. In repeated runs of the same steps the
-# skew was between a tenth and 2.5 times the mean.
+# Bounds of the interval, as multiples of the expected wait. In repeated runs of the same steps, the
+# skew was between a tenth of the mean and 2.5 times the mean.
 _LEAST, _MOST = 0.0, 3.0
 
 
@@ -27,8 +27,8 @@ class Skew:
         """Return the expected wait after ``computed_seconds`` since the ranks were last
         synchronized.
 
-        It is a power law through both measured points: independent disturbances add up as the
-        square root of the time, and those of a rank that stays slower for a while as the time
+        It is a power law through both measured points. Independent disturbances grow with the
+        square root of the time; those of a rank that stays slower for a while grow with the time
         itself.
         """
         if computed_seconds <= 0:

@@ -1,7 +1,7 @@
-"""The cost table of a step: seconds and kernel workspace per operator signature, and link costs.
+"""The cost table of a step: seconds and kernel workspace by operator signature, and link costs.
 
-Costs are measured where possible and declared otherwise, and each says which. Not for measuring
-them: see measure/.
+Costs are measured if possible, and declared otherwise; each says which of the two it is. Not for
+measuring them: see measure/.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from steelyard.predict.arrival_skew import Skew
 from steelyard.predict.collectives.host_groups import RanksPerHost
 from steelyard.predict.rank_subsets import Subset
 
-# A roofline says which resource is the bottleneck, not how well a kernel uses it: the published
-# errors of such models per operator are between half and twice.
+# A roofline shows which resource is the bottleneck, but not how well a kernel uses it. For single
+# operators, published errors of such models range from half to twice the measured time.
 _DECLARED_SHARE = 0.5
 FREE = NOTHING
 # Two threads that share one physical core each run at little more than half its speed. The same
-# step of a rank on one core of an otherwise idle virtual machine took 47 to 88 ms from one run to
-# the next (docs/log.md, 2026-11-28).
+# step of a rank on one core of an otherwise idle virtual machine took from 47 to 88 ms in different
+# runs (docs/log.md, 2026-11-28).
 _SHARED_CORE = Estimate(value=1.0, low=0.55, high=1.9)
 
 
@@ -47,21 +47,21 @@ class OperatorCost:
 class CostTable:
     """The costs of operators and exchanges on a device and its links.
 
-    ``whole_step`` is the ratio of a measured step to the sum of its operators; ``cut_steps`` is
-    that ratio for a step in a given number of micro-batches, whose smaller operators lose more to
-    the overhead between them, however each is computed. ``update_call_seconds`` is the optimizer's
-    Python overhead per operator.
+    ``whole_step`` is the ratio of a measured step to the sum of its operators. ``cut_steps`` is
+    that ratio for a step in a given number of micro-batches, in which the overhead between the
+    smaller operators weighs more. ``update_call_seconds`` is the optimizer's Python overhead per
+    operator.
 
-    ``links`` gives the class of link of each mesh axis, and of the transfers between device memory
-    and offload memory, whose capacity is ``far_bytes``. ``collective_curves`` gives the time of
-    whole exchanges, by axis, kind, number of ranks and their distance, where these are known.
-    ``skew`` is the measured time that ranks wait for the last one at an exchange.
+    ``links`` gives the class of link for each mesh axis, and for transfers between device memory
+    and offload memory; the latter has a capacity of ``far_bytes``. ``collective_curves`` gives the
+    time of whole exchanges, by axis, kind, number of ranks and their distance, where these are
+    known. ``skew`` is the measured time that ranks wait for the last one at an exchange.
 
-    ``devices`` are the devices of the ranks if these differ from ``device``. ``spread`` is how the
-    ranks are distributed over hosts, if several hosts have several ranks. ``subsets`` gives, by
-    number of ranks, the ranks that a step on so many uses, if these are not the first ones or have
-    other links than all ranks. ``shares_cores`` is True if other virtual machines may use the
-    cores of the ranks at the same time.
+    ``devices`` are the devices of the ranks if these differ from ``device``. ``spread`` describes
+    how the ranks are distributed over hosts, if several hosts have several ranks. ``subsets``
+    gives, for a number of ranks, which ranks a step uses, if these are not the first ones or have
+    other links than all ranks together. ``shares_cores`` is True if other virtual machines may use
+    the cores of the ranks at the same time.
     """
 
     device: Device
@@ -79,7 +79,9 @@ class CostTable:
     shares_cores: bool = False
 
     def on(self, num_ranks: int) -> "CostTable":
-        """Return the costs on so many ranks, with the devices and links of the chosen subset."""
+        """Return the costs on this number of ranks, with the devices and links of the chosen
+        subset.
+        """
         subset = self.subsets.get(num_ranks)
         if subset is None:
             return self
@@ -115,7 +117,7 @@ class CostTable:
         return seconds + self.exchange_device_seconds(node)
 
     def exchange_device_seconds(self, node: Node) -> Estimate:
-        """Return the device time that an exchange consumes while it is in flight."""
+        """Return the device time that an exchange takes while it is in flight."""
         collective = node.collective
         link = self.link_of(collective) if collective else None
         if collective is None or link is None:
@@ -142,7 +144,7 @@ class CostTable:
         known = self.operators.get(node.signature)
         if known is not None and (known.is_measured or node.body is None):
             return known.workspace_bytes
-        # The workspace computed from the calls is a lower bound where nothing was measured.
+        # If nothing was measured, the workspace computed from the calls is a lower bound.
         return body_workspace_bytes(node.body) if node.body is not None else 0
 
     def declared_seconds(self, node: Node) -> Estimate:
@@ -156,8 +158,8 @@ class CostTable:
     def _declared_body_seconds(self, body: Body) -> float:
         """Return the declared seconds of a chunked body.
 
-        The first chunk pays all costs of its calls; each further one pays the call overhead and
-        reads again the inputs that are not chunked.
+        The first chunk has all the costs of its calls; each further one adds the call overhead, and
+        the time to read the unchunked inputs once more.
         """
         nodes = body.calls[0][1]
         reread = sum(take.tensor.nbytes for take in body.takes if take.along is None)
@@ -174,7 +176,8 @@ class CostTable:
             return Estimate.within(seconds, share=whole.doubt)
         link = self.links.get(collective.link)
         if collective.axis == PIPELINE and collective.kind is Exchange.ALL_REDUCE:
-            # The link of the pipeline axis is for messages; sums among stages take the data link.
+            # The link of the pipeline axis is for messages; sums over stages use the data-parallel
+            # link.
             link = self.links.get(DATA, link)
         if link is None and collective.is_pinned:
             raise BadInput(
@@ -228,7 +231,7 @@ class Survey:
     """A report of how a cost table was made.
 
     Counts are of distinct operators; ``known`` ones were measured before and read from the cache.
-    ``notes`` tell the user of everything that was skipped or replaced.
+    ``notes`` tell the user what was skipped or replaced.
     """
 
     measured: int = 0

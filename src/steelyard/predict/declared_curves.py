@@ -13,15 +13,16 @@ from steelyard.ir.parallel_layout import DATA, PIPELINE, TENSOR
 from steelyard.predict.collectives.curves import collective_curves
 from steelyard.predict.rank_subsets import Subset, best_joined, declared_seconds, numbers_of_ranks
 
-# Declared clusters with more devices use the first ones in order, without comparing subsets.
+# Declared clusters with more devices than this use the first ones in order, without comparing
+# subsets.
 _MAX_DEVICES_COMPARED = 64
 
 
 def declared_curves(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Link]:
     """Return the collective curves of a declared cluster, for the groups that a step may use.
 
-    Groups are neighbours that shard tensors, the ranks of all such groups that share the batch, and
-    ranks of adjacent pipeline stages.
+    The groups are: neighbours that shard tensors, the corresponding ranks of all such groups (which
+    share the batch), and ranks of adjacent pipeline stages.
     """
     count = cluster.num_devices
     if count == 1 or cluster.is_here:
@@ -33,7 +34,7 @@ def declared_curves(cluster: Cluster) -> dict[tuple[str, Exchange, int, int], Li
 def _curves_on(
     cluster: Cluster, rank_counts: Collection[int], among: Sequence[int] = ()
 ) -> dict[tuple[str, Exchange, int, int], Link]:
-    """Return the curves on these numbers of ranks, for groups of each size that divides them.
+    """Return the curves for these numbers of ranks, for groups of each size that divides them.
 
     The ranks are the first ones, or those in ``among``.
     """
@@ -51,7 +52,9 @@ def _curves_on(
 
 
 def declared_subsets(cluster: Cluster) -> dict[int, Subset]:
-    """Return the devices to use for each number of ranks, if they are not simply the first ones."""
+    """Return the devices to use for each number of ranks, unless these are simply the first
+    ones.
+    """
     count = cluster.num_devices
     if not 2 < count <= _MAX_DEVICES_COMPARED or cluster.is_here:
         return {}

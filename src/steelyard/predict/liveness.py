@@ -1,8 +1,8 @@
 """Memory liveness of a program: the bytes alive at each line, and the tensors alive at its peak.
 
-The counterpart of run/: a value dies after the last line that reads it, a storage with its last
-value, a kernel's workspace within its own line, and the buffers of a backend for an exchange at
-the line that waits for it. Not for seconds: see timeline.py.
+It follows the rules by which run/ frees memory: a value dies after the last line that reads it, a
+storage dies with its last value, a kernel's workspace dies within its own line, and a backend's
+buffers for an exchange die at the line that waits for it. Not for seconds: see timeline.py.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from steelyard.predict.cost_table import CostTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """The bytes above the resident ones while each line runs, and after the last line."""
+    """The bytes, beyond the resident ones, while each line runs and after the last line."""
 
     bytes_at: tuple[int, ...]
     left_bytes: int
@@ -30,9 +30,9 @@ class Liveness:
 def liveness(program: Program, costs: CostTable | None, *, accumulating: bool = False) -> Liveness:
     """Return the liveness of a program.
 
-    ``accumulating`` means that gradients exist already and are added into, so that no new gradient
-    is saved. Without ``costs``, kernel workspaces are left out, since only a measurement knows
-    them.
+    ``accumulating`` means that gradients already exist and new ones are added to them, so that no
+    new gradient is saved. Without ``costs``, kernel workspaces are left out, because they are only
+    known from measurements.
     """
     births, deaths = _lifetimes(program, accumulating=accumulating)
     for exchange, nbytes in held_underway(program):
@@ -54,7 +54,7 @@ def liveness(program: Program, costs: CostTable | None, *, accumulating: bool = 
 
 
 def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tuple[LiveTensor, ...]:
-    """Return the tensors above the resident bytes while line ``index`` runs, largest first."""
+    """Return the tensors, beyond the resident bytes, while line ``index`` runs, largest first."""
     graph = program.graph
     owners, last = _owners_and_last_reads(program, accumulating=accumulating)
     found = []
@@ -85,7 +85,7 @@ def _label(graph: Graph, instruction: Instruction) -> str:
         how = "in slices" if node.args[1:] else "fetched"
         return f"{_FETCHES[node.op]} ({how})"
     if node.is_transfer:
-        # The name is that of the value which is fetched.
+        # The name is that of the value that is fetched.
         how = "in slices" if node.is_slicing else "fetched"
         return f"{graph.by_name[node.name.rpartition('.')[0]].op} ({how})"
     if node.op == ENCODE:
@@ -122,8 +122,8 @@ def _in_flight_tensor(node: Node, nbytes: int) -> LiveTensor:
     )  # fmt: skip
 
 
-# A storage of the graph may exist several times in a program, once for each time it is computed,
-# so the key is the storage and the number of the copy.
+# A storage of the graph may exist several times in a program, once for each time that it is
+# computed. The key is therefore the storage with the number of the copy.
 _Key = tuple[int, int]
 
 
@@ -144,7 +144,7 @@ def _lifetimes(program: Program, *, accumulating: bool) -> tuple[list[int], list
 def _owners_and_last_reads(
     program: Program, *, accumulating: bool
 ) -> tuple[dict[_Key, tuple[int, Instruction]], dict[_Key, int]]:
-    """Return which line made each storage copy, and the last line that reads a value on it."""
+    """Return the line that made each storage copy, and the last line that reads a value on it."""
     graph = program.graph
     resident = _resident(graph)
     on: dict[str, tuple[_Key, ...]] = {}

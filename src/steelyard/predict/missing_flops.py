@@ -1,4 +1,4 @@
-"""Operators of a step that may multiply and have no FLOP formula: their names and shares of it.
+"""Operators of a step that may multiply and have no FLOP formula: their names, and their shares.
 
 Predictions for a device that is not present are wrong if the work of these operators is left out.
 Not for detecting them: see operators/missing_flops.py.
@@ -64,7 +64,7 @@ def _by_place(graph: Graph) -> dict[tuple[str, str], list[Node]]:
 
 
 def _packet(op: str) -> str:
-    """Return the operator's name without its overload, as ``torch.ops`` has it."""
+    """Return the operator's name without its overload, as in ``torch.ops``."""
     return ".".join(op.split(".")[:2])
 
 
@@ -76,7 +76,7 @@ def _at(pattern: str, nodes: Sequence[Node]) -> str:
         return f" in {paths[0]}"
     if pattern.strip("*."):
         return f" in {pattern}"
-    # A path of indices alone, as in nn.Sequential, is not informative.
+    # A path that consists only of indices, as in nn.Sequential, is not informative.
     return f" in {paths[0]} and {len(paths) - 1} more modules"
 
 

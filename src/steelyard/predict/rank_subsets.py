@@ -1,11 +1,11 @@
-"""Subsets of the ranks: for each number of ranks, which of them a step should use.
+"""Subsets of the ranks: which ranks a step should use, for each number of ranks.
 
 The best-connected members come first. A member that computes slowly takes a smaller share of the
-batch, while one with a slow link delays every exchange; so links decide, and speeds only between
-members with equal links. One subset for each number of ranks is enough: two subsets of one size
-differ only in their slowest link and in their speeds, and the one chosen here has the fastest
-slowest link, and the highest speeds among those. Not for the cost of a step on a subset: see
-search/ranks/layout_search.py.
+batch, while a member with a slow link delays every exchange. So links decide, and speeds matter
+only between members with equal links. One subset for each number of ranks is enough: two subsets of
+one size differ only in their slowest link and in their speeds. The slowest link of the chosen
+subset is as fast as possible, and its speeds are the highest among such subsets. Not for the cost
+of a step on a subset: see search/ranks/layout_search.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ from steelyard.hardware.link import Link
 from steelyard.hardware.topology import TopologyLevel
 from steelyard.ir.collective import Exchange
 
-# Message times that differ by less than this factor are equal within measurement noise.
+# Message times that differ by less than this factor count as equal: the difference may be noise.
 ALIKE = 1.4
-# Environment variables of a launched process. The first says that the rendezvous store is hosted
-# by a process that is not a rank; the second says which shares of the cores the ranks have:
-# "0,2/3" means shares 0 and 2 of 3.
+# Environment variables of a launched process. The first says that the rendezvous store is hosted by
+# a process that is not a rank. The second says which shares of the cores the ranks have: "0,2/3"
+# means shares 0 and 2 of 3.
 STORE_IS_HELD, PARTS_OF_CORES = "STEELYARD_STORE_IS_HELD", "STEELYARD_PARTS_OF_CORES"
-# With at most this many members, a group is grown from each of them as the seed.
+# With at most this many members, groups are grown from each of them as the seed.
 _MOST_SEEDS = 32
 # With at most this many hosts, every number of hosts is a candidate.
 _FEW_HOSTS = 8
@@ -44,11 +44,11 @@ class Subset:
 def best_joined(
     seconds: Sequence[Sequence[float]], speeds: Sequence[float] = ()
 ) -> dict[int, tuple[int, ...]]:
-    """Return, for each number of members from 1 to all, which to take, in ascending order.
+    """Return, for each number of members from 1 to all, which ones to use, in ascending order.
 
-    Members are hosts or ranks. ``seconds[i][j]`` is the time of one message of a fixed size
-    between members i and j, and ``speeds`` are their compute speeds. If all are equal, the first
-    members are taken.
+    Members are hosts or ranks. ``seconds[i][j]`` is the time of one message of a fixed size between
+    members i and j, and ``speeds`` are their compute speeds. If all are equal, these are the first
+    members.
     """
     count = len(seconds)
     speeds = tuple(speeds) or (1.0,) * count
@@ -74,8 +74,8 @@ def better_joined(
 ) -> tuple[int, ...]:
     """Return the subset sizes, largest first, whose links are worth measuring separately.
 
-    Such a subset has a clearly faster slowest link than the next larger one returned here, or than
-    all members.
+    The slowest link of such a subset is clearly faster than that of the next larger one returned
+    here, or of all members.
     """
     chosen: list[int] = []
     worst = slowest(found[len(seconds)], seconds)
@@ -88,7 +88,7 @@ def better_joined(
 
 
 def declared_seconds(tree: TopologyLevel) -> list[list[float]]:
-    """Return the time of a message of 1 MiB between each two devices of a declared cluster."""
+    """Return the time of a message of 1 MiB between every two devices of a declared cluster."""
     count = tree.num_devices
     seconds = [[0.0] * count for _ in range(count)]
     for i in range(count):
@@ -102,8 +102,8 @@ def declared_seconds(tree: TopologyLevel) -> list[list[float]]:
 def numbers_of_ranks(num_ranks: int, *, of_a_host: int = 1) -> tuple[int, ...]:
     """Return numbers of ranks that a step may use in addition to the divisors of ``num_ranks``.
 
-    These are all ranks of some of the hosts. With many hosts only all but one host are used, since
-    each number of ranks has to be captured.
+    These are all ranks of some of the hosts. With many hosts, this is only tried with all hosts but
+    one, because each number of ranks has to be captured.
     """
     whole = range(of_a_host, num_ranks, of_a_host)
     others = [n for n in whole if num_ranks % n]
@@ -129,8 +129,8 @@ def _grown(
 ) -> tuple[int, ...]:
     """Return the members in the order in which a group grows from ``seed``.
 
-    Each step adds the remaining member with the fastest slowest link to the group; among equal
-    links, the member that computes fastest.
+    Each step adds the member whose slowest link to the group is fastest; among equal links, the
+    member that computes fastest.
     """
     order = [seed]
     worst = {m: seconds[seed][m] for m in range(len(seconds)) if m != seed}
@@ -148,7 +148,7 @@ def _best(
     seconds: Sequence[Sequence[float]],
     speeds: Sequence[float],
 ) -> tuple[int, ...]:
-    """Return the group with the fastest slowest link; ties go to speed, then to low numbers."""
+    """Return the group whose slowest link is fastest; ties go to speed, then to low numbers."""
     worst = {group: slowest(group, seconds) for group in groups}
     least = min(worst.values())
     equal = [group for group in worst if worst[group] <= ALIKE * least]

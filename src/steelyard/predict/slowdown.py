@@ -1,7 +1,7 @@
-"""The slowdown of one program over another of the same step, with its uncertainty.
+"""The slowdown of one program relative to another for the same step, with its uncertainty.
 
-A ratio is known better than either time, because operators that run in both programs cancel, and
-so do their errors. Not for the times themselves: see step.py.
+A ratio is known more precisely than either time, because the errors of operators that run in both
+programs cancel. Not for the times themselves: see step.py.
 """
 
 from collections import Counter
@@ -16,11 +16,12 @@ _OTHER_HEAP_SHARE = 0.06
 
 
 def slowdown(program: Program, base: Program, costs: CostTable) -> Estimate:
-    """Return the seconds of ``program`` over those of ``base``, without the optimizer's update.
+    """Return the seconds of ``program`` divided by those of ``base``, without the optimizer's
+    update.
 
     The ratio is a product of two: that of ``program`` to the plain step of its own graph, and that
-    of this plain step to ``base``. If the plain step is in micro-batches, the second ratio has
-    been measured in interleaved runs of both.
+    of this plain step to ``base``. If the plain step is in micro-batches, the second ratio was
+    measured in interleaved runs of both.
     """
     plain = program.with_graph(program.graph)
     before = _seconds(base, costs)

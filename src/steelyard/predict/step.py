@@ -1,7 +1,7 @@
-"""Price a whole program: seconds, bytes sent, peak memory and the tensors alive at that peak.
+"""Prices a whole program: seconds, bytes sent, peak memory and the tensors alive at that peak.
 
-Peak = resident + the larger of the forward/backward pass and the optimizer's step. Not for
-liveness per line (liveness.py), nor for when each line begins (timeline.py).
+Peak = resident + the larger of the forward/backward pass and the optimizer's step. Not for liveness
+line by line (see liveness.py) or for the time at which each line begins (see timeline.py).
 """
 
 from dataclasses import dataclass, replace
@@ -56,7 +56,8 @@ def predict(program: Program, costs: CostTable) -> Prediction:
 def peak_bytes(program: Program, costs: CostTable) -> int:
     """Return the predicted peak memory alone.
 
-    It skips the timing that ``predict`` does, since a search asks for it thousands of times.
+    This skips the timing that ``predict`` includes, because a search needs the peak thousands of
+    times.
     """
     if program.pipeline is not None:
         on_ranks = costs.on(program.layout.num_ranks)
@@ -76,10 +77,10 @@ def rank_peak_bytes(program: Program, costs: CostTable) -> tuple[int, ...]:
 
 
 def kept_gradients_bytes(program: Program, costs: CostTable) -> int:
-    """Return by how much the peak rises if gradients from earlier steps are accumulated into."""
+    """Return by how much the peak rises if gradients are added to those of earlier steps."""
     planned = _passes(program, costs)
     if program.earlier is not program:
-        # The sums are stored separately during the passes and added to the gradients afterwards.
+        # The sums are stored separately during the passes, and added to the gradients afterwards.
         accumulated = program.graph.resident_bytes(Role.GRADIENT)
         in_passes = max(p.nbytes for p in planned if p.program is not program.update)
         return max(0, in_passes + accumulated - max(p.nbytes for p in planned))
@@ -96,7 +97,7 @@ def step_seconds(program: Program, costs: CostTable) -> Estimate:
 
 
 def least_possible_bytes(program: Program, costs: CostTable) -> int:
-    """Return a lower bound on peak memory that no recomputation can go below.
+    """Return a lower bound on peak memory, which no recomputation can go below.
 
     It is the resident bytes plus the needs of the single most demanding line, or the optimizer's
     update if that needs more.

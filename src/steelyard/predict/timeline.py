@@ -1,9 +1,9 @@
 """Begin times of each line of a program, and the time that the step waits for its exchanges.
 
-There are two kinds of stream: the device works through the lines in order, and each mesh axis
-carries one exchange after another, starting at the line that issues it. The line that waits for an
-exchange blocks the device until that exchange has arrived. A product that reads offload memory
-waits for each slice. Not for bytes: see liveness.py.
+There are two kinds of streams: the device works through the lines in order, and each mesh axis
+transfers one exchange after another, each no earlier than the line that issues it. The line that
+waits for an exchange blocks the device until that exchange has arrived. A product that reads
+offload memory waits for each slice. Not for bytes: see liveness.py.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from steelyard.predict.cost_table import CostTable
 class Played:
     """The timing of one pass over the lines of a program.
 
-    In ``exposed_seconds`` the device only waited. ``spared_seconds`` is the slowdown that
+    During ``exposed_seconds``, the device only waited. ``spared_seconds`` is the slowdown that
     transfers would have caused in that time if anything had run.
     """
 
@@ -33,7 +33,7 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """The time of a pass: computation, communication, exposed communication, and in total."""
+    """The time of a pass: computation, communication, exposed communication, and the total."""
 
     computation: Estimate
     communication: Estimate
@@ -58,7 +58,7 @@ class Durations:
 
 
 def durations(program: Program, costs: CostTable) -> Durations:
-    """Return the durations of one pass over the program, without repeats and the update."""
+    """Return the durations of one pass over the program, without repeats and without the update."""
     nodes = [program.graph.by_name[i.node] for i in program.instructions if i.sink is None]
     whole = costs.whole_step_in(program.parts)
     computation = _total([costs.seconds(n) for n in nodes]).times(whole)
@@ -183,7 +183,9 @@ def playing_through(program: Program, playing: "Playing") -> Generator[float, fl
 
 
 class Playing:
-    """The device clock of a simulated pass, and until when the link of each axis is busy."""
+    """The device clock of a simulated pass, and the time until which the link of each axis is
+    busy.
+    """
 
     def __init__(
         self, costs: CostTable, whole: float, device: Pick = value, link: Pick = value
@@ -192,9 +194,10 @@ class Playing:
         self.clock = self._exposed = self._overlapped = self._spared = self._most_spared = 0.0
         self._link_free_at: dict[str, float] = {}
         # The time at which all ranks were last synchronized: the beginning, or the end of an
-        # exchange that all of them waited for.
+        # exchange for which all of them waited.
         self._synchronized_at = 0.0
-        # For each weight that is read in slices: its exchange, and when the next slices arrive.
+        # For each weight that is read in slices: its exchange, and the time at which the next
+        # slices arrive.
         self._slicing: dict[Argument, deque[tuple[Collective, deque[float]]]] = {}
 
     def played(self, begins: Sequence[float]) -> Played:
@@ -214,10 +217,10 @@ class Playing:
             self._synchronized_at = self.clock
         link = self._costs.link_of(issued)
         if link is None:
-            return  # only the total time is known, not the share of the device that it takes
+            return  # only the total time is known, not the share of device time in it
         disturbs = link.disturbs / self._costs.device.speed * self._whole
         self._spared += stall * disturbs
-        # A wait may last longer than its transfer; at most the transfer's slowdown is spared.
+        # A wait may last longer than its transfer; no more than the transfer's slowdown is spared.
         self._most_spared += issued.sent_bytes / link.bytes_per_second * disturbs
 
     def run(self, node: Node) -> None:
@@ -231,7 +234,7 @@ class Playing:
         self.clock += seconds
 
     def issue(self, collective: Collective, *, not_before: float = 0.0) -> float:
-        """Issue an exchange and return when it arrives."""
+        """Issue an exchange and return the time at which it arrives."""
         begin = max(self.begins(collective), not_before)
         arrival = begin + self._link(self._costs.exchange_seconds(collective))
         if self._costs.skew is not None and not collective.is_transfer:
@@ -240,13 +243,14 @@ class Playing:
         return arrival
 
     def begins(self, collective: Collective) -> float:
-        """Return when an exchange issued now gets the link."""
+        """Return the time at which an exchange that is issued now gets the link."""
         return max(self.clock, self._link_free_at.get(collective.link, 0.0))
 
     def begin_slices(self, node: Node) -> None:
         """Issue the transfers of the first two slices.
 
-        Each further one is issued when the buffer of the last but one slice is free.
+        Each further transfer is issued when the buffer of the slice before the previous one is
+        free.
         """
         assert node.collective is not None
         parts = node.collective.hops
@@ -255,7 +259,9 @@ class Playing:
         self._slicing.setdefault(node.args[0], deque()).append((one, arriving))
 
     def carry_out(self, node: Node) -> None:
-        """Run a sliced product: wait for each slice and compute with it while the next arrives."""
+        """Run a sliced product: wait for each slice, and compute with it while the next one
+        arrives.
+        """
         (weights, *_), body = node.args, node.body
         assert body is not None
         assert isinstance(weights, tuple)

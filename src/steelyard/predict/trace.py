@@ -21,7 +21,7 @@ from steelyard.predict.unequal_ranks import (
     synchronized_clocks,
 )
 
-# Ranks that do the same work are drawn at most this many times.
+# Of ranks that do the same work, at most this many are drawn.
 _MOST_RANKS = 64
 
 
@@ -42,7 +42,7 @@ def _spans_of_unequal_ranks(
 ) -> Iterator[Span]:
     """Yield the spans of ranks whose clocks differ.
 
-    Like their predicted step, they begin with each rank's update of the previous step, followed by
+    Like the predicted step, they begin with each rank's update from the previous step, followed by
     the micro-batches.
     """
     drawn: dict[tuple[int, object], list[Span]] = {}

@@ -1,8 +1,9 @@
 """Step durations for ranks that do unequal work or compute at unequal speed.
 
-Each rank class has its own clock, and an exchange begins when the last rank has reached it. Ranks
-wait for each other only at exchanges, so a step is measured from the end of a step's last exchange
-to the end of the next step's, the optimizer's update first. Not for equal ranks: see timeline.py.
+Each class of ranks has its own clock, and an exchange begins when the last rank has reached it.
+Ranks wait for each other only at exchanges. A step is therefore measured from the end of the last
+exchange in one step to the end of the last exchange in the next; so it begins with the optimizer's
+update. Not for equal ranks: see timeline.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +64,7 @@ def rank_classes(program: Program, costs: CostTable) -> tuple[RankClass, ...]:
 
 
 def rank_seconds(program: Program, costs: CostTable) -> tuple[float, ...]:
-    """Return the computation seconds of each rank in a step, waiting excluded."""
+    """Return the computation seconds of each rank in a step, without waiting."""
     costs = costs.on(program.layout.num_ranks)
     classes = rank_classes(program, costs)
     known = {
@@ -79,7 +80,7 @@ def combined_durations(classes: Sequence[RankClass]) -> Durations:
     """Return the durations of a step on ranks of several classes.
 
     Computation, communication and exposed time are those of the rank that computes longest; the
-    step's time is that of all ranks.
+    step time is the same for all ranks.
     """
     per_class = [rank_class.uniform_durations for rank_class in classes]
     busiest = max(range(len(classes)), key=lambda n: per_class[n].computation.value)
@@ -105,9 +106,9 @@ class _StepTime:
 
 
 def _step(classes: Sequence[RankClass], busiest: int, *, device: Pick, link: Pick) -> _StepTime:
-    """Play the update of each rank class and then the micro-batches.
+    """Simulate the update of each rank class and then the micro-batches.
 
-    Micro-batches between the first and the last are equal, so one of them is played and
+    Micro-batches between the first and the last are equal, so one of them is simulated and
     multiplied.
     """
     clocks = [rank_class.update_seconds(device) for rank_class in classes]
@@ -129,7 +130,7 @@ def synchronized_clocks(
 ) -> list[float]:
     """Return each class's clock after a pass.
 
-    If ranks exchange data in the pass, all end with the last one.
+    If ranks exchange data in the pass, all of them end when the last one does.
     """
     ends = [one.seconds for one in played]
     program = classes[0].program.passes[number]
@@ -146,10 +147,10 @@ def play_synchronized(
     link: Pick = value,
     make_clock: Callable[[RankClass], Playing] | None = None,
 ) -> list[Played]:
-    """Play micro-batch ``number`` of each class, starting from its clock in ``begins``.
+    """Simulate micro-batch ``number`` of each class, starting from its clock in ``begins``.
 
-    ``make_clock``, if given, creates the ``Playing`` of each class, so that a caller can record
-    it.
+    ``make_clock``, if given, creates the ``Playing`` clock of each class, so that the caller can
+    record it.
     """
     players = []
     for rank_class, begin in zip(classes, begins, strict=True):
@@ -162,7 +163,8 @@ def play_synchronized(
     played: list[Played] = []
     reached: list[float | None] = [None] * len(players)
     while not played:
-        # All ranks issue the same exchanges in order, so all reach the next one, or the end.
+        # All ranks issue the same exchanges in order, so each of them reaches the next exchange or
+        # the end.
         last = max((clock for clock in reached if clock is not None), default=None)
         for index, player in enumerate(players):
             try:

@@ -1,2 +1,3 @@
-"""Plans and receipts as text, JSON and HTML: one document tree, several renderers; without torch.
-Not for computing figures: every number shown is computed elsewhere."""
+"""Plans and receipts as text, JSON and HTML, drawn by several renderers from one document tree,
+without torch. Not for computing figures: every number shown is computed elsewhere.
+"""

@@ -10,13 +10,15 @@ from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import RunMeasurement
 from steelyard.report.quantities import Cell, Quantity, Unit, cell, estimate_of
 
-# A miss smaller than this is displayed as zero, so it is not marked as the largest.
+# A miss smaller than this is printed as zero, so it is not marked as the largest.
 _LEAST_MISS = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AmountRow:
-    """One of the four amounts, or the step time; ``miss`` is measured / predicted - 1."""
+    """One of the four amounts, or the step time; ``miss`` is measured divided by predicted, minus
+    1.
+    """
 
     key: str
     label: str
@@ -71,9 +73,9 @@ def _row(key: str, label: str, plan: Plan, measured: float | None) -> AmountRow:
 
 
 def outside(rows: Sequence[AmountRow]) -> list[str]:
-    """Return notes for measurements outside the predicted interval, one per distinct miss.
+    """Return notes on measurements outside of the predicted interval, one for each distinct miss.
 
-    On one device, computation and step have the same figures and so share a note.
+    On one device, computation and step have the same figures, so they share a note.
     """
     labels: dict[str, list[str]] = {}
     for row in rows:

@@ -1,6 +1,6 @@
 """The report of a plan or a receipt as one document tree, which all renderers draw.
 
-Contains figures with their units and the text around them. Not for formatting: see text.py,
+It contains figures with their units and the text around them. Not for formatting: see text.py,
 html.py and json.py.
 """
 
@@ -20,7 +20,7 @@ from steelyard.report.peak_groups import PeakTree, peak_of
 from steelyard.report.quantities import Quantity, Unit, amount, cell, exactly
 from steelyard.units import format_bytes, format_seconds
 
-# Differences below this are rounding errors of sums of the same times, not time paid or saved.
+# Smaller differences are rounding errors of sums of the same times, not time that is paid or saved.
 _NO_TIME = 1e-9
 
 
@@ -46,8 +46,8 @@ class ReportDocument:
     """All figures and texts of a report.
 
     ``stands_in`` names the machine that was measured in place of a declared cluster.
-    ``unplanned_peak`` is the peak of the graph without trades, if any are applied: it explains
-    an out-of-memory error that preceded the plan.
+    ``unplanned_peak`` is the peak of the graph without trades, given only if trades are applied; it
+    explains an out-of-memory error before planning.
     """
 
     name: str
@@ -85,7 +85,9 @@ class ReportDocument:
 
     @property
     def measured_is(self) -> str:
-        """The title of the measured column, marked if another machine than planned was measured."""
+        """The title of the measured column, marked if the measured machine is not the planned
+        one.
+        """
         return "measured*" if self.stands_in else "measured"
 
 
@@ -151,13 +153,13 @@ def _tree(plan: Plan, measured: RunMeasurement | None) -> ReportDocument:
 def _slowdown(plan: Plan) -> str:
     """Describe the plan's slowdown over its graph without trades.
 
-    The ratio is known more precisely than either time.
+    The ratio is known more precisely than either of the two times.
     """
     ratio = plan.slowdown
     if ratio is None or not plan.decisions.rules:
         return ""
     times = f"~{ratio.value:.2f} times as long ({ratio.low:.2f} to {ratio.high:.2f})"
-    # The optimizer's step is in both and changes in neither, so it is not in the ratio.
+    # The optimizer's step is in both times, and is the same in both, so it is not in the ratio.
     return f"; the plan's forward and backward pass take {times}"
 
 
@@ -201,7 +203,7 @@ def _memory_verdict(plan: Plan, measured: RunMeasurement | None) -> tuple[str, b
 def _with_verb(verb: str, opposite: str, about: str) -> str:
     """Prefix an amount with ``verb``, or with ``opposite`` if it is negative.
 
-    A trade may cost less than nothing: a micro-batch, for example, may fit into the processor's
+    A trade may have a negative cost: a micro-batch, for example, may fit into the processor's
     cache.
     """
     return f"{opposite} {about.replace('~-', '~')}" if about[:2] == "~-" else f"{verb} {about}"
@@ -216,7 +218,7 @@ def _paid(taken: SelectedTrade) -> str:
     seconds = _about(taken.pays_seconds, Unit.SECONDS, kind_named(taken.trade).paid_in)
     if kind_named(taken.trade).buys_communication and taken.buys_bytes < 0:
         memory = _about(-taken.buys_bytes, Unit.BYTES, "memory")
-        # Time saved is omitted: next to the memory it would read as if it were paid too.
+        # Time saved is omitted: next to the memory, it would look as if it were paid too.
         return f"{seconds}, {memory}" if taken.pays_seconds > 0 else memory
     if kind_named(taken.trade).buys_communication and taken.pays_seconds < -_NO_TIME:
         # The processor time that a collective takes while it runs counts as computation.
@@ -242,7 +244,9 @@ def _least_is(plan: Plan) -> str:
 
 
 def _taken_is(plan: Plan) -> str:
-    """Count the offers taken, and those in part; with those refused they add up to all offers."""
+    """Count the offers that were taken, and those taken in part; with the refused ones these are
+    all offers.
+    """
     left = Counter(r.left for r in plan.refused)
     whole = max(0, plan.num_offers - left[Remaining.WHOLE] - left[Remaining.REST])
     in_part = f", and {left[Remaining.REST]} in part" if left[Remaining.REST] else ""
@@ -250,9 +254,9 @@ def _taken_is(plan: Plan) -> str:
 
 
 def _refused(plan: Plan) -> tuple[Rejection, ...]:
-    """Return the refused offers; without gradient compression, the fastest codec comes first.
+    """Return the refused offers; for uncompressed gradients, the fastest codec comes first.
 
-    Why gradients are not compressed is the usual question about a data-parallel plan.
+    Users of a data-parallel plan usually ask why gradients are not compressed.
     """
     is_compressed = any(isinstance(r, GradientCompression) for r in plan.decisions.rules)
     codecs = [
@@ -281,7 +285,7 @@ def refused_label(refusal: Rejection) -> str:
 
 
 def _as_of(plan: Plan) -> str:
-    """Return a note if the reasons were computed with another step time than the table shows."""
+    """Return a note if the reasons were computed for another step time than the table shows."""
     if plan.planned_seconds is None:
         return ""
     planned = format_seconds(plan.planned_seconds)

@@ -1,4 +1,4 @@
-"""Render a failure as a few lines that end with what to do next, or as a JSON object.
+"""Renders a failure as a few lines, the last of which says what to do next, or as a JSON object.
 
 Not for the exception classes: see steelyard/errors.py.
 """
@@ -38,7 +38,7 @@ class Failure:
 
     @classmethod
     def unexpected(cls, error: BaseException, *, doing: str, exit_code: int) -> Self:
-        """Describe an exception that Steelyard does not raise, most often from user code."""
+        """Describe an exception that is not Steelyard's; most often it comes from user code."""
         name = type(error).__name__
         message = printable(str(error).strip().split("\n")[0], most=300)
         where = users_line(error)
@@ -80,7 +80,7 @@ def failure_lines(failure: Failure, *, width: int) -> tuple[Line, ...]:
 
 
 def users_line(error: BaseException) -> str:
-    """Return the innermost user code line of a traceback, as ``train.py:12 in workload``.
+    """Return the innermost line of user code in a traceback, as ``train.py:12 in workload``.
 
     Lines of installed packages and of Steelyard are skipped.
     """

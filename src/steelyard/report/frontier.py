@@ -25,7 +25,7 @@ class CurvePoint:
 
 
 def curve_of(plan: Plan) -> tuple[CurvePoint, ...]:
-    """Return the curve, with this plan added: the curve is a sample and may not contain it."""
+    """Return the curve with this plan added: the curve is a sample and may not contain it."""
     points = list(plan.frontier)
     if points and not any(_is_of(plan, p) for p in points):
         points.append(_as_point(plan))
@@ -67,7 +67,7 @@ def _point(point: FrontierPoint, plan: Plan) -> CurvePoint:
 
 
 def _predicted(value: float, like: Prediction, key: str) -> Quantity:
-    """Scale the plan's interval to a point: both come from the same predictor."""
+    """Scale the plan's interval to a point; both come from the same predictor."""
     around = estimate_of(like.metrics, key)
     unit = Unit.BYTES if key == "memory_bytes" else Unit.SECONDS
     if not around.value:

@@ -1,4 +1,4 @@
-"""Render the document tree as one self-contained HTML page: no network, no script, no font.
+"""Renders the document tree as one self-contained HTML page, without network, scripts or fonts.
 
 Every figure that is drawn is also given as text. Not for the drawings: see svg.py.
 """
@@ -73,7 +73,7 @@ def html_of(subject: Plan | Receipt) -> str:
 
 
 def to_html(tree: ReportDocument) -> str:
-    """Render the page; page.html.jinja beside this file is its text."""
+    """Render the page; the template is page.html.jinja next to this file."""
     shown = shown_of(tree.ranks)
     drawing = svg.timeline(tree)
     return _page().render(
@@ -112,7 +112,7 @@ def _page() -> Template:
 
 
 def _one_line(value: object) -> object:
-    """Make each printed value one printable line; drawings and the style are ours."""
+    """Make each printed value a single printable line; drawings and the style are our own."""
     return value if isinstance(value, Markup) else unbroken(printable(str(value), most=2000))
 
 
@@ -122,8 +122,9 @@ def _columns(tree: ReportDocument) -> list[str]:
 
 
 def _row(row: AmountRow, tree: ReportDocument) -> tuple[str, bool, list[tuple[str, object]]]:
-    """Return the label, whether the miss is outside, and each cell with its column's name, which
-    narrow screens show because they hide the header."""
+    """Return the label, True if the miss is outside, and each cell with the name of its column.
+    Narrow screens hide the header, and show these names instead.
+    """
     interval = row.plan.interval if isinstance(row.plan, Quantity) and row.plan.value else ""
     miss = "" if row.miss is None else format_share(row.miss)
     mark = " largest miss" if row.is_largest else ""

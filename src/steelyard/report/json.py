@@ -1,4 +1,4 @@
-"""Render the document tree as JSON; keys and meanings are stable within a schema version.
+"""Renders the document tree as JSON; keys and meanings are stable within a schema version.
 
     schema        "steelyard.plan/1" or "steelyard.receipt/1"
     plan, title   the plan's name, and the model and data it is for
@@ -103,7 +103,7 @@ def decisions_to_json(decisions: Decisions) -> dict[str, Any]:
 
 
 def dumps(document: dict[str, Any]) -> str:
-    """Serialise a document to one line of ASCII, safe for any terminal and encoding."""
+    """Serialise a document to one line of ASCII, which is safe for any terminal and encoding."""
     return json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n"
 
 

@@ -1,6 +1,6 @@
 """The output of commands: text or JSON on stdout, and an HTML page on request.
 
-Not for the contents (document.py) nor for rendering (text.py, json.py, html.py).
+Not for the contents (see document.py) or for rendering (see text.py, json.py, html.py).
 """
 
 import shlex
@@ -68,7 +68,7 @@ def show_json(document: dict[str, Any]) -> None:
 
 
 def write_page(tree: ReportDocument, path: Path | None) -> None:
-    """Write the HTML page to ``path``; None writes nothing."""
+    """Write the HTML page to ``path``; if that is None, write nothing."""
     if path is None:
         return
     from steelyard.report.html import to_html
@@ -91,7 +91,7 @@ def write_page(tree: ReportDocument, path: Path | None) -> None:
 def show_decisions(found: PlanOnFile, path: Path, *, in_json: bool) -> None:
     """Write the decisions of a plan file without valid predictions.
 
-    They are missing, or older than the last edit of the plan.
+    The predictions are missing, or older than the last edit of the plan.
     """
     if in_json:
         status = "edited" if found.is_edited else "not predicted"

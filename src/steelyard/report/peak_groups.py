@@ -1,4 +1,4 @@
-"""Group the tensors alive at a memory peak by module and source line.
+"""Groups the tensors alive at a memory peak by module and source line.
 
 Not for rendering the groups: see text.py and html.py.
 """
@@ -12,7 +12,7 @@ _MOST_GROUPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Tensors alive at the peak, made by one source line in modules of equal ``starred_path``."""
+    """Tensors alive at the peak that one source line made in modules of equal ``starred_path``."""
 
     nbytes: int
     share: float
@@ -48,7 +48,8 @@ def short_op(op: str) -> str:
 def starred_path(path: str) -> str:
     """Replace indices in a module path by stars: ``blocks.3.mlp`` -> ``blocks.*.mlp``.
 
-    A final index below another one stays: the layers of a Sequential inside a block differ.
+    A final index below another index is kept, because the layers of a Sequential inside a block
+    differ.
     """
     parts = path.split(".")
     starred = ["*" if part.isdigit() else part for part in parts]

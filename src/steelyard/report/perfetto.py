@@ -1,6 +1,6 @@
-"""Export a predicted step as a trace for Perfetto and chrome://tracing, one row per stream.
+"""Exports a predicted step as a trace for Perfetto and chrome://tracing, one row per stream.
 
-Uses complete events of the Trace Event Format (Google, 2016), in microseconds. Not for computing
+It uses complete events of the Trace Event Format (Google, 2016), in microseconds. Not for computing
 the spans: see predict/trace.py.
 """
 

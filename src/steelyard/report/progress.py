@@ -1,6 +1,6 @@
-"""Show the progress of a run: a progress bar on a terminal, only notes in a log.
+"""Shows the progress of a run: a progress bar on a terminal, or only notes in a log.
 
-Not for training: errors while writing never stop a step.
+An error while writing never stops a step.
 """
 
 import contextlib
@@ -130,14 +130,16 @@ class Status:
 def _shares_the_screen() -> bool:
     """True if stdout is a terminal, so that rich must redirect prints around its display.
 
-    Rich sends redirected prints to its own stream, stderr; if stdout is a file or a pipe, they
-    would be missing from it.
+    Rich sends redirected prints to its own stream, stderr. If stdout is a file or a pipe, they
+    would be missing there.
     """
     return is_terminal(sys.stdout)
 
 
 class _Bar:
-    """A rich progress bar; rich is imported at the first step, and never for a log."""
+    """A rich progress bar; rich is imported at the first step, and never if output goes to a
+    log.
+    """
 
     def __init__(self, stream: TextIO, steps: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

@@ -1,4 +1,4 @@
-"""Predicted and measured memory per rank: every rank if they are few, else the worst and a range.
+"""Predicted and measured memory per rank: all ranks if they are few, else the worst and a range.
 
 Not for the rank with the highest predicted peak, which the main table shows: see amounts_table.py.
 """
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from steelyard.plans.receipt import RankMemory
 from steelyard.units import format_bytes, format_share
 
-# Up to _MOST ranks are shown one by one; of more, only the _FEW with the largest misses.
+# Up to _MOST ranks are shown one by one; if there are more, only the _FEW with the largest misses
+# are shown.
 _MOST, _FEW = 8, 3
 
 

@@ -1,4 +1,4 @@
-"""Render a scaling study (step time over numbers of devices) as tables and as JSON.
+"""Renders a scaling study (step time over numbers of devices) as tables and as JSON.
 
 Not for computing the study: see api/scaling_study.py.
 """
@@ -15,7 +15,9 @@ _TOO_FEW = "a law needs at least two numbers of devices"
 
 
 def rendered(scaling: Scaling, *, width: int) -> list[Line]:
-    """Render two tables: the fixed batch with Amdahl's law, the growing one with Gustafson's."""
+    """Render two tables: the fixed batch with Amdahl's law, the growing batch with Gustafson's
+    law.
+    """
     same = [
         _row(
             point,

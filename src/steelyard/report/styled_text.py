@@ -1,7 +1,7 @@
-"""Lines of styled text: spans of text with a tone, wrapping and columns.
+"""Lines of styled text: spans of text with a style, wrapping and columns.
 
 ``shown`` escapes control characters, so that no name in a plan can control the terminal. Not for
-colours: see terminal.py; nor for the contents: see document.py.
+colours (see terminal.py) or for the contents (see document.py).
 """
 
 import re
@@ -45,7 +45,7 @@ def words(text: str, *, width: int, tone: Tone = Tone.PLAIN) -> tuple[Line, ...]
 
 
 def shown(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Make all text printable; every line passes here before it is written to a terminal."""
+    """Make all text printable; every line goes through here before it is written to a terminal."""
     return tuple(
         tuple((printable(text, most=10_000), tone) for text, tone in line) for line in lines
     )
@@ -54,7 +54,7 @@ def shown(lines: Sequence[Line]) -> tuple[Line, ...]:
 def headed(
     head: str, text: str, width: int, tone: Tone = Tone.PLAIN, *, head_tone: Tone = Tone.PLAIN
 ) -> list[Line]:
-    """Render ``head`` in a left column and ``text`` wrapped to its right, or below if narrow."""
+    """Render ``head`` in a left column and ``text`` wrapped to its right, or below it if narrow."""
     if width < NARROW and len(head) > 4:
         head = head.rstrip()
         lines = folded(f"{head} {text}", width, indent="  ")

@@ -1,4 +1,4 @@
-"""Draw inline SVG: memory over one step, and the memory-time curve.
+"""Draws inline SVG: memory over one step, and the memory-time curve.
 
 Colours are CSS classes of the page. Not for the page, which repeats every figure as text: see
 html.py.

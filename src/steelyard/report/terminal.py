@@ -1,4 +1,4 @@
-"""Write lines to a stream: with colour on a terminal, as plain text elsewhere.
+"""Writes lines to a stream: with colour on a terminal, as plain text elsewhere.
 
 Not for the contents: see text.py.
 """
@@ -55,12 +55,14 @@ def console(stream: TextIO) -> "Console":
 def is_terminal(stream: TextIO) -> bool:
     try:
         return stream.isatty()
-    except ValueError:  # closed
+    except ValueError:  # the stream is closed
         return False
 
 
 def wants_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """True for a capable terminal without NO_COLOR (no-color.org: present and not empty)."""
+    """True for a terminal with colours, unless NO_COLOR is set (no-color.org: present and not
+    empty).
+    """
     return (
         is_terminal(stream)
         and not environ.get("NO_COLOR")
@@ -75,17 +77,17 @@ def width_of(stream: TextIO) -> int:
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """Return ``text`` with characters that the stream cannot encode written as escapes."""
+    """Return ``text`` with escapes instead of characters that the stream cannot encode."""
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def quieten(stream: TextIO) -> None:
-    """Redirect a stream whose reader has left to the null device, with its buffered output."""
+    """Redirect a stream whose reader has closed it to the null device, with its buffered output."""
     try:
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, stream.fileno())
         os.close(sink)
-    except (OSError, ValueError):  # no file under it, or closed
+    except (OSError, ValueError):  # the stream has no file descriptor, or is closed
         if stream is sys.stdout:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - lives as long as the process

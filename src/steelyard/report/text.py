@@ -1,6 +1,6 @@
-"""Render the document tree as lines of text of a given width, with tones.
+"""Renders the document tree as lines of text of a given width, with styles.
 
-Colours are decided by terminal.py. Not for the contents: see document.py.
+terminal.py chooses the colours. Not for the contents: see document.py.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ from steelyard.safe_text import printable
 from steelyard.units import format_bytes, format_share
 
 _MOST_REFUSED = 4
-# The number of groups shown of the peak without trades.
+# The number of groups shown for the peak without trades.
 _FEW_GROUPS = 5
-_HEAD = 12  # width of the column of heads
+_HEAD = 12  # the width of the column of heads
 
 
 def text_of(subject: Plan | Receipt, *, width: int = 100) -> str:
@@ -136,7 +136,7 @@ def _cells(row: AmountRow, is_receipt: bool) -> list[str]:
 
 
 def _stacked(rows: list[tuple[AmountRow, list[str]]], titles: list[str], width: int) -> list[Line]:
-    """Render each amount on separate lines, for widths that the table does not fit."""
+    """Render each amount on separate lines, for widths into which the table does not fit."""
     lines: list[Line] = []
     for row, cells in rows:
         lines.append(((row.label, Tone.STRONG),))
@@ -159,7 +159,7 @@ def _taken(tree: ReportDocument, width: int) -> list[Line]:
 
 
 def _offers_taken(taken: Sequence[TakenOffer], width: int) -> list[Line]:
-    """Render each offer on one line, shortened if necessary, or on two if they do not all fit."""
+    """Render each offer on one line, shortened if necessary; on two lines if some do not fit."""
     columns = [(t.trade, t.label, t.paying, t.buying) for t in taken]
     short = [
         (t.trade, t.label, *(" ".join(c.split()[:3]) for c in (t.paying, t.buying))) for t in taken
@@ -184,7 +184,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _refused(tree: ReportDocument, width: int, *, most: int | None = None) -> list[Line]:
-    """Render the refused offers; with ``most``, those with the same reason are grouped."""
+    """Render the refused offers; with ``most``, offers with the same reason are grouped."""
     if not tree.refused:
         return []
     lines: list[Line] = [((f"refused ({tree.refused_is})", Tone.STRONG),)]
@@ -224,7 +224,7 @@ def _offers(tree: ReportDocument, width: int) -> list[Line]:
     return [*lines, *_refused(tree, width), *_last(tree, width)]
 
 
-# --- what is alive at the peak --------------------------------------------------------------------
+# --- tensors alive at the peak --------------------------------------------------------------------
 
 
 def _peak(tree: ReportDocument, width: int) -> list[Line]:
@@ -253,7 +253,7 @@ def _peak(tree: ReportDocument, width: int) -> list[Line]:
 
 
 def _unplanned_peak(tree: ReportDocument, width: int) -> list[Line]:
-    """Render the largest groups alive at the peak without trades: they explain an OOM error."""
+    """Render the largest groups alive at the peak without trades, which explain an OOM error."""
     peak = tree.unplanned_peak
     if peak is None:
         return []

@@ -1,4 +1,4 @@
-"""Run a plan on a live model: the training step, its runners, checkpoints and launcher.
+"""Runs a plan on a live model: the training step, its runners, checkpoints and launcher.
 
-Not for decisions: a setting that the plan leaves open is an error here.
+Not for decisions: if the plan leaves a setting open, this is an error here.
 """

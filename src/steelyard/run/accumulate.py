@@ -21,12 +21,12 @@ Reduction = Literal["mean", "sum", "counted"]
 
 
 class PipelineRunner(Protocol):
-    """Runs forward and backward over all micro-batches on ranks that each own some pipeline
+    """Runs forward and backward over all micro-batches, on ranks that each own some pipeline
     stages.
 
-    ``held_bytes`` is the memory this rank reserves for it between steps, in addition to the
-    model; ``moved_bytes`` counts the bytes sent to other ranks so far without a network
-    connection. ``finite`` checks the values before they are sent.
+    ``held_bytes`` is the memory that this rank reserves for this between steps, in addition to the
+    model; ``moved_bytes`` counts the bytes sent to other ranks so far without a network connection.
+    ``finite`` checks the values before they are sent.
     """
 
     finite: FiniteWatch | None
@@ -119,7 +119,8 @@ class GradientAccumulation:
             for index in own:
                 part = bound if index == own[-1] else bound.earlier
                 share = shares[index]
-                if share == 0.0:  # no counted target: no loss, no gradient, and 0 / 0 in its mean
+                # without a counted target there is no loss and no gradient, and 0 / 0 in its mean
+                if share == 0.0:
                     continue
                 tangent, weight = self._tangent(bound, share, scale), self._weight(bound, share)
                 inputs = part.inputs(leaves, index, tangent, weight, total)
@@ -133,7 +134,7 @@ class GradientAccumulation:
                 if weight is None:
                     loss = _scaled(loss, share)
                 total = loss if total is None or part.returns_total_loss else total + loss
-                del loss  # or it occupies memory while the next micro-batch runs
+                del loss  # otherwise it occupies memory while the next micro-batch runs
         assert total is not None
         return total
 
@@ -158,7 +159,7 @@ class GradientAccumulation:
             return stages.run(micro_batches, [shares[index] for index in own])
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the model's GPU current: programs name a GPU without its index."""
+        """Make the model's GPU current, because programs name a GPU without its index."""
         return (
             torch.cuda.device(self._device)
             if self._device.type == "cuda"
@@ -173,8 +174,9 @@ class GradientAccumulation:
         return per_rank_rng(self.rank) if bound.draws_per_rank else contextlib.nullcontext()
 
     def _shares(self, bound: BoundProgram, leaves: Sequence[Any]) -> list[float]:
-        """Return the weight of each micro-batch's loss in the loss of the batch; equal on all
-        ranks."""
+        """Return the weight of each micro-batch's loss in the loss of the batch; it is equal on all
+        ranks.
+        """
         summed = [1.0] * bound.parts
         if not bound.counters:
             total = sum(bound.sizes)
@@ -209,7 +211,7 @@ class GradientAccumulation:
         key = (id(bound), scale, share)
         tangent = self._tangents.get(key)
         if tangent is None:
-            # The factor of a gradient scaler changes often; only the last is worth caching.
+            # The factor of a gradient scaler changes often, so only the last one is cached.
             self._tangents.clear()
             tangent = torch.full(planned.shape, scale, dtype=dtype, device=self._device)
             tangent = self._tangents[key] = _scaled(tangent, share)
@@ -234,7 +236,9 @@ def _reduced_gradients_detached(bound: BoundProgram) -> Iterator[None]:
 
 
 def _scaled(value: torch.Tensor, share: float) -> torch.Tensor:
-    """Scale a value. A share of the form 1/n divides, bit-equal to the usual ``loss / 3``."""
+    """Scale a value. For a share of the form 1/n, divide, which is bitwise equal to the usual
+    ``loss / 3``.
+    """
     if share == 1.0:
         return value
     whole = round(1 / share)

@@ -1,4 +1,4 @@
-"""Bind the named inputs of a program to live tensors: the model's once, the batch's every step.
+"""Binds the named inputs of a program to live tensors: the model's once, the batch's every step.
 
 Not for deciding whether the model is still the captured one: see model_guards.py.
 """
@@ -55,7 +55,8 @@ class BatchLayout:
 
     def leaves(self, batch: Any) -> list[Any]:
         """Return the batch's leaves in captured order; raise Mismatch if the batch has another
-        form."""
+        form.
+        """
         batch = self._drop_unread(batch)
         leaves, spec = _torch.tree_flatten(batch)
         if spec != self._spec:
@@ -79,7 +80,7 @@ class BatchLayout:
         return {key: None if key in self.unread else value for key, value in batch.items()}
 
     def _in_captured_order(self, batch: Any, spec: Any) -> list[Any]:
-        """Return the leaves in captured order; only the order of dict keys may differ."""
+        """Return the leaves in the captured order; only the order of dict keys may differ."""
         found = {_torch.keystr(p): leaf for p, leaf in _torch.tree_flatten_with_path(batch)[0]}
         wanted = [name.removeprefix("batch:") for name in self.names]
         if sorted(found) != sorted(wanted) or not _equal_up_to_key_order(self._spec, spec):
@@ -93,8 +94,9 @@ class BatchLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BatchPart:
-    """The input slot that one leaf of the batch feeds; ``rows`` is the number of rows per unit,
-    or None to pass the whole leaf."""
+    """The input slot for one leaf of the batch. ``rows`` is the number of rows per unit, or None to
+    pass the whole leaf.
+    """
 
     leaf: int
     slot: int
@@ -119,7 +121,8 @@ class BoundProgram:
         residuals: ErrorFeedback | None = None,
     ) -> None:
         """Bind ``emitted``. ``offload_sink`` returns the sink of an offloaded gradient;
-        ``residuals`` holds the error-feedback residuals of compressed gradients."""
+        ``residuals`` contains the error-feedback residuals of compressed gradients.
+        """
         self.program = program
         self.repeats, self.parts = program.repeats, program.parts
         portions = program.layout.portions
@@ -153,7 +156,8 @@ class BoundProgram:
                 self._template[slot] = residuals.of(program.graph, nodes[name])
             elif name in live:
                 self._template[slot] = _checked_tensor(name, live[name], nodes[name].outputs)
-            elif nodes[name].outputs or name in names:  # else no node reads it: see BatchLayout
+            # otherwise no node reads it: see BatchLayout
+            elif nodes[name].outputs or name in names:
                 leaf = _leaf_index(name, names)
                 planned = nodes[name].outputs[0] if nodes[name].outputs else None
                 rows = _rows_per_unit(name, planned, shapes[leaf], program)
@@ -221,10 +225,11 @@ class BoundProgram:
         return inputs
 
     def counts(self, leaves: Sequence[Any]) -> list[list[int]]:
-        """Return, for every mean in the loss, the number of counted targets per micro-batch of
-        all ranks."""
-        # The program only accepts its own batch shape, so the last window may overlap the one
-        # before.
+        """Return, for every mean in the loss, the number of counted targets in each micro-batch of
+        all ranks.
+        """
+        # The program accepts only its own batch shape, so the last window may overlap the previous
+        # one.
         no_tangent, found = torch.zeros((), device="cpu"), []
         starts = [*range(0, self._units - self._size, self._size), self._units - self._size]
         windows = [self._inputs_at(leaves, start, no_tangent, None) for start in starts]
@@ -253,8 +258,9 @@ class BoundProgram:
         return inputs
 
     def detach_reduced_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Detach and return the already reduced gradients of earlier steps, which must not be
-        reduced twice; the caller adds them after this step."""
+        """Detach and return the gradients of earlier steps. These are already reduced and must not
+        be reduced again, so the caller adds them after this step.
+        """
         earlier_gradients = [(p, p.grad) for p in self._accumulated.values() if p.grad is not None]
         for parameter, _ in earlier_gradients:
             parameter.grad = None
@@ -263,7 +269,9 @@ class BoundProgram:
     def restore_gradients(
         self, earlier_gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]
     ) -> None:
-        """Restore the detached gradients, discarding what this rank alone accumulated since."""
+        """Restore the detached gradients, and discard what this rank alone has accumulated
+        since.
+        """
         for parameter in self._accumulated.values():
             parameter.grad = None
         for parameter, gradient in earlier_gradients:
@@ -295,8 +303,9 @@ class BoundProgram:
 
 
 class _Gradient:
-    """A gradient sink that accumulates like autograd at a leaf: assign the first, add later ones
-    in place."""
+    """A gradient sink that accumulates as autograd does at a leaf: it assigns the first gradient
+    and adds later ones in place.
+    """
 
     __slots__ = ("_parameter",)
 
@@ -306,16 +315,17 @@ class _Gradient:
     def __call__(self, value: torch.Tensor) -> None:
         before = self._parameter.grad
         if before is None:
-            # A view keeps the storage alive even after `_Sum` has moved the gradient to another
-            # one.
+            # A view keeps the storage alive, even after `_Sum` has moved the gradient to another
+            # storage.
             self._parameter.grad = value.detach()
         else:
             before.add_(value)
 
 
 class _Sum:
-    """A sink that replaces the rank's own gradient by the sum over all ranks, in the same tensor
-    object: every reference to it sees the sum, and the old storage is freed."""
+    """A sink that replaces the rank's own gradient with the sum over all ranks, in the same tensor
+    object. Every reference to that tensor sees the sum, and the old storage is freed.
+    """
 
     __slots__ = ("_parameter",)
 
@@ -346,8 +356,9 @@ def shapes_of(leaves: Sequence[Any]) -> Shapes:
 
 
 def check_trained(program: Program, model: nn.Module) -> None:
-    """Raise Mismatch unless the program has a gradient for each trainable parameter, or lists it
-    as unused."""
+    """Raise Mismatch unless the program has a gradient for each trainable parameter, or lists the
+    parameter as unused.
+    """
     graph = program.graph
     planned = {
         o.target.partition(":")[2] for o in graph.outputs if o.kind is OutputKind.GRADIENT
@@ -387,8 +398,9 @@ def _leaf_index(name: str, names: Sequence[str]) -> int:
 def _rows_per_unit(
     name: str, planned: Tensor | None, shape: torch.Size | None, program: Program
 ) -> int | None:
-    """Return the number of rows of this leaf per unit, or None if every micro-batch takes it
-    whole."""
+    """Return the number of rows of this leaf per unit, or None if every micro-batch gets the whole
+    leaf.
+    """
     if planned is None or shape is None or tuple(shape) == planned.shape:
         return None
     units, size = program.units, program.share
@@ -435,7 +447,7 @@ def _equal_up_to_key_order(planned: Any, actual: Any) -> bool:
 
 
 def _keys(spec: Any) -> list[Any]:
-    # A defaultdict's context is its factory, then its keys.
+    # The context of a defaultdict consists of its factory and its keys.
     context = spec.context
     return list(context[1] if context and isinstance(context[-1], list) else context)
 

@@ -1,7 +1,8 @@
-"""Generate Python source from a program: one line per instruction, each value deleted after its
+"""Generates Python source from a program: one line per instruction; each value is deleted after its
 last use.
 
-Takes no decisions; order and copies are the program's. Not for running the source: see step.py.
+It makes no decisions: the program determines the order and the copies. Not for running the source:
+see step.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from steelyard.run.finite_check import FiniteWatch, checked_call, finite_check_p
 
 _NO_CHANNELS: Mapping[str, Channel] = MappingProxyType({})
 _GIVE_WAY = "give_way"
-# Takes its inputs in a list that it empties, so that an input is freed after its last use.
+# Takes its inputs in a list that it empties, so that each input can be freed after its last use.
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -54,9 +55,8 @@ class Emitted:
     """Generated code: ``run(inputs, sinks)`` takes values in the order of ``inputs`` and one
     callable per sink.
 
-    ``earlier`` is the code for all micro-batches but the last, if that is less. ``carriers``
-    replace torch's own collectives; ``begin()`` has to be called on them at the start of each
-    step.
+    ``earlier`` is the code for all micro-batches but the last, if that code does less. ``carriers``
+    replace torch's own collectives; their ``begin()`` must be called at the start of each step.
     """
 
     source: str
@@ -78,9 +78,9 @@ def emit(
 ) -> Emitted:
     """Generate and compile the Python code of a program.
 
-    ``channels`` are the live process groups of the mesh axes the program communicates over;
-    ``tensors`` are the offloaded weights and gradients; ``fusing`` groups instructions into fused
-    calls; ``output_buffers`` supply memory for the results of some nodes; ``watch`` checks values
+    ``channels`` are the live process groups of the mesh axes over which the program communicates.
+    ``tensors`` are the offloaded weights and gradients. ``fusing`` groups instructions into fused
+    calls. ``output_buffers`` provide memory for the results of some nodes. ``watch`` checks values
     before they are exchanged.
     """
     check_channels(program, channels)
@@ -132,8 +132,9 @@ def _emitted(writer: "_Writer") -> Emitted:
 
 
 def _slots(program: Program, offload_file: OffloadFile | None) -> Slots | None:
-    """Reserve offload memory for the values that the program offloads; its sends number the
-    slots."""
+    """Reserve offload memory for the values that the program offloads; the slots are numbered in
+    the order of its sends.
+    """
     nodes = program.graph.by_name
     sizes = {
         nodes[i.node].args[0]: c.sent_bytes
@@ -206,8 +207,9 @@ class _Writer:
         return "\n".join(lines) + "\n"
 
     def _fused_call(self, line: Fused, dead: Sequence[str]) -> list[str]:
-        """Return the source lines of a fused call; inputs that die in it are deleted before the
-        call."""
+        """Return the source lines of a fused call; inputs whose last use it is are deleted before
+        the call.
+        """
         name = f"go_{self.fused.index(line)}"
         self.scope[name] = line.run
         last = [self._name(value) for value in dead if value not in line.gives]
@@ -219,10 +221,10 @@ class _Writer:
         ]
 
     def _fused_argument(self, value: str) -> str:
-        """Return an argument of a fused call, with the strides it was captured with.
+        """Return an argument of a fused call, with the strides that it had at capture.
 
-        Fused code is compiled for these strides but for any storage offset; values made by
-        uncompiled lines may differ.
+        Fused code is compiled for these strides, with any storage offset; values made by uncompiled
+        lines may have other strides.
         """
         node = self._uncompiled.get(value)
         if node is None or node.collective is not None or node.waits_for:
@@ -239,8 +241,9 @@ class _Writer:
         }
 
     def _yield_points(self) -> frozenset[int]:
-        """Return the lines that compute while a collective is in flight; after them gloo's
-        threads get the core."""
+        """Return the lines that compute while a collective is in flight; after each of them, the
+        core is yielded to gloo's threads.
+        """
         nodes = self._program.graph.by_name
         issued: dict[str, int] = {}
         in_flight: set[int] = set()
@@ -260,8 +263,9 @@ class _Writer:
         return line.sink is None and not self._program.graph.by_name[line.node].is_free
 
     def _deaths(self) -> list[list[str]]:
-        """Return, for each line, the values that no later line reads; the loss and the inputs
-        stay alive."""
+        """Return, for each line, the values that no later line reads; the loss and the inputs stay
+        alive.
+        """
         last: dict[str, int] = {}
         for index, line in enumerate(self._lines):
             made, read = _made_and_read(line)
@@ -287,8 +291,9 @@ class _Writer:
         return f"{self._operator(node)}({', '.join(args)})"
 
     def _restrided(self, argument: str, of: str) -> str:
-        """Return the argument of an ``as_strided`` call in its captured layout: its kernel may
-        have chosen another."""
+        """Return the argument of an ``as_strided`` call in its captured layout, since its kernel
+        may have chosen another.
+        """
         (planned,) = self._program.graph.by_name[of].outputs
         self.scope["as_captured"] = as_captured
         return f"as_captured({argument}, {planned.stride!r}, {planned.offset})"
@@ -324,7 +329,7 @@ class _Writer:
             (names, *_), body = node.args, node.body
             assert isinstance(names, tuple)
             assert body is not None
-            # All operands of a loop are of the same kind, persistent or per step.
+            # All operands of a loop are of the same kind: persistent, or for one step.
             owner = self._offload_owner(names[0])
             assert owner is not None
             return owner.products.carrying_out(body)
@@ -338,8 +343,9 @@ class _Writer:
         return bound
 
     def _exchange_call(self, node: Node) -> Callable[..., Any] | None:
-        """Return the call for a collective, a wait or a gradient codec: timed, or replacing
-        torch's own."""
+        """Return the call for a collective, a wait or a gradient codec; the call is timed, or
+        replaces torch's own.
+        """
         if node.is_transfer:
             return None
         if node.op in CODED_CALLS and DATA in self._channels:
@@ -354,7 +360,8 @@ class _Writer:
 
     def _offload_owner(self, name: Argument) -> OffloadedTensors | Slots | None:
         """Return the owner of an offloaded value: named values persist over steps, numbered ones
-        are slots of one step."""
+        are slots for one step.
+        """
         return self._tensors if isinstance(name, str) else self._slots
 
     def _name(self, value: str) -> str:
@@ -383,14 +390,14 @@ def as_captured(x: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.
 
 
 def with_strides(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return ``x`` with these strides, copied if its own differ."""
+    """Return ``x`` with these strides, copied if its own are different."""
     if all(n < 2 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
         return x
     return copy_strided(x, list(x.shape), list(stride))
 
 
-# Views that differ from their argument only in shape and strides. A conjugate view does not
-# qualify.
+# Views that differ from their argument only in shape and strides. A conjugate view is not one of
+# these.
 _RESHAPING = frozenset({
     "aten.expand.default", "aten.permute.default", "aten.slice.Tensor", "aten.squeeze.dim",
     "aten.squeeze.dims", "aten.transpose.int", "aten.view.default",
@@ -398,7 +405,9 @@ _RESHAPING = frozenset({
 
 
 def _is_identity(program: Program, node: Node) -> bool:
-    """True if a view equals its argument, as ``expand`` to the same shape; it needs no call."""
+    """True if a view equals its argument, such as ``expand`` to the same shape; it then needs no
+    call.
+    """
     if node.op not in _RESHAPING or not node.is_view:
         return False
     return node.outputs == program.graph.by_name[node.inputs[0]].outputs

@@ -1,8 +1,8 @@
-"""Select the gradient codec of each step: none during warm-up, then the plan's, then less lossy
+"""Selects the gradient codec of each step: none during warm-up, then the plan's, then less lossy
 ones.
 
-Falls back to the next codec if the residual grows too large or the loss rises. All ranks see the
-same figures and make the same decision. Not for the residuals: see run/error_feedback.py.
+If the residual grows too large or the loss rises, the next codec is used. All ranks see the same
+figures and make the same decision. Not for the residuals: see run/error_feedback.py.
 """
 
 import math
@@ -12,11 +12,11 @@ from typing import cast
 
 # The number of steps between two checks.
 EVERY = 50
-# Upper bound of the residual's norm relative to a step's gradient. A codec that is a contraction
-# to nine tenths converges to this value.
+# Upper bound of the residual's norm relative to a step's gradient. If the error of a codec is nine
+# tenths of its input, the ratio converges to this value.
 MOST_HELD = 10.0
-# Bounds on the rise of the mean loss, relative to the lowest mean of all windows and to the first
-# mean; the latter because a loss near zero fluctuates by a multiple of itself.
+# Bounds on the rise of the mean loss: relative to the lowest mean of all windows, and relative to
+# the first mean, because a loss near zero fluctuates by a multiple of itself.
 _MAX_RISE, _MAX_RISE_OF_FIRST = 0.2, 0.05
 
 MaxOverRanks = Callable[[Sequence[float]], Sequence[float]]
@@ -34,8 +34,8 @@ class FallbackRecord:
 class CompressionFallback:
     """Decides which codec a step uses.
 
-    ``rungs`` is the number of codecs in fallback order, from the plan's to none at the end;
-    ``max_over_ranks`` returns the maxima of figures over all ranks.
+    ``rungs`` is the number of codecs in the fallback order, which starts with the plan's codec and
+    ends with none. ``max_over_ranks`` returns the maxima of figures over all ranks.
     """
 
     def __init__(self, rungs: int, *, warm_up: int = 0) -> None:

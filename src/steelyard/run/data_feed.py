@@ -1,4 +1,4 @@
-"""Yields batches over epochs, from a position that a resumed run can return to.
+"""Yields batches over epochs, from a position to which a resumed run can return.
 
 Not for training on a batch: see train_loop.py.
 """
@@ -20,9 +20,9 @@ class Feed:
     """Draws batches from an iterable (a DataLoader), or from a callable that returns an iterator.
 
     At the end it starts the next epoch. The position is ``epoch``, ``taken`` and ``began``: a
-    resumed run sets the random states to ``began``, restarts the epoch and skips ``taken``
-    batches. Only the generators of torch, Python, numpy and the loader are handled; an iterator
-    that draws from another has to seed it itself, equally in every epoch.
+    resumed run sets the random states to ``began``, restarts the epoch and skips ``taken`` batches.
+    Only the generators of torch, Python, numpy and the loader are handled. An iterator that uses
+    another generator must seed that itself, in the same way in every epoch.
     """
 
     def __init__(self, batches: Batches) -> None:
@@ -58,7 +58,7 @@ class Feed:
         if taken:
             set_random_state(began, self.generators)
             self._start()
-            # The number in the checkpoint is not trusted: the loop ends with the epoch.
+            # The number in the checkpoint is not trusted, so the loop ends with the epoch.
             while skipped < taken:
                 self.next()
                 if self.epoch != epoch:

@@ -1,7 +1,7 @@
-"""Error feedback: the residuals of compressed gradients, stored per parameter across steps.
+"""Error feedback: the residuals of compressed gradients, kept from step to step for each parameter.
 
-Residuals are gathered from all ranks for a checkpoint, restored from one, also on another number
-of ranks, and applied at once when the codec changes. Not for computing them: see
+For a checkpoint, residuals are gathered from all ranks; they can be restored on another number of
+ranks. If the codec changes, they are applied at once. Not for computing them: see
 operators/gradient_codecs.py.
 """
 
@@ -17,11 +17,11 @@ from steelyard.ir.graph import Graph, Node, Ref
 from steelyard.ir.parallel_layout import DATA
 from steelyard.operators import all_gather, low_rank
 
-# Checkpoint keys: each rank's residual of its own gradients, one row per rank; the residual of
-# the sums; and the starting factors of the next step, which are equal on all ranks.
+# Checkpoint keys: each rank's residual of its own gradients (one row per rank), the residual of the
+# sums, and the starting factors of the next step, which are equal on all ranks.
 _OF_RANKS, _OF_SUMS, _STARTS = "of ranks/", "of sums/", "starts/"
 _OWN = ":own"
-# The number of sampled elements, over all parameters.
+# The number of sampled elements over all parameters.
 _SAMPLE = 16 << 10
 _Member = tuple[str, int, int]
 Gradients = Mapping[str, torch.Tensor]
@@ -29,7 +29,7 @@ _LeftArguments = tuple[Any, Ref, Ref, tuple[tuple[int, int], ...], int]
 
 
 class ErrorFeedback:
-    """Residuals by the names of program inputs, the same for batches of every shape."""
+    """Residuals by the names of program inputs; these are the same for batches of every shape."""
 
     def __init__(self, channels: Mapping[str, Channel], device: torch.device = CPU) -> None:
         self.channels, self._device = channels, device
@@ -37,8 +37,8 @@ class ErrorFeedback:
         self._members: dict[str, tuple[_Member, ...]] = {}
         self._starts: dict[str, tuple[_Member, ...]] = {}
         self._checks = 0
-        # Residuals to apply in the next step, of parameters that the program does not send in
-        # that codec.
+        # Residuals to be applied in the next step, for parameters that the program does not send
+        # with that codec.
         self._owed: dict[str, torch.Tensor] = {}
 
     @property
@@ -61,7 +61,9 @@ class ErrorFeedback:
         return self._tensors[node.name]
 
     def gather(self) -> dict[str, torch.Tensor]:
-        """Gather the residuals of all ranks, including those owed; a collective call."""
+        """Gather the residuals of all ranks, including those still to be applied; all ranks must
+        call this.
+        """
         found = {f"{_OF_RANKS}{target}": lost[None].clone() for target, lost in self._owed.items()}
         for name, members in self._members.items():
             rows = self._gathered(self._tensors[name])
@@ -79,8 +81,8 @@ class ErrorFeedback:
     def restore(self, saved: Mapping[str, torch.Tensor]) -> list[str]:
         """Restore this rank's residuals; return the parameters that were not restored.
 
-        With the number of ranks that saved them, each rank gets its own bits; otherwise each gets
-        an equal share of the sum.
+        If the number of ranks is the same as when they were saved, each rank gets its own residuals
+        back; otherwise each gets an equal share of the sum.
         """
         left = {name.partition("/")[2] for name in saved}
         for name, members in self._members.items():
@@ -111,7 +113,7 @@ class ErrorFeedback:
         return sorted(left)
 
     def owe(self, saved: Mapping[str, torch.Tensor], gradients: Gradients) -> list[str]:
-        """Schedule saved residuals of parameters that are not compressed now for the next step.
+        """Schedule saved residuals, of parameters that are no longer compressed, for the next step.
 
         Returns the parameters for which this rank has no whole gradient.
         """
@@ -133,19 +135,21 @@ class ErrorFeedback:
         return bool(self._owed)
 
     def pay(self, gradients: Gradients) -> None:
-        """Add the owed residuals to the summed gradients."""
+        """Add the residuals that are scheduled for this step to the summed gradients."""
         for target in [target for target in self._owed if target in gradients]:
             _flat(gradients[target]).add_(self._owed.pop(target))
 
     def pay_all(self, gradients: Gradients) -> None:
-        """Add all residuals of all ranks to the summed gradients, and reset them; a collective
-        call."""
+        """Add all residuals of all ranks to the summed gradients, and reset them; all ranks must
+        call this.
+        """
         self.owe_all()
         self.pay(gradients)
 
     def owe_all(self) -> None:
-        """Schedule all residuals of all ranks for the next step, and reset them; a collective
-        call."""
+        """Schedule all residuals of all ranks for the next step, and reset them; all ranks must
+        call this.
+        """
         for name, members in self._members.items():
             total = self._gathered(self._tensors[name]).sum(0)
             if (own := self._tensors.get(f"{name}{_OWN}")) is not None:
@@ -156,12 +160,13 @@ class ErrorFeedback:
 
     @property
     def owed_numels(self) -> dict[str, int]:
-        """The number of elements of what is owed, by parameter."""
+        """The number of elements of the scheduled residuals, by parameter."""
         return {target: owed.numel() for target, owed in self._owed.items()}
 
     def take_over(self, numels: Mapping[str, int], fill: Callable[[torch.Tensor], object]) -> None:
-        """Replace the owed residuals by those of another rank; ``fill`` receives each into a
-        tensor."""
+        """Replace the scheduled residuals with those of another rank; ``fill`` receives each into a
+        tensor.
+        """
         before = self._owed
         self._owed = {}
         for target, numel in numels.items():
@@ -178,7 +183,7 @@ class ErrorFeedback:
     def residual_ratio(self, gradients: Gradients) -> float:
         """Return the norm of the summed residuals relative to this step's gradient, on a sample.
 
-        The result is equal on all ranks; a collective call.
+        The result is equal on all ranks, which must all call this.
         """
         per_parameter = max(1, _SAMPLE // max(1, sum(map(len, self._members.values()))))
         residuals, summed = [], []
@@ -197,7 +202,7 @@ class ErrorFeedback:
             return 0.0
         total = self._gathered(torch.cat(residuals)).sum(0)
         norm = torch.cat(summed).norm()
-        # Without a finite, nonzero gradient the ratio means nothing.
+        # The ratio means nothing unless the gradient is finite and not zero.
         return float(total.norm() / norm) if norm.isfinite() and norm > 0 else 0.0
 
     def max_over_ranks(self, figures: Sequence[float]) -> list[float]:
@@ -219,7 +224,7 @@ class ErrorFeedback:
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    """View a gradient as one dimension in memory order, the order in which it is sent."""
+    """View a gradient as one dim in memory order, which is the order in which it is sent."""
     return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
 
 
@@ -231,7 +236,7 @@ def _members(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
 
 
 def _starts(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
-    """Yield the same for the tensors of starting right factors."""
+    """Yield the same for the tensors of the starting right factors."""
     for node in graph.nodes:
         if node.op == LEFT:
             _, _, start, shapes, rank = cast("_LeftArguments", node.args)
@@ -243,7 +248,7 @@ def _starts(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
 
 
 def _decoded(graph: Graph, coded: Node) -> tuple[_Member, ...]:
-    """Return the parameters of a coded tensor, by offset."""
+    """Return the parameters of an encoded tensor, by offset."""
     (decoded,) = graph.by_name[f"{coded.name.removesuffix('.coded')}.decoded"].outputs
     found = []
     for output in graph.outputs:

@@ -1,7 +1,7 @@
-"""The fastest way to call each operator: torch's own Python binding if it means the same.
+"""Finds the fastest way to call each operator: torch's own Python binding, if it means the same.
 
 ``torch.ops`` parses its arguments against a schema at every call, which costs about as much as a
-small kernel. Not for which operator to call: see operators/.
+small kernel. Not for choosing the operator: see operators/.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from steelyard.ir.graph import Node
 from steelyard.operators import callable_of, decode8, encode8, masked_scale, operator_named
 from steelyard.passes.pipeline.in_place_sends import WRITING
 
-# Public builtins that take an overload's arguments in the same order, with exactly these
+# Public builtins that take the arguments of an overload in the same order, with exactly these
 # keywords. Each is compared with its operator in tests/torch/run/test_fast_bindings.py.
 _Binding = Callable[..., Any]
 _PLAIN: dict[str, _Binding] = {
@@ -42,12 +42,12 @@ _PLAIN: dict[str, _Binding] = {
     "aten.tanh.default": torch.tanh,
     "aten.transpose.int": torch.transpose,
     "aten.unsqueeze.default": torch.unsqueeze,
-    # Some kernels return another layout than torch's shape inference says, and such a result may
-    # not be viewable in the new shape; reshape copies it.
+    # Some kernels return a layout that differs from torch's shape inference. Such a result cannot
+    # always be viewed in the new shape; reshape then copies it.
     "aten._unsafe_view.default": torch.reshape,
     "aten.view.default": torch.reshape,
     "aten.where.self": torch.where,
-    # Called without the dispatcher, which is slower for Python than for C++ operators.
+    # Called without the dispatcher, which is slower for operators in Python than for those in C++.
     "steelyard.decode8.default": decode8,
     "steelyard.encode8.default": encode8,
     "steelyard.masked_scale.default": masked_scale,
@@ -62,13 +62,14 @@ _BINDINGS: dict[str, tuple[_Binding, frozenset[str]]] = {
 }
 
 
-# Returns the memory to write the next result into, or None to allocate it.
+# Returns the memory into which the next result is written, or None to allocate it.
 OutputBuffer = Callable[[], torch.Tensor | None]
 
 
 def writing_into(buffer: OutputBuffer, node: Node) -> Callable[..., Any]:
-    """Return a call that writes the node's result into ``buffer()``, or allocates as usual if
-    that is None."""
+    """Return a call that writes the node's result into ``buffer()``, or allocates it as usual if
+    that is None.
+    """
     allocating = fastest_call(node)
     op, keyword = WRITING[node.op]
     write_out = _torch.builtin_of(operator_named(op))

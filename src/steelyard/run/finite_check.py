@@ -1,8 +1,8 @@
-"""Find the first non-finite value of a rank, checked before ranks exchange it.
+"""Finds the first non-finite value of a rank, before ranks exchange it.
 
-After an exchange every rank has the NaN, and its origin is lost. The values of a step are ordered
-as they are made: the batch, activations stage by stage, the loss, gradients from the last stage
-to the first. Not for exchanging what ranks found: see train_loop.py and api/step.py.
+After an exchange, every rank has the NaN, and its origin is lost. The values of a step are ordered
+as they are made: the batch, activations stage by stage, the loss, gradients from the last stage to
+the first. Not for exchanging the findings of ranks: see train_loop.py and api/step.py.
 """
 
 import math
@@ -17,12 +17,12 @@ from steelyard.ir.gradient_codec import FIRST_CALLS
 from steelyard.ir.graph import Graph, OutputKind, Phase
 from steelyard.ir.parallel_layout import DATA
 
-# Positions in a step. The stage index is added to that of activations, and subtracted from that
-# of gradients, because the last stage makes its gradients first.
+# Positions in a step. For activations, the stage index is added. For gradients it is subtracted,
+# because the last stage makes its gradients first.
 BATCH, ACTIVATIONS, LOSS, GRADIENTS = 0, 1_000, 200_000, 900_000
 _STEP = 1_000_000
-# A GPU's results are read this many steps later, when they are long computed, to avoid a
-# synchronization.
+# The results of a GPU are read this many steps later. By then they have long been computed, so no
+# synchronization is needed.
 _PENDING = 32
 
 
@@ -55,13 +55,14 @@ NOTHING = 2**62
 
 
 class FiniteWatch:
-    """Records non-finite values: ``saw`` takes values before they are exchanged, ``end`` the loss
-    over all ranks."""
+    """Records non-finite values. ``saw`` takes values before they are exchanged, and ``end`` the
+    loss over all ranks.
+    """
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._is_synchronous = device.type == "cpu"
         self.step = 0
-        # True if the next call accumulates into the same gradients and belongs to the same step.
+        # True if the next call accumulates into the same gradients and so belongs to the same step.
         self.adds_up = False
         self.first: NonFiniteValue | None = None
         self.failed_at: int | None = None
@@ -95,8 +96,9 @@ class FiniteWatch:
     def end(self, loss: torch.Tensor, batch: Callable[[], Iterable[Any]]) -> None:
         """Check the loss at the end of a step.
 
-        ``batch`` returns this rank's part of the batch. If the loss is not finite, it is checked
-        at once on a CPU; on a GPU never, because the batch is freed before the result is known.
+        ``batch`` returns this rank's part of the batch. If the loss is not finite, the batch is
+        checked at once on a CPU. On a GPU it is never checked, because it is freed before the
+        result is known.
         """
         if self.failed_at is not None:
             return
@@ -131,10 +133,10 @@ class FiniteWatch:
         self._judge(step, float(loss))
 
     def _judge(self, step: int, loss: float) -> bool:
-        """True if the loss of this step is the first non-finite one.
+        """True if the loss of this step is the first value that is not finite.
 
-        A finite loss clears the findings of earlier steps: they have not reached the weights, as
-        when a gradient scaler skips a step.
+        A finite loss clears the findings of earlier steps, because they have not reached the
+        weights, for example if a gradient scaler skipped the step.
         """
         if math.isfinite(loss):
             self._found = [found for found in self._found if found.step >= step]
@@ -145,18 +147,20 @@ class FiniteWatch:
 
 
 def _finite_indicator(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number that is finite if and only if the whole tensor is, in one pass without
-    extra memory."""
+    """Return a number that is finite if and only if the whole tensor is, in one pass and without
+    extra memory.
+    """
     tensor = tensor.detach()
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor.sum()
-    low, high = torch.aminmax(tensor)  # cannot overflow, but a sum of half floats can
+    low, high = torch.aminmax(tensor)  # this cannot overflow, but a sum in half precision can
     return low.float() + high.float()
 
 
 def finite_check_places(graph: Graph) -> Mapping[str, int]:
-    """Return the nodes whose first argument is about to be exchanged over the data-parallel
-    ranks, with its position in a step."""
+    """Return the nodes whose first argument is about to be exchanged over the data-parallel ranks,
+    with its position in a step.
+    """
     places: dict[str, int] = {}
     for node in graph.nodes:
         sent = node.collective
@@ -183,8 +187,9 @@ def checked_call(call: Callable[..., Any], watch: FiniteWatch, place: int) -> Ca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blamed:
-    """The origin of the first non-finite value, in words; ``rank`` is -1 if it is not one rank,
-    or unknown."""
+    """The origin of the first non-finite value, in words; ``rank`` is -1 if it is unknown or not a
+    single rank.
+    """
 
     words: str = ""
     rank: int = -1
@@ -194,8 +199,8 @@ class Blamed:
 def blamed(codes: Sequence[int], *, offset: int = 0) -> Blamed:
     """Return the origin of the first non-finite value.
 
-    ``codes`` holds each rank's code, ``offset`` the number of steps before this process's first.
-    The result has no words if no rank found any.
+    ``codes`` contains each rank's code; ``offset`` is the number of steps before the first one of
+    this process. If no rank found such a value, the result has no words.
     """
     first = min(codes)
     if first >= NOTHING:

@@ -1,4 +1,4 @@
-"""Log the loss of every step to a JSON lines file, and to TensorBoard if that is installed.
+"""Logs the loss of every step to a JSON lines file, and to TensorBoard if that is installed.
 
 Each line has ``step``, ``loss``, ``seconds`` (null for a metered step), ``lr`` (one number, or
 one per parameter group if they differ; null without an optimizer) and ``time``, in seconds since
@@ -22,7 +22,9 @@ _FLUSH_SECONDS = 10
 
 
 def losses_path(plan: Path) -> Path:
-    """Return the path of the log of a plan: ``train.plan.toml`` gives ``train.losses.jsonl``."""
+    """Return the path of the loss log of a plan: ``train.plan.toml`` gives
+    ``train.losses.jsonl``.
+    """
     return plan.with_name(f"{_name(plan)}.losses.jsonl")
 
 
@@ -35,8 +37,7 @@ def _name(plan: Path) -> str:
 
 
 class Losses:
-    """Writes losses as steps are taken. A write error is reported once and does not stop
-    training."""
+    """Writes losses after each step. A write error is reported once and does not stop training."""
 
     def __init__(self, plan: Path, tell: Callable[[str], None]) -> None:
         self._path, self._board_path = losses_path(plan), tensorboard_path(plan)
@@ -62,8 +63,9 @@ class Losses:
             self._board.close()
 
     def _begin(self, step: int) -> None:
-        """Open the log; ``step`` is the first step of this process, 1 or the one after a
-        checkpoint."""
+        """Open the log; ``step`` is the first step of this process: 1, or the step after a
+        checkpoint.
+        """
         try:
             if self._path.exists() and not self._path.is_file():
                 raise OSError(0, "it is not a regular file")
@@ -76,7 +78,8 @@ class Losses:
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             self._give_up(error)
-        # TensorBoard is imported only if installed: the import takes seconds.
+        # Torch's TensorBoard writer is only imported if TensorBoard is installed: the import takes
+        # seconds.
         if find_spec("tensorboard") is not None:
             self._begin_board(step)
 
@@ -87,7 +90,7 @@ class Losses:
             earlier = sorted(self._board_path.iterdir()) if self._board_path.is_dir() else []
             now = time.strftime("%Y-%m-%d-%H-%M-%S") + f"-{os.getpid()}"
             folder = earlier[-1] if step > 1 and earlier else self._board_path / now
-            purge_step = step if folder.is_dir() else None  # its later steps are run a second time
+            purge_step = step if folder.is_dir() else None  # its later steps will run a second time
             self._board = SummaryWriter(
                 log_dir=str(folder), purge_step=purge_step, flush_secs=_FLUSH_SECONDS
             )
@@ -119,8 +122,9 @@ class Losses:
 
 
 def _keep_before(step: int, path: Path) -> None:
-    """Remove the lines of this step and later ones, which will be repeated, and an incomplete
-    last line of a killed process."""
+    """Remove the lines of this step and of later ones, which will be repeated, and an incomplete
+    last line of a killed process.
+    """
     if not path.exists():
         return
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -1,9 +1,8 @@
-"""Check before every step, in microseconds, that the model is still the one that was captured.
+"""Checks before every step, in microseconds, that the model is still the one that was captured.
 
-Guards what the graph has fixed: the set of tensors, train or eval mode, module hooks, the code of
-the classes. Not for values of tensors: those may change freely. Not for other state that the code
-read (attributes, globals): see capture/checks/python_state_guards.py. Not for the batch: see
-binding.py.
+The checks cover what the graph has fixed: the set of tensors, train or eval mode, module hooks, the
+code of the classes. Values of tensors may change freely. Not for other state that the code read
+(attributes, globals): see capture/checks/python_state_guards.py. Not for the batch: see binding.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,9 +28,9 @@ _REGISTERS = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 _PLAN_AGAIN = "plan again after changing the model"
-# Constructors compute nothing in a step; torch.compile wraps both of nn.Module's own.
+# Constructors compute nothing in a step; torch.compile wraps both of those that nn.Module has.
 _CONSTRUCTORS = frozenset({"__init__", "__setstate__"})
-# The attribute that module.compile() sets; it runs the same step, compiled.
+# The attribute that module.compile() sets; the module then runs the same step, compiled.
 _COMPILED = "_compiled_call_impl"
 
 
@@ -52,8 +51,8 @@ class _Snapshot:
 class ModelWatch:
     """Records the model as it is now; ``check`` raises if it has changed.
 
-    Each check is one pass over ids in C, about a tenth of a millisecond for a hundred modules;
-    Python code looks for the reason only after a difference.
+    Each check is one pass over ids in C, which takes about a tenth of a millisecond for a hundred
+    modules. Python code looks for the reason only if there is a difference.
     """
 
     def __init__(self, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
@@ -137,8 +136,9 @@ class ModelWatch:
         )
 
     def _check_new_attributes(self) -> None:
-        """Refuse a new attribute only if it hides one of the class; others do not affect the
-        graph."""
+        """Refuse a new attribute only if it hides an attribute of the class; others do not affect
+        the graph.
+        """
         for (path, module), known in zip(self._modules.items(), self._attributes, strict=True):
             for key in vars(module).keys() - known:
                 if key != _COMPILED and hasattr(type(module), key):
@@ -150,8 +150,9 @@ class ModelWatch:
         self._num_vars = list(map(len, self._vars))
 
     def _check_members(self) -> None:
-        """Refuse replaced code of a class. Its data may change; Dynamo's guards check the data
-        the step read."""
+        """Refuse changed code of a class. Its data may change; Dynamo's guards check the data that
+        the step has read.
+        """
         known = {key for members in self._members for key in members}
         for kind, before in zip(self._classes, self._members, strict=True):
             now = vars(kind)
@@ -177,7 +178,8 @@ class ModelWatch:
 
     def _check_forms(self) -> None:
         """Allow new memory (``.data`` was set, a model was loaded), but no other form of a
-        tensor."""
+        tensor.
+        """
         for (name, tensor), form in zip(self._tensors.items(), self._forms, strict=True):
             if _form(tensor) != form:
                 raise Mismatch(
@@ -217,10 +219,10 @@ _Form = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
 
 
 def _is_inert(hook: Any) -> bool:
-    """True for hooks that may come and go because they do not change a step.
+    """True for hooks that may be added or removed because they do not change a step.
 
-    A module tracker, as in FlopCounterMode, only labels; the hooks that transformers leaves on
-    the model after ``output_hidden_states=True`` do nothing until that is requested once more.
+    A module tracker, as in FlopCounterMode, only adds labels. The hooks that transformers leaves on
+    the model after ``output_hidden_states=True`` do nothing until that is requested again.
     """
     is_tracker = isinstance(getattr(hook, "__self__", None), ModuleTracker)
     return is_tracker or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
@@ -240,8 +242,8 @@ def _tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def _form(tensor: torch.Tensor) -> _Form:
-    # Strides are included: kernels, and so bits, may depend on them. A dimension of one has no
-    # meaningful stride.
+    # Strides are included, because kernels, and so the bits, may depend on them. A dimension of
+    # size one has no meaningful stride.
     stride = tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     return tensor.shape, tensor.dtype, tensor.device, stride
 

@@ -36,7 +36,7 @@ class ParameterHooks:
         return Mismatch(
             f"parameter {name} has a hook, which would run for each of {repeats} micro-batches",
             expected="no hooks of parameters in a step with micro-batches",
-            remedy="remove the hook, or plan again with it: the batch is then not split",
+            remedy="remove the hook, or plan again with it, so that the batch is not split",
         )
 
     def refuse_on_sliced(self, names: Sequence[str]) -> None:
@@ -48,5 +48,5 @@ class ParameterHooks:
                 raise Mismatch(
                     f"parameter {name} has a hook, but its gradient is never whole under this plan",
                     expected="no hooks of parameters whose gradients are computed in slices",
-                    remedy="remove the hook, or plan again with it: that gradient is then whole",
+                    remedy="remove the hook, or plan again with it, to have that gradient whole",
                 )

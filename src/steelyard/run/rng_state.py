@@ -1,6 +1,7 @@
-"""The states of the random generators a training step may draw from, as tensors and numbers.
+"""The states of the random generators that a training step may draw from, as tensors and numbers.
 
-Covers torch, Python, numpy and data loaders. Not for saving them: see run/checkpoint/state.py.
+They are those of torch, Python, numpy and data loaders. Not for saving them: see
+run/checkpoint/state.py.
 """
 
 import contextlib
@@ -86,9 +87,10 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def per_rank_rng(rank: int) -> Iterator[None]:
-    """Within this context each rank draws different random numbers.
+    """Within this context, each rank draws different random numbers.
 
-    The seed is drawn from the generator outside, so that its state alone has to be saved.
+    The seed is drawn from the outer generator, so that only the state of that generator has to be
+    saved.
     """
     seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

@@ -1,7 +1,7 @@
 """The live training step: a program bound to a model, called in place of forward and backward.
 
-Computes what eager PyTorch would, or raises before anything runs. Not for planning, nor for the
-training loop: see train_loop.py.
+It computes what eager PyTorch would, or raises an error before anything runs. Not for planning, or
+for the training loop: see train_loop.py.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ Constants = Mapping[str, torch.Tensor]
 
 
 class CodeReads(Protocol):
-    """The Python state that the captured code read; ``unread`` holds the batch keys it did not
+    """The Python state that the captured code read; ``unread`` has the batch keys that it did not
     read.
 
     ``check`` raises if any of that state has changed since.
@@ -67,17 +67,17 @@ class ShardedModelState(Protocol):
 class LiveStep:
     """``step(batch)`` runs zero_grad, forward, backward and optimizer step, and returns the loss.
 
-    ``batch`` is an example batch; only its shapes and kinds are recorded. ``reduction`` is how
+    ``batch`` is an example batch; only its shapes and kinds are recorded. ``reduction`` says how
     the loss reduces over the batch, so that micro-batch losses are weighted correctly.
-    ``other_shape`` plans a batch of another shape or raises; without it such a batch is a
-    Mismatch. ``on_change`` is called whenever the batch shapes differ from those of the step
-    before. ``reads`` is checked before every step. ``states`` holds the offloaded weights,
-    gradients and optimizer state, ``parts`` the sharded tensors of this rank, if any. ``rank`` is
-    this rank's data-parallel rank; every rank is given the whole batch. ``in_stages`` creates the
-    runner of a pipeline-parallel program. ``channels`` carry the residuals of compressed
-    gradients between ranks. ``guard`` selects the gradient codec: ``program`` uses the first one,
-    and ``other_shape`` provides the programs of the others. ``finite`` checks the loss of every
-    step and the values that ``runner`` and pipeline stages exchange.
+    ``other_shape`` plans a batch of another shape or raises; without it such a batch is a Mismatch.
+    ``on_change`` is called whenever the batch shapes differ from those of the step before.
+    ``reads`` is checked before every step. ``states`` holds the offloaded weights, gradients and
+    optimizer state, ``parts`` the sharded tensors of this rank, if any. ``rank`` is this rank's
+    data-parallel rank; every rank is given the whole batch. ``in_stages`` creates the runner of a
+    pipeline-parallel program. ``channels`` carry the residuals of compressed gradients between
+    ranks. ``guard`` selects the gradient codec: ``program`` uses the first one, and ``other_shape``
+    provides the programs of the others. ``finite`` checks the loss of every step and the values
+    that ``runner`` and pipeline stages exchange.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class LiveStep:
         self._set_guard(guard)
         # The position of the last step's gradient codec in the fallback order.
         self.rung = 0
-        # Steps or backward passes so far; a resumed run continues the count.
+        # The number of steps or backward passes so far; a resumed run continues the count.
         self.taken = 0
         self._bound = {(0, self._planned): self._bind(program, constants, self._planned)}
         self._reads = {(0, self._planned): reads}
         self._devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """Run one training step; return the loss before the update, detached."""
+        """Run one training step; return the detached loss before the update."""
         bound, leaves = self._prepare(batch)
         if self._is_standby:
             assert self._broadcast_loss is not None
@@ -179,8 +179,9 @@ class LiveStep:
                 parameter.grad = None
 
     def is_planned(self, batch: Any) -> bool:
-        """True if the next step, with this batch, is the planned one: same shapes, planned
-        gradient codec."""
+        """True if the next step, with this batch, is the planned one: same shapes, and the planned
+        gradient codec.
+        """
         if self.guard is not None and self.guard.rung != 0:
             return False
         return shapes_of(self._layout.leaves(batch)) == self._planned
@@ -216,7 +217,7 @@ class LiveStep:
 
     @contextlib.contextmanager
     def states_loading(self) -> Iterator[Callable[[str], Callable[..., torch.Tensor]]]:
-        """Within this context the optimizer may be given new state.
+        """Within this context, the optimizer may be given new state.
 
         Yields a function that returns, for each parameter, the allocator for its state; on exit
         the offloaded part is written to offload memory.
@@ -228,8 +229,9 @@ class LiveStep:
             self.states.offload_all()
 
     def _prepare(self, batch: Any) -> tuple[BoundProgram, list[Any]]:
-        """Refuse everything that can be refused, before anything is modified; return the bound
-        program."""
+        """Refuse everything that can be refused before anything is changed; return the bound
+        program.
+        """
         self._refuse_modes()
         self._watch.check()
         if self.states is not None:
@@ -263,7 +265,7 @@ class LiveStep:
         return self._accumulation.run(bound, leaves, scale, stages=stages)
 
     def _shape_change(self, shapes: Shapes) -> str:
-        """Describe a shape change; equal on all ranks that see the same shapes."""
+        """Describe a shape change; the text is equal on all ranks that see the same shapes."""
         changes = [
             f"{name.removeprefix('batch:')} has shape {list(now or ())}, not {list(planned or ())}"
             for name, now, planned in zip(self._layout.names, shapes, self._planned, strict=True)
@@ -310,8 +312,9 @@ class LiveStep:
         return bound
 
     def _check_compression(self, loss: torch.Tensor) -> None:
-        """After a step: apply the residuals owed from an earlier plan, and fall back to a less
-        lossy codec if the guard decides so."""
+        """Finish a step: apply the residuals left over from an earlier plan, and fall back to a
+        less lossy codec if the guard decides so.
+        """
         if self.residuals.is_owing:
             self.residuals.pay(self._whole_gradients())
         if self.guard is None:
@@ -339,15 +342,15 @@ class LiveStep:
     ) -> None:
         """Change the set of ranks that take part, from the next step on.
 
-        With ``broadcast_loss``, all ranks receive the loss of the first; a rank that ``stands_by``
-        does nothing else.
+        With ``broadcast_loss``, all ranks receive the loss of the first rank; a rank that
+        ``stands_by`` does nothing else.
         """
         self._accumulation.rank, self.residuals.channels = rank, channels
         self._broadcast_loss, self._is_standby = broadcast_loss, stands_by
 
     def switch_programs(self, guard: CompressionFallback | None) -> None:
-        """Switch to new programs, which ``other_shape`` returns for each shape, from the next
-        step on.
+        """Switch to new programs from the next step on; ``other_shape`` returns them for each
+        shape.
 
         The next step also applies all residuals that compressed gradients have left.
         """
@@ -385,8 +388,8 @@ class LiveStep:
                 self.residuals.forget()
         unrestored = {*self.residuals.restore(saved)}
         named = self.model.named_parameters()
-        # Sharded and offloaded parameters have no whole gradient on this rank to add a residual
-        # to.
+        # For a sharded or offloaded parameter, this rank has no whole gradient to which a residual
+        # could be added.
         has_all = self.parts is None and self.states is None and not self._stages
         return self.residuals.owe(
             {name: x for name, x in saved.items() if name.partition("/")[2] in unrestored},
@@ -399,7 +402,7 @@ class LiveStep:
             assert self._in_stages is not None
             self._stages[program] = stages = self._in_stages(program, live)
             stages.finite = self.finite
-            live = dict.fromkeys(live)  # stages hold their own tensors
+            live = dict.fromkeys(live)  # stages have tensors of their own
         return BoundProgram(
             program,
             self._runner(program),

@@ -1,7 +1,8 @@
-"""Count the targets of each micro-batch in a loss, and derive the weight of each micro-batch.
+"""Counts the targets of each micro-batch in a loss, and derives the weight of each micro-batch.
 
-A mean over the targets that are not ignored is not the mean of the micro-batch means, unless all
-count equally many. Not for finding such losses: see ir/analysis/counted_means.py.
+A mean over the targets that are not ignored differs from the mean of the micro-batch means, unless
+all micro-batches count equally many targets. Not for finding such losses: see
+ir/analysis/counted_means.py.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from steelyard.run.codegen import emit
 
 
 class TargetCounter:
-    """Computes the targets of a micro-batch from its inputs, before anything else runs."""
+    """Counts the targets of a micro-batch from its inputs, before anything else runs."""
 
     def __init__(self, graph: Graph, counted: CountedMean) -> None:
         made = [as_captured(graph, name) for name in graph.ancestors(counted.targets)]
@@ -35,8 +36,8 @@ def shares(
 ) -> list[float]:
     """Return the weight of each micro-batch's loss in the loss of the batch; they sum to one.
 
-    ``counts`` holds the targets per micro-batch for each mean in the loss, ``sizes`` the relative
-    size of each micro-batch.
+    ``counts`` contains the targets per micro-batch for each mean in the loss, and ``sizes`` the
+    relative size of each micro-batch.
     """
     first, total = counts[0], sum(counts[0])
     for others in counts[1:]:
@@ -57,13 +58,13 @@ def shares(
 
 
 def _conflicting_means(counts: Sequence[int], others: Sequence[int]) -> Mismatch:
-    """No single weight per micro-batch is right for both of two means."""
+    """Return the error for two means for which no single weight per micro-batch is right."""
     index = next(
         i for i, (n, m) in enumerate(zip(counts, others)) if n * sum(others) != m * sum(counts)
     )
     return Mismatch(
         f"micro-batch {index + 1} of {len(counts)} holds {counts[index]} of the {sum(counts)} "
-        f"targets that one mean in the loss counts and {others[index]} of {sum(others)} of another",
+        f"targets of one mean in the loss, but {others[index]} of the {sum(others)} of another",
         expected="the same share of the targets of every mean, in each micro-batch",
         remedy="plan again with this batch, which is then not split, or remove the accumulate "
         "rule from the plan",

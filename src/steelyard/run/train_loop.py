@@ -1,6 +1,6 @@
 """The training loop: steps, checkpoints, resuming to the same bits, stopping cleanly.
 
-Not for schedulers or anything else around a step: for those, users write their own loop around
+Not for schedulers or anything else around a step; users who need that write their own loop around
 ``step`` and ``step.backward``.
 """
 
@@ -41,8 +41,9 @@ _SINGLE_RANK = Alone()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """The result of one step. The metered step has ``peak_bytes`` but no seconds, because
-    metering slows it."""
+    """The result of one step. A metered step has ``peak_bytes`` but no seconds, because metering
+    slows it.
+    """
 
     step: int
     steps: int
@@ -54,8 +55,9 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """The checkpoint folder, the steps between saves and the number to keep; ``resume`` is a
-    checkpoint, or True for the latest."""
+    """The checkpoint folder, the number of steps between saves, and the number of checkpoints to
+    keep. ``resume`` is a checkpoint, or True for the latest one.
+    """
 
     folder: Path
     every: int
@@ -89,13 +91,14 @@ def train(
     predicted_bytes: int = 0,
     coordinator: Coordinator = _SINGLE_RANK,
 ) -> Finished:
-    """Take steps until ``steps`` are done, counting those of a resumed run.
+    """Run until ``steps`` steps are done, counting those of a resumed run.
 
-    A failed save during training (a full disk) is noted, and training continues with the earlier
-    checkpoints untouched; a failed save at the end is an error. A batch that cannot be loaded or
-    used is an error too, and the steps before it are saved. SIGTERM and Ctrl-C let the step
-    finish, save and return; a second Ctrl-C does not wait. ``coordinator`` connects the ranks
-    that train together: one saves, and a signal to any of them stops all after the same step.
+    If a save fails during training (because the disk is full, for example), a note says so and
+    training continues, with the earlier checkpoints untouched. A failed save at the end is an
+    error. A batch that cannot be loaded or used is an error too, and the steps before it are saved.
+    SIGTERM and Ctrl-C let the step finish, save and return; a second Ctrl-C does not wait.
+    ``coordinator`` connects the ranks that train together: one saves, and a signal to any of them
+    stops all after the same step.
     """
     if seed is not None:
         seed_everything(seed)
@@ -114,7 +117,7 @@ def train(
             run.save_if_due()
             if on_step is not None:
                 on_step(report)
-        # A signal during the last step has to be reported, too.
+        # A signal during the last step must be reported too.
         stopped_by = stopped_by or signals.received
         run.save_last()
     return Finished(
@@ -200,7 +203,7 @@ class _TrainingRun:
 
     @contextlib.contextmanager
     def counting_updates(self) -> Iterator[None]:
-        """Count optimizer steps as they begin: until then no weight has changed."""
+        """Count optimizer steps when they begin; before that, no weight has changed."""
         optimizer = self.live.optimizer
         if optimizer is None:
             yield
@@ -217,8 +220,10 @@ class _TrainingRun:
 
     @contextlib.contextmanager
     def saving_on_failure(self) -> Iterator[None]:
-        """Around a step: if it fails before it changes a weight, save the steps before it."""
-        # A sharded state is gathered from all ranks, one of which may have failed.
+        """Run a step in this context: if it fails before it changes a weight, save the steps before
+        it.
+        """
+        # Sharded state is gathered from all ranks, one of which may have failed.
         if self._folder is None or not self._coordinator.saves or self.live.needs_all_ranks:
             yield
             return
@@ -251,8 +256,9 @@ class _TrainingRun:
             raise self._non_finite_error(loss)
 
     def _non_finite_error(self, loss: float) -> NonFinite:
-        """Return the error, naming the rank that had the first non-finite value before any
-        exchange."""
+        """Return the error that names the rank with the first non-finite value before any
+        exchange.
+        """
         finite, first = self.live.finite, Blamed()
         if finite is not None:
             codes = self._coordinator.each(finite.code)
@@ -286,7 +292,7 @@ class _TrainingRun:
         self._save_gathered(position, is_due=self._coordinator.saves and not is_saved)
 
     def _save_gathered(self, position: Position | None = None, *, is_due: bool) -> None:
-        """Save on the rank that is due; a sharded state is first gathered from all ranks."""
+        """Save on the rank whose turn it is; sharded state is first gathered from all ranks."""
         if self.live.needs_all_ranks and not self._coordinator.same(is_due):
             return
         with self.live.whole():
@@ -322,8 +328,9 @@ class _TrainingRun:
             self._note(text)
 
     def _checkpoint_to_resume(self, resume: Path | bool, folder: CheckpointFolder) -> Path:
-        """Return the checkpoint to resume from; without a path, the one that the first rank
-        finds."""
+        """Return the checkpoint to resume from; without a path, this is the one that the first rank
+        finds.
+        """
         if isinstance(resume, Path):
             return resume
         latest = folder.latest() if self._coordinator.saves else folder.path
@@ -357,7 +364,7 @@ class _TrainingRun:
             )
         self.feed.go_to(epoch=position.epoch, taken=position.taken, began=position.began)
         set_random_state(position.now, self.feed.generators)
-        # The saved random state is that of the first rank and its GPU.
+        # The saved random state is that of the first rank and of its GPU.
         self._coordinator.draw_equally(self.live.device)
         self.step = self._first = self.live.taken = position.step
         self.saved = chosen

@@ -1,7 +1,7 @@
-"""The search for a plan: which trades to apply within a budget, and why not the others.
+"""The search for a plan: which trades to apply within a budget, and the reasons against others.
 
-It returns the plan, the Pareto front it is on, and a reason for each rejection. Torch-free; the
-caller supplies the trades. Not for capturing, measuring or running.
+It returns the plan, the Pareto front that contains it, and a reason for each rejection. It needs no
+torch; the caller provides the trades. Not for capturing, measuring or running.
 """
 
 from steelyard.search.cluster.explain import explain_plan

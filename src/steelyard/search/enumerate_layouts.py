@@ -1,4 +1,4 @@
-"""The enumeration of parallel layouts: degrees on ranks, and the schedules of a deep model.
+"""Enumerates parallel layouts: degrees on ranks, and the schedules of a deep model.
 
 Not for the cost of a layout: see ranks/layout_search.py and cluster/search.py.
 """
@@ -9,7 +9,8 @@ from dataclasses import replace
 from steelyard.hardware.topology import TopologyLevel
 from steelyard.ir.parallel_layout import ParallelLayout
 
-# Largest number of virtual stages per rank, samples per micro-batch, and tensor parallel degree.
+# Largest number of virtual stages per rank, of samples per micro-batch, and of tensor-parallel
+# ranks.
 _MAX_VIRTUAL, _MAX_SAMPLES, _MAX_TENSOR_DEGREE = 8, 64, 16
 
 
@@ -20,7 +21,7 @@ def degrees_on(
     data: Sequence[int] = (1,),
     pipeline: Sequence[int] = (1,),
 ) -> Iterator[ParallelLayout]:
-    """Yield each layout of these degrees whose number of ranks is one of ``num_ranks``."""
+    """Yield each layout with these degrees whose number of ranks is one of ``num_ranks``."""
     for tensor_degree in tensor:
         for data_degree in data:
             for stages in pipeline:
@@ -29,9 +30,9 @@ def degrees_on(
 
 
 def tensor_degrees(tree: TopologyLevel) -> list[int]:
-    """Return the tensor parallel degrees to try: those that divide every innermost topology level.
+    """Return the tensor-parallel degrees to try: those that divide every innermost topology level.
 
-    Tensor parallel ranks are neighbors within one innermost level, which has the fastest links.
+    Tensor-parallel ranks are neighbours within one innermost level, which has the fastest links.
     """
     sizes = _innermost_sizes(tree)
     return [n for n in range(1, _MAX_TENSOR_DEGREE + 1) if all(size % n == 0 for size in sizes)]
@@ -58,9 +59,9 @@ def layouts_of(
 
 
 def _variants(layout: ParallelLayout, blocks: int) -> Iterator[ParallelLayout]:
-    """Yield the layout with each ZeRO stage and number of virtual stages."""
-    # Sharded gradients are reduced in every micro-batch. With several micro-batches, this is priced
-    # only together with sharded weights, so ZeRO stage 2 is left out.
+    """Yield the layout with each ZeRO stage and each number of virtual stages."""
+    # Sharded gradients are reduced in every micro-batch. With several micro-batches, this is only
+    # priced together with sharded weights, so ZeRO stage 2 is left out.
     state_stages = (
         (0,) if layout.data == 1 else (0, 1, 2, 3) if layout.micro_batches == 1 else (0, 1, 3)
     )

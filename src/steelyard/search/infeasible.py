@@ -1,4 +1,4 @@
-"""Error messages for budgets that no plan fits: the minimum, its cause, and what would lower it.
+"""Error messages for budgets that no plan fits: the minimum, its cause, and how to lower it.
 
 Not for finding the minimum: see search/single/explore.py.
 """
@@ -88,7 +88,8 @@ def _remedy(
             f"optimizer with less state{state_hint}"
         )
     if peak.phase is Phase.UPDATE and piece_bytes:
-        # An optimizer step over all parameters at once cannot be offloaded, so it has no pieces.
+        # An optimizer step over all parameters at once cannot be offloaded, so it has no separate
+        # pieces.
         return (
             "the update of one parameter sets the peak: use smaller parameters, or an optimizer "
             "with fewer temporaries"

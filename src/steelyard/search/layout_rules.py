@@ -1,8 +1,8 @@
 """The rules of a layout that need no graph: the shares of the batch and the micro-batches.
 
 Rules that name tensors or stages come from the offers of their trades, on ranks that run the step,
-and from a capture of three blocks on declared clusters: see cluster/to_rules.py. The way back is
-``ParallelLayout.of``, and cluster/from_rules.py for the schedule.
+and from a capture of three blocks on declared clusters: see cluster/to_rules.py. The inverse is
+``ParallelLayout.of``, and for the schedule cluster/from_rules.py.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from steelyard.ir.rule import Rule
 from steelyard.ir.rule_kinds import BatchSharding, MicroBatches
 from steelyard.plans.trade import Trade, rule_type
 
-# The gradient bucket size of stock DistributedDataParallel.
+# The default size of a gradient bucket in DistributedDataParallel.
 DDP_BUCKET_BYTES = 25 * 2**20
 
 
@@ -22,7 +22,7 @@ def batch_rules(
     *,
     bucket_bytes: int = DDP_BUCKET_BYTES,
 ) -> tuple[Rule, ...]:
-    """Return the rules that split the batch: over micro-batches, and over data parallel ranks."""
+    """Return the rules that split the batch over micro-batches and over data-parallel ranks."""
     found: list[Rule] = []
     if layout.micro_batches > 1:
         split = rule_type(trades, MicroBatches)

@@ -32,7 +32,9 @@ class Floor:
 
     @classmethod
     def of(cls, program: Program) -> "Floor":
-        """Return the floor of a captured step and, if captured, of its optimizer's state."""
+        """Return the floor of a captured step, including its optimizer's state if that was
+        captured.
+        """
         graph, update = program.graph, program.update
         inputs = {tensor.storage for node in graph.inputs() for tensor in node.outputs}
         producers = (o.node for o in graph.outputs if o.kind is OutputKind.GRADIENT)
@@ -51,7 +53,9 @@ class Floor:
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes
 
     def least_bytes(self, *, ranks: int = 1, far_bytes: int = 0) -> int:
-        """Return the least bytes on the fullest rank, with ``far_bytes`` of offload memory each."""
+        """Return the least bytes on the fullest rank if each rank has ``far_bytes`` of offload
+        memory.
+        """
         resident_bytes = max(0, self.movable_bytes // ranks - far_bytes)
         return resident_bytes + (self.buffer_bytes + self.batch_bytes) // ranks
 

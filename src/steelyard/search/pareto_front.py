@@ -32,7 +32,7 @@ class ParetoFront:
         return len(self._points)
 
     def add(self, point: Point) -> bool:
-        """Add the point unless a known one dominates it, and drop those it dominates.
+        """Add the point unless a known point dominates it, and drop the points that it dominates.
 
         Return True if the point was added.
         """
@@ -67,7 +67,9 @@ class ParetoFront:
         return self._points[-1]
 
     def hull(self) -> list[Point]:
-        """Return the points on the lower convex hull: each further byte saves less time."""
+        """Return the points on the lower convex hull, along which each further byte saves less
+        time.
+        """
         hull: list[Point] = []
         for point in self._points:
             while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):

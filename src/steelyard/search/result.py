@@ -17,9 +17,9 @@ from steelyard.units import format_share
 class Gap:
     """The distance of a plan from the fastest possible one, as a proven bound for these costs.
 
-    The bound covers plans on the same number of micro-batches that keep the captured order,
-    recompute each value at most once (with ``is_often`` any number of times), offload values
-    where there is offload memory, and keep values in 8 bits where that is allowed.
+    The bound covers plans with the same number of micro-batches that keep the captured order. They
+    may recompute each value once (with ``is_often`` any number of times), offload values if there
+    is offload memory, and keep values in 8 bits if that is allowed.
     """
 
     step_seconds: float
@@ -53,8 +53,8 @@ class Gap:
 class SearchResult:
     """The plan for one budget, with the reasons for it.
 
-    ``least`` is the peak of the smallest plan known: the least memory this step can run in. The
-    search for it tried at most ``least_within`` micro-batches; 0 if it tried finer splits too.
+    ``least`` is the smallest peak of all known plans. The search for it tried at most
+    ``least_within`` micro-batches; 0 if it tried finer splits too.
     """
 
     program: Program
@@ -80,6 +80,6 @@ class SearchResult:
 def _matches_label(refusal: Rejection, wanted: str) -> bool:
     """True if ``wanted`` is the label without its count.
 
-    For example, ``blocks.*.mlp`` names the offer ``blocks.*.mlp (12)``.
+    For example, ``blocks.*.mlp`` is the offer ``blocks.*.mlp (12)``.
     """
     return refusal.label.rpartition(" (")[0] == wanted

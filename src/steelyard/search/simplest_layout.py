@@ -1,4 +1,4 @@
-"""The choice among layouts of about equal speed: the one with the fewest and mildest trades.
+"""Chooses among layouts of about equal speed: the layout with the fewest and mildest trades.
 
 Not for the speed of a layout: see search/cluster/search.py. Not for mixes of blocks: see
 search/cluster/policy_mixture.py.

@@ -1,6 +1,6 @@
-"""The price of an applied trade: the step with it against the step without it.
+"""The price of an applied trade: the step with it compared with the step without it.
 
-Not for the trades of one device, which are priced by their estimates: see single/explain.py.
+Not for the trades of one device, which are priced with estimates: see single/explain.py.
 """
 
 from steelyard.ir.rule import Rule, trade_name
@@ -15,9 +15,9 @@ def price_without(
     without: Prediction,
     with_it: Prediction,
 ) -> SelectedTrade:
-    """Return what a trade of ranks pays in exposed communication and buys in computation.
+    """Return the exposed communication that a trade of ranks pays, and the computation it buys.
 
-    Computation that it adds is paid as well.
+    Computation that the trade adds is paid as well.
     """
     saved = computation_seconds(without) - computation_seconds(with_it)
     return SelectedTrade(
@@ -38,7 +38,7 @@ def step_price_without(
     saved_bytes: int,
     saved_seconds: float,
 ) -> SelectedTrade:
-    """Return what a trade pays or buys in seconds of the whole step."""
+    """Return the seconds of the whole step that a trade pays or buys."""
     return SelectedTrade(
         trade=trade_name(kind),
         label=label,

@@ -26,7 +26,7 @@ from steelyard.trades.sparse_gradients import SparseGradients
 
 __all__ = ["BY_NAME", "TRADES"]
 
-# In application order: trades that change the graph come before those that only reorder it.
+# In the order of application: trades that change the graph come before those that only reorder it.
 TRADES: tuple[Trade, ...] = (
     Accumulate(), ShardTensor(), Chunk(), ShardStates(), ShardBatch(), SparseGradients(),
     QuantizedGradients(), TernaryGradients(), LowRankGradients(), TopKGradients(), Overlap(),

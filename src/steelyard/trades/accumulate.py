@@ -1,9 +1,9 @@
 """Accumulate: run the batch as equal micro-batches and accumulate their gradients.
 
-Applied first because it changes the graph; rules of other trades name modules and stay valid. The
-mean of equal micro-batches is the mean of the batch, summed in another order; eager PyTorch with
-the same micro-batches gives bitwise equal results. Not for finding the valid micro-batch counts:
-the step source knows them.
+This trade is applied first because it changes the graph; rules of other trades name modules and
+stay valid. The mean over equal micro-batches is the mean over the batch, summed in another order.
+Eager PyTorch with the same micro-batches gives bitwise equal results. Not for finding the possible
+numbers of micro-batches, which the step source does.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Chunked computation: run the region around a huge value slice by slice.
 
-Recomputation does not help here: the logits over a vocabulary and the values derived from them
-are live at the end of the forward pass, when all saved activations are live too. Not for finding
-sliceable regions (passes/slicing/region.py), nor for choosing the number of slices: see search/.
+Recomputation does not help here: the logits over a vocabulary, and the values derived from them,
+are alive at the end of the forward pass, when all saved activations are alive too. Not for finding
+sliceable regions (see passes/slicing/region.py) or for choosing the number of slices (see search/).
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ _LEAST_BYTES = 1 << 20
 # Minimum size of a huge value, as a share of the bytes that the forward pass produces.
 _HUGE_SHARE = 0.02
 _FEWEST_SLICES = 2
-# Rows of one slice: large slices are fastest, small ones take least memory.
+# The number of rows in a slice: large slices are fastest, small ones need least memory.
 _ROWS_OF_SLICES = (1024, 128)
 
 
@@ -85,7 +85,8 @@ class Chunk:
             ]
         if offers:
             return tuple(offers), ()
-        # Only the reason for the largest value; the reasons for all others would bury it.
+        # Report only the reason for the largest value, because it would be lost among the reasons
+        # for all others.
         label, reason = next(iter(reasons.items()), (_NONE, _WHY_NOTHING_LARGE))
         return (), (Rejection(trade=self.name, label=label, reason=reason),)
 
@@ -134,7 +135,7 @@ def _slice_counts(maker: Node, region: SlicedRegion) -> list[int]:
 def _with_sliced_region(graph: Graph, maker: Node, *, num_slices: int) -> Graph:
     """Return the graph with one node in place of the sliceable region around ``maker``."""
     if prod(maker.outputs[0].shape[:-1]) < _FEWEST_SLICES:
-        return graph  # a later batch may have one row, which is one slice
+        return graph  # a later batch may have a single row, which makes one slice
     try:
         region = _region(graph, maker)
     except Unsliceable as error:
@@ -182,12 +183,14 @@ class _SlicedGraph:
         return result
 
     def _next_nth(self, node: Node) -> int:
-        """Return an unused call number; moved backward nodes must not collide with forward ones."""
+        """Return an unused call number, so that moved backward nodes do not collide with forward
+        nodes.
+        """
         same = (n.nth for n in self._graph.nodes if (n.path, n.op) == (node.path, node.op))
         return 1 + max(same, default=-1)
 
     def _needed_early(self) -> set[str]:
-        """Return the forward nodes independent of the region, and the nodes that it depends on."""
+        """Return the forward nodes independent of the region, and the nodes on which it depends."""
         dependents = set(self._inside)
         forward = set()
         for node in self._graph.nodes:
@@ -202,7 +205,9 @@ class _SlicedGraph:
         return forward | needed
 
     def _replacement_nodes(self) -> list[Node]:
-        """Return the replacement: row weights, the sliced node, its results, divided means."""
+        """Return the replacement: row weights, the sliced node, its results, and the divided
+        means.
+        """
         weights, mean_nodes = [], []
         values = {name: self._result_value(name, kind) for name, kind in self._region.gives.items()}
         for mean in self._region.means:
@@ -319,7 +324,7 @@ _SUM = 2
 def _weight_node(mean: Node, count: Node) -> Node:
     """Return a node that computes the total weight of a mean's rows.
 
-    The fused loss kernel would return it together with the loss, which is too late here.
+    The fused loss kernel would return this weight together with the loss, which is too late here.
     """
     target, weight = mean.args[1], mean.args[2]
     assert isinstance(target, Ref)

@@ -2,19 +2,19 @@
 
 Four trades of one kind, which differ in the codec and in its cost:
 
-- quantized: bfloat16, all-reduced, or 8 bits, multiples of a scale for each block, summed in
-  float32 after an all-to-all if there are more than two ranks (ZeRO++, Wang et al., ICLR 2024).
-- ternary: TernGrad (Wen et al., NIPS 2017) with two bits on the wire: a scale for each block, the
-  nearest of -1, 0 and 1 times it, and error feedback: the loss is added to the next step's gradient
-  (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019).
+- quantized: either bfloat16, all-reduced, or 8 bits: multiples of a scale for each block, summed in
+  float32, after an all-to-all if there are more than two ranks (ZeRO++, Wang et al., ICLR 2024).
+- ternary: TernGrad (Wen et al., NIPS 2017) with two bits on the wire. Each block has a scale, and
+  each element is rounded to -1, 0 or 1 times it. With error feedback, the rounding error is added
+  to the next step's gradient (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019).
 - low rank: PowerSGD's linear form (Vogels et al., NeurIPS 2019): one power iteration per step,
   warm-started with the previous step's factor; both factors are all-reduced, with error feedback.
 - top k: the largest elements of each block with their indices, so that all blocks have the same
   size and nothing is sorted, with error feedback (Aji and Heafield, EMNLP 2017; Lin et al., ICLR
   2018).
 
-Not for the arithmetic (operators/gradient_codecs.py, operators/low_rank.py), nor for the exchange
-(passes/compression/).
+Not for the arithmetic (see operators/gradient_codecs.py, operators/low_rank.py) or for the exchange
+(see passes/compression/).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,9 +44,9 @@ from steelyard.passes.compression.compressed_all_reduce import compressed
 from steelyard.passes.data_parallel.buckets import buckets
 from steelyard.plans.trade import Offer, Rejection
 
-# A 1-dim parameter scales or shifts whole channels: few elements, each of large influence.
+# A parameter with one dim scales or shifts whole channels: its few elements have a large influence.
 _FEWEST_DIMS, _LEAST_BYTES = 2, 16 << 10
-# The number of columns of a factor that is offered.
+# The number of columns of a factor in the offers.
 _RANK = 4
 # The first gradients are the largest, and the optimizer's moments average only a few of them.
 _WARM_UP = 5
@@ -54,7 +54,9 @@ _WARM_UP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class _CompressionRule(GradientCompression):
-    """A parameter whose gradient is compressed, and the number of warm-up steps without."""
+    """A parameter whose gradient is compressed, and the number of warm-up steps without
+    compression.
+    """
 
     def describe(self) -> str:
         return f"{self.parameter} ({self.count}){self._codec_text}"
@@ -143,7 +145,7 @@ class TopKGradientsRule(_CompressionRule):
 
 
 class _CompressGradients:
-    """Exchange gradients compressed: pays computation and accuracy, buys communication.
+    """The trade of compressed gradients: pays computation and accuracy, buys communication.
 
     Error feedback also pays memory, for the error of one step until a later step corrects it.
     ``codecs`` are the codecs of the trade, the least lossy first.
@@ -162,7 +164,9 @@ class _CompressGradients:
         program: Program,
         source: StepSource,  # noqa: ARG002 - the program says what is exchanged
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        """Offer each codec of the trade for all all-reduced gradients, except small ones."""
+        """Offer each codec of the trade for all gradients that are all-reduced, except small
+        ones.
+        """
         if program.layout.data == 1:
             return (), ()
         offers: list[Offer] = []
@@ -172,12 +176,12 @@ class _CompressGradients:
                 rules = _rules_for(self.rule_in(codec), program.graph, names)
                 offers.append(Offer(trade=self.name, label=codec.label, rules=rules))
             else:
-                reason = "no gradient that ranks sum is a large float32 matrix"
+                reason = "ranks sum no gradient that is a large float32 matrix"
                 refused.append(Rejection(trade=self.name, label=codec.label, reason=reason))
         return tuple(offers), tuple(refused)
 
     def rule_in(self, codec: Codec) -> GradientCompression:
-        """Return a rule for this codec, without a parameter."""
+        """Return a rule for this codec that names no parameter yet."""
         raise NotImplementedError
 
     def rewrite(
@@ -187,7 +191,7 @@ class _CompressGradients:
 
 
 class QuantizedGradients(_CompressGradients):
-    """Without error feedback, so that no memory is paid."""
+    """A codec without error feedback, so that no memory is paid."""
 
     name: ClassVar[str] = QuantizedGradientsRule.trade
     pays: ClassVar[tuple[str, ...]] = ("computation", "accuracy")
@@ -274,8 +278,8 @@ def _compressed(
     exchanged = {m.target for bucket in buckets(program.graph) for m in bucket.members}
     if unsupported := sorted(codecs.keys() - exchanged):
         raise Mismatch(
-            f"the plan compresses the gradient of {unsupported[0].removeprefix(WEIGHT)}, which "
-            "ranks do not sum, or which two rules compress",
+            f"the plan compresses the gradient of {unsupported[0].removeprefix(WEIGHT)}, but "
+            "ranks do not sum it, or two rules compress it",
             expected="unsharded parameters, each in one rule",
             remedy=f"remove it from the {rules[0].trade} rules, or plan again",
         )

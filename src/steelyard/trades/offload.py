@@ -1,9 +1,9 @@
 """Offload: send a forward value to offload memory and fetch it for the backward pass.
 
-vDNN's trade (Rhu et al., MICRO 2016), modelled as collectives of a single rank. Four calls per
-value: start the send, free the device copy, start the fetch, return the fetched value. Applied
-last, so that lag and lead count the operators that really run. Not for choosing values, lag and
-lead: see search/.
+This is vDNN's idea (Rhu et al., MICRO 2016), modelled as collectives of a single rank. Each value
+has four calls: start the send, free the device copy, start the fetch, return the fetched value. The
+trade is applied last, so that lag and lead count the operators that really run. Not for choosing
+values, lag and lead: see search/.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +34,8 @@ from steelyard.passes.offload.transfer_nodes import rows_in_slice
 from steelyard.plans.offers import offers_of
 from steelyard.plans.trade import Offer, Rejection
 
-# Limits for fetching a value in slices. Two slices are resident at a time, so a few slices save
-# nothing; with many, each slice is a separate transfer and a product of few rows.
+# Limits for fetching a value in slices. Two slices are resident at a time, so very few slices save
+# nothing. With many slices, each is a separate transfer and a product with few rows.
 _LEAST_SLICED_BYTES, _SLICE_BYTES = 1 << 20, 2 << 20
 _FEWEST_SLICES, _MOST_SLICES = 4, 64
 
@@ -94,8 +94,8 @@ class Offload:
             )
         recomputed = {i.node for i in program.recomputed}
         impossible = [name for name in chosen if name in recomputed] or sorted(
-            # A smaller batch may shrink values below the worthwhile size; they are offloaded all
-            # the same.
+            # A smaller batch may make values smaller than the size that is worthwhile; they are
+            # still offloaded.
             chosen.keys() - saved_for_backward(program, least_bytes=1)
         )
         if impossible:
@@ -115,12 +115,12 @@ class Offload:
                 f"offload rule for {node.op} in {node.path or 'the top level'} asks for {count} "
                 "slices, but the value is fetched whole",
                 expected="slices of a value with contiguous rows that the backward pass reads "
-                "only in products that are sums over its rows",
+                "only in products that sum over its rows",
                 remedy="set slices of that rule to 0, or plan again",
             )
         program = with_transfers(program, {n: (r.lag, r.lead) for n, r in chosen.items()}, slices)
         if slices:
-            # Registers the new graph, so that the costs of its new calls are known.
+            # This registers the new graph, so that the costs of its new calls are known.
             source.rewritten(program.graph)
         return program
 
@@ -150,7 +150,7 @@ def with_transfers(
     chosen: Mapping[str, tuple[int, int]],
     slices: Mapping[str, int] = MappingProxyType({}),
 ) -> Program:
-    """Return the program that offloads these values and reads the fetched ones in their place.
+    """Return the program that offloads these values and reads the fetched values instead.
 
     ``chosen`` maps each value to its lag and lead: the number of operators between sending and
     freeing it, and between starting the fetch and reading it. A value that the backward pass does
@@ -205,7 +205,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The transfer calls of one value: a send, and one fetch or, in slices, one per reader."""
+    """The transfer calls of one value: a send and a fetch; if sliced, one fetch for each reader."""
 
     send: Node
     sent: Node
@@ -248,7 +248,7 @@ class _Calls:
                 args=(*begin.args, read.count, *read.matrix.shape),
                 collective=read.link,
             )
-            # The end call also reads the product, so that it runs after it.
+            # The end call also reads the product, so that it runs after the product.
             end = self._call("end", begin.name, read.call.name, copy=copy)
             end = replace(end, waits_for=begin.name)
             fetches.append(Fetch(begin=begin, end=end, wanted=read.line, behind=True))
@@ -257,7 +257,8 @@ class _Calls:
     def _call(
         self, call_name: str, *inputs: str, outputs: tuple[Tensor, ...] = (), copy: str = ""
     ) -> Node:
-        # Marked backward: code that names or counts forward nodes must see the step as captured.
+        # Marked as part of the backward pass: code that names or counts forward nodes must see the
+        # step as it was captured.
         return Node(
             name=f"{self._value}.{call_name}{copy}",
             op=f"{OFFLOAD_CALLS}{call_name}",
@@ -289,8 +290,9 @@ class _Insertions:
     _ran_before: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """``_running`` lists the lines that run an operator, ``_ran_before`` counts those before
-        each."""
+        """``_running`` lists the lines that run an operator; ``_ran_before`` counts those before
+        each line.
+        """
         for number, line in enumerate(self.lines):
             self._ran_before.append(len(self._running))
             if not self.graph.by_name[line.node].is_free:
@@ -311,7 +313,7 @@ class _Insertions:
     def _put(
         self, lines_at: dict[int, list[Instruction]], node: Node, num_run: int, wanted: int
     ) -> None:
-        """Insert after ``num_run`` operators have run, but before the line that needs the value."""
+        """Insert once ``num_run`` operators have run, but before the line that needs the value."""
         index = wanted if num_run == self._ran_before[wanted] else self._running[num_run]
         lines_at.setdefault(index, []).append(_line(node, self.lines[index].phase))
 

@@ -1,9 +1,10 @@
 """Offload state: weights, gradients and optimizer state in offload memory.
 
-ZeRO-Offload's and ZeRO-Infinity's trade (Rajbhandari et al., SC 2021), decided per parameter: a
-weight is fetched for the operators that read it, a gradient sent once it is complete; the update
-fetches the tensors of one parameter after another and sends back those it changed. Applied last,
-so that it counts the operators that really run. Not for choosing parameters: see search/.
+This is the idea of ZeRO-Offload and ZeRO-Infinity (Rajbhandari et al., SC 2021), decided for each
+parameter. A weight is fetched for the operators that read it, and a gradient is sent once it is
+complete. The update fetches the tensors of one parameter after another, and sends back those that
+it changed. The trade is applied last, so that it counts the operators that really run. Not for
+choosing parameters: see search/.
 """
 
 from collections import Counter
@@ -27,8 +28,8 @@ from steelyard.passes.offload.state_transfers import (
 )
 from steelyard.plans.trade import Offer, Rejection
 
-# Minimum sizes of a parameter and of a tensor: less costs as many calls and saves nothing. A
-# smaller tensor, such as the step number, stays on the device.
+# Minimum sizes of a parameter and of a tensor: smaller ones cost as many calls and save hardly
+# anything. A smaller tensor, such as the step number, stays on the device.
 _LEAST_BYTES, _LEAST_TENSOR_BYTES = 64 << 10, 1024
 # The parts of a parameter's state that can be offloaded, each by its own rules.
 OPTIMIZER: StatePart = "optimizer"
@@ -40,16 +41,16 @@ _NOTHING_LARGE = {
     GRADIENTS: "no gradient is large and unsharded",
     WEIGHTS: "no weight is large, unsharded and only read",
 }
-# Limits for fetching a weight in slices: with few, the transfers of the first and the last slice
-# stay exposed; many take least memory but make products slow. Two slices are resident at a time,
-# so a few slices save nothing.
+# Limits for fetching a weight in slices. With few slices, the transfers of the first and the last
+# one stay exposed; with many, memory is smallest but products are slow. Two slices are resident at
+# a time, so very few slices save nothing.
 _LEAST_SLICED_BYTES, _FEWEST_SLICES = 16 << 20, 4
 _SLICE_BYTES = (16 << 20, 8 << 20, 4 << 20, 1 << 20)
-# Slice sizes of a trained weight with its gradient, and of its update. The update has slices of
-# weight, gradient and state resident at once, and smaller slices make it no slower.
+# Sizes of the slices of a trained weight with its gradient, and of its update. An update has slices
+# of weight, gradient and state resident at the same time, and smaller slices make it no slower.
 _TRAINED_SLICE_BYTES, _UPDATE_SLICE_BYTES = 8 << 20, 2 << 20
-# A weight is read in the middle of a pass, so its fetch starts some operators earlier. With
-# slices one operator is enough: most slices arrive while the weight is read.
+# A weight is read in the middle of a pass, so its fetch starts some operators earlier. With slices,
+# one operator is enough, because most slices arrive while the weight is read.
 _LEADS = {OPTIMIZER: 1, GRADIENTS: 2, WEIGHTS: 2}
 _LEAD_OF_SLICES = 1
 
@@ -66,8 +67,9 @@ class OffloadStateRule(StateOffload):
 class OffloadState:
     """Pays communication with offload memory, buys memory for the whole step.
 
-    Bitwise equal, except for weights that are read in slices: those sum in another order. A
-    trained weight in slices is also updated in slices, with its gradient and its state.
+    Results are bitwise equal, except with weights that are read in slices, whose products are
+    summed in another order. A trained weight in slices is also updated in slices, with its gradient
+    and its state.
     """
 
     name: ClassVar[str] = OffloadStateRule.trade
@@ -84,7 +86,7 @@ class OffloadState:
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         """Offer each part of each parameter's state; parameters of equal blocks share an offer.
 
-        A weight may have offers for several slice counts, of which one can be taken.
+        A weight may have offers for several numbers of slices, of which one can be taken.
         """
         if program.layout.num_ranks > 1:
             refusal = Rejection(trade=self.name, label=", ".join(MOVABLE), reason=_NOT_ON_RANKS)
@@ -161,7 +163,7 @@ class OffloadState:
         sliced_reads = _restricted_to(slices[WEIGHTS], sliceable(program, slices[WEIGHTS]))
         program = with_weights_far(program, leads[WEIGHTS], sliced_reads, is_pointwise=is_pointwise)
         if sliced_reads:
-            # Registers the new graph, so that the costs of its new calls are known.
+            # This registers the new graph, so that the costs of its new calls are known.
             source.rewritten(program.graph)
         sliced_gradients = made_by_products(program, slices[GRADIENTS])
         return with_gradients_far(
@@ -225,7 +227,9 @@ def _trained(program: Program) -> list[str]:
 
 
 def movable(program: Program, what: str, *, least_bytes: int = _LEAST_BYTES) -> dict[str, int]:
-    """Return the parameters whose part ``what`` can be offloaded, with its bytes, in step order."""
+    """Return the parameters whose part ``what`` can be offloaded, with the bytes of that part, in
+    step order.
+    """
     reason = _why_not(program)
     if what == WEIGHTS:
         found = _weights(program, is_updated=not reason)
@@ -238,7 +242,9 @@ def movable(program: Program, what: str, *, least_bytes: int = _LEAST_BYTES) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SliceLimits:
-    """The slice counts possible for each part of a parameter, and why large ones have none."""
+    """The possible numbers of slices for each part of a parameter, and why large parts have
+    none.
+    """
 
     of: Mapping[str, Mapping[str, tuple[int, ...]]]
     whole: Mapping[str, str]
@@ -247,10 +253,10 @@ class _SliceLimits:
 def _slice_limits(
     program: Program, offloadable: Mapping[StatePart, Mapping[str, int]]
 ) -> _SliceLimits:
-    """Return the slice counts of large weights that only matrix products read.
+    """Return the possible numbers of slices of large weights that are only read by matrix products.
 
-    A trained weight also needs slices for all tensors of its update. The parameters of one rule
-    are sliced together or not at all.
+    For a trained weight, all tensors of its update must be sliceable too. The parameters of one
+    rule are either all sliced or not at all.
     """
     found: dict[str, dict[str, tuple[int, ...]]] = {what: {} for what in MOVABLE}
     whole: dict[str, str] = {}
@@ -268,7 +274,7 @@ def _slice_limits(
         reasons = (
             _why_not_sliceable(program, p, offloadable)
             if p in read
-            else "it is read other than as a right or a transposed left operand of products"
+            else "it is not only read as the right or the transposed left operand of products"
             for p in sorted(parameters)
         )
         if reason := next(filter(None, reasons), ""):
@@ -288,7 +294,9 @@ def _slice_limits(
 
 
 def _slice_counts(nbytes: int, *, is_trained: bool) -> tuple[int, ...]:
-    """Return the slice counts of a weight; several powers of two for one that is not trained."""
+    """Return the possible numbers of slices of a weight: several powers of two if it is not
+    trained.
+    """
     if is_trained:
         return (nbytes // _TRAINED_SLICE_BYTES,)
     powers = (1 << (nbytes // each).bit_length() - 1 for each in _SLICE_BYTES)
@@ -298,7 +306,7 @@ def _slice_counts(nbytes: int, *, is_trained: bool) -> tuple[int, ...]:
 def _why_not_sliceable(
     program: Program, parameter: str, offloadable: Mapping[StatePart, Mapping[str, int]]
 ) -> str:
-    """Return the reason why a weight read by products cannot be sliced; empty if it can."""
+    """Return why a weight that products read cannot be sliced; empty if it can."""
     if not _is_updated(program, parameter):
         return ""
     assert program.update is not None
@@ -312,7 +320,7 @@ def _why_not_sliceable(
 
 
 def _resident_states(update: Graph, parameter: str, *, is_offloaded: bool) -> list[str]:
-    """Return the optimizer state of a parameter, scalars excluded, that stays on the device."""
+    """Return the optimizer state of a parameter, without scalars, that stays on the device."""
     state_names = states(update).get(parameter, ())
     offloaded = _large_tensors(update, state_names) if is_offloaded else ()
     return [n for n in state_names if n not in offloaded and update.by_name[n].outputs[0].numel > 1]
@@ -326,7 +334,7 @@ def _is_updated(program: Program, parameter: str) -> bool:
 
 
 def _degrees(parameters: Iterable[str], rules: Sequence[OffloadStateRule]) -> dict[str, int]:
-    """Return the slice count of each parameter that is transferred in slices."""
+    """Return the number of slices of each parameter that is transferred in slices."""
     found = {p: r.slices for r in rules for p in parameters if path_matches(p, r.parameter)}
     return {parameter: count for parameter, count in found.items() if count > 1}
 
@@ -336,7 +344,8 @@ def _updated_in_slices(
     leads: Mapping[StatePart, Mapping[str, int]],
     slices: Mapping[StatePart, Mapping[str, int]],
 ) -> dict[str, int]:
-    """Return the slice count of the update of each trained weight in slices: the most in any rule.
+    """Return the number of slices in the update of each trained weight in slices: the largest of
+    any rule.
 
     Raise Mismatch unless every tensor of that update is transferred in slices.
     """
@@ -381,7 +390,7 @@ def _weights(program: Program, *, is_updated: bool) -> dict[str, int]:
 
 
 def _gradients(program: Program) -> dict[str, int]:
-    """Return the gradients that are computed whole and leave the step as one output only."""
+    """Return the gradients that are computed whole and leave the step as only one output."""
     graph, trained = program.graph, set(_trained(program))
     leaving = Counter(s for o in graph.outputs for s in graph.storages_of(o.node))
     found = {}

@@ -1,8 +1,8 @@
 """Overlap: delay the waits for collectives, and issue collectives some operators earlier.
 
-Operators then compute during the exchange. Both may take more memory: for results that have
-arrived, and for arguments that a backend needs until the wait. Applied after every trade that
-inserts collectives. Not for the collectives themselves.
+Operators then compute during the exchange. Both may need more memory: for results that have already
+arrived, and for arguments that a backend needs until the wait. The trade is applied after every
+trade that inserts collectives. Not for the collectives themselves.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class Overlap:
         assert not program.recomputed, "overlap orders the graph, so it is applied before recompute"
         if not program.layout.shares:  # unequal ranks might choose different orders
             reordered = sent_first(program)
-            # Invalid if another line reads a sum after it was sent.
+            # This is invalid if another line reads a sum after it was sent.
             is_whole = not reordered.problems()
             program = reordered if is_whole and _peak(reordered) <= _peak(program) else program
         delayed = waits_within(program, max(rule.window for rule in rules))

@@ -1,7 +1,7 @@
 """Quantize activations: save a forward value in 8 bits until the backward pass reads it.
 
-ActNN's trade (Chen et al., ICML 2021), with plain rounding: the forward pass is exact and only
-gradients see the error. Not for choosing values or the accepted loss: see search/ and
+This is the idea of ActNN (Chen et al., ICML 2021), with plain rounding: the forward pass is exact,
+and the error only affects gradients. Not for choosing values or the accepted loss: see search/ and
 planner/lossy.py.
 """
 
@@ -85,8 +85,8 @@ class QuantizeActivations:
                 remedy="remove one of them from the plan, or plan again",
             )
         recomputed = {i.node for i in program.recomputed}
-        # A smaller batch may shrink values below the worthwhile size; they are encoded all the
-        # same.
+        # A smaller batch may make values smaller than the size that is worthwhile; they are still
+        # encoded.
         impossible = sorted(chosen & recomputed) or sorted(
             chosen - quantizable(program, least_bytes=1)
         )
@@ -120,7 +120,7 @@ def quantizable(program: Program, *, least_bytes: int = LEAST_BYTES) -> frozense
 
 
 def with_codes(program: Program, chosen: Iterable[str]) -> Program:
-    """Return the program that encodes these values and reads the decoded ones in the backward pass.
+    """Return the program that encodes these values and whose backward pass reads the decoded ones.
 
     A value is encoded after its last use in the forward pass. A value that the backward pass does
     not read stays.
@@ -179,8 +179,8 @@ def _places(
 ) -> tuple[_Places, _Places]:
     """Return the lines after which values are encoded, and those before which they are decoded.
 
-    At one line the smallest value is encoded first and decoded last. This minimizes the memory
-    for both forms of one value.
+    If several values are encoded at one line, the smallest is encoded first and decoded last. This
+    minimizes the memory for having both forms of a value.
     """
     last: dict[int, int] = {}
     for number, line in enumerate(lines[: first_backward_line(lines)]):
@@ -204,14 +204,16 @@ def _places(
 def _in_order(
     graph: Graph, lines: Sequence[Instruction], *, behind: _Places, before: _Places
 ) -> tuple[Node, ...]:
-    """Return the nodes about in execution order; cache effects are measured in this order."""
+    """Return the nodes roughly in execution order, since cache effects are measured in this
+    order.
+    """
     after: dict[str, list[Node]] = {}
     ahead: dict[str, list[Node]] = {}
     for number, encodings in behind.items():
         after.setdefault(lines[number].node, []).extend(c.encode for c in encodings)
     for number, encodings in before.items():
-        # The node of a recomputed line is in the forward pass; the decode goes before the
-        # backward reader instead.
+        # The node of a recomputed line is in the forward pass, so the decoding is placed before its
+        # reader in the backward pass instead.
         reader = next(line for line in lines[number:] if not line.is_again)
         ahead.setdefault(reader.node, []).extend(c.decode for c in encodings)
     return tuple(

@@ -1,8 +1,8 @@
 """Recompute: drop a forward value after its last forward use and recompute it when needed.
 
-Checkmate's trade (Jain et al., MLSys 2020): each value is recomputed just before the first
-backward line that needs it. If it may be recomputed several times, the others go before the lines
-with the longest idle time. Not for choosing values: see search/.
+This is the idea of Checkmate (Jain et al., MLSys 2020): each value is recomputed just before the
+first backward line that needs it. If it may be recomputed several times, the other copies are made
+after its longest idle intervals. Not for choosing values: see search/.
 """
 
 from bisect import bisect
@@ -70,7 +70,7 @@ class Recompute:
             )
         if len(named) < sum(rule.count for rule in rules) and any(r.times > 1 for r in rules):
             raise Mismatch(
-                "two recompute rules name the same value, and one of them gives a number of times",
+                "two recompute rules name the same value, and at least one of them sets times",
                 expected="each value in one rule, if any is recomputed more than once",
                 remedy="remove one of them from the plan, or plan again",
             )
@@ -87,7 +87,7 @@ def with_copies(
 ) -> Program:
     """Return the program whose backward pass reads recomputed copies of these values.
 
-    ``times``: the maximum number of copies of values that may be recomputed more than once.
+    ``times`` has the maximum number of copies of each value that may be recomputed more than once.
     """
     graph = program.graph
     computed = [i for i in program.instructions if i.sink is None and not i.is_again]
@@ -110,7 +110,9 @@ def _first_backward(computed: Sequence[Instruction]) -> int:
 
 
 def _nodes_to_recompute(graph: Graph, recomputed: frozenset[str]) -> frozenset[str]:
-    """Return the forward nodes to recompute: the values, multi-output operators, their views."""
+    """Return the forward nodes to be recomputed: the values, multi-output operators, and their
+    views.
+    """
     copied: set[str] = set()
     for node in graph.forward():
         if node.name in recomputed:
@@ -161,8 +163,8 @@ class _Copies:
             found.add(name)
             pending += graph.by_name[name].inputs
             if graph.has_several(name):
-                # All results that are read later are extracted at once, so that the others die
-                # here.
+                # All results that are read later are extracted at the same time, so that the others
+                # die here.
                 parts = (u for u in graph.users[name] if self._is_missing(u, number))
                 found.update(u for u in parts if copy_table.is_read(u, number))
         lines = []
@@ -187,7 +189,9 @@ class _Copies:
 
 
 class _CopyTable:
-    """The copies of values that are recomputed more than once, and the one each line reads."""
+    """The copies of values that are recomputed more than once, and the copy that each line
+    reads.
+    """
 
     def __init__(self) -> None:
         # The lines of the copies of each value and of each multi-output operator.
@@ -240,7 +244,9 @@ class _CopyTable:
         self._reads = {value: late[storage] for value, storage in on.items()}
 
     def _place(self, graph: Graph, times: Mapping[str, int]) -> None:
-        """Choose the lines of the copies, last operator first: readers are placed before inputs."""
+        """Choose the lines of the copies, starting with the last operator: readers are placed
+        before their inputs.
+        """
         made: dict[str, list[str]] = {}
         for value in self._reads:
             node = graph.by_name[value]
@@ -260,7 +266,9 @@ def again_name(name: str, turn: int = 0) -> str:
 
 
 def recomputable(graph: Graph) -> frozenset[str]:
-    """Return the forward values that the backward pass needs and that recompute bit by bit."""
+    """Return the forward values that the backward pass needs and whose recomputation is bitwise
+    equal.
+    """
     outputs = {o.node for o in graph.outputs}
     leaving = {s for name in outputs for s in graph.storages_of(name)}
     found: set[str] = set()
@@ -279,7 +287,7 @@ def recomputable(graph: Graph) -> frozenset[str]:
 
 
 def _why_not_recomputable(graph: Graph, node: Node) -> str | None:
-    """Return the reason why a second call would differ or have side effects; None if neither."""
+    """Return why a second call would differ or have side effects; None if it would not."""
     if node.is_random:
         is_torchs = node.op.startswith(("aten.", "steelyard."))
         return f"{'is' if is_torchs else 'may be'} random: a second call would draw other numbers"
@@ -304,7 +312,9 @@ def _why_not_recomputable(graph: Graph, node: Node) -> str | None:
 
 
 def _reads_whole(graph: Graph, node: Node, user: str) -> bool:
-    """True if a multi-output operator is read in the backward pass, or not through getitem."""
+    """True if the backward pass reads a multi-output operator, or something reads it without
+    getitem.
+    """
     reader = graph.by_name[user]
     late = reader.phase is not Phase.FORWARD
     return graph.has_several(node.name) and (late or not reader.is_getitem)

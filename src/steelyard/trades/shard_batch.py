@@ -1,10 +1,10 @@
 """Shard the batch: data parallelism, with gradients summed over ranks.
 
-Built as nodes of one rank's graph: bucketed all-reduces of the gradients, and the loss over all
-ranks. With several micro-batches the last one exchanges the accumulated gradients, as under
+The communication consists of nodes in one rank's graph: bucketed all-reduces of the gradients, and
+of the loss. With several micro-batches, the last one exchanges the accumulated gradients, as with
 DistributedDataParallel's ``no_sync``. The result is the mean over the same samples, summed in
-another order. Random values differ by rank. Not for delaying waits: see overlap.py; nor for
-sharding weights or optimizer state: see shard_states.py.
+another order. Random values differ between ranks. Not for delaying waits (see overlap.py) or for
+sharding weights or optimizer state (see shard_states.py).
 """
 
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ class ShardBatch:
         if program.layout.pipeline > 1:
             return program  # ranks of one stage reduce gradients after all micro-batches
         assert not program.recomputed, "shard_batch changes the graph, so it is applied early"
-        # Ranks with the same shard of the model are spaced by the number of shards.
+        # The distance between ranks with the same shard of the model is the number of shards.
         stride = program.layout.tensor
         before = program.graph
         graph = synchronised(before, layout=program.layout, transport=source.transport)
@@ -116,5 +116,5 @@ class ShardBatch:
         return program.with_graph(graph)
 
 
-# The default of DistributedDataParallel; a search tries other sizes.
+# The default of DistributedDataParallel; a search also tries other sizes.
 BUCKET_BYTES = 25 * 2**20

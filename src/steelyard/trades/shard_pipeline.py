@@ -1,11 +1,11 @@
 """Shard the layers: pipeline parallelism over micro-batches.
 
-A rank stores and updates its own layers only. Activations and their gradients travel between
-neighbours, and ranks idle while the pipeline fills and drains. Several such groups of ranks may
-share the batch: ranks of the same stage then reduce their gradients after the passes. The ranks
-of a stage may also shard its tensors: its lines then contain their collectives. Applied last, to
-the lines that all other trades produced. Not for the order of actions: that is one of torch's
-schedules.
+A rank stores and updates only its own layers. Activations and their gradients are sent between
+neighbours, and ranks are idle while the pipeline fills and drains. Several such groups of ranks may
+share the batch: ranks of the same stage then reduce their gradients after the passes. The ranks of
+a stage may also shard its tensors: its lines then contain their collectives. The trade is applied
+last, to the lines that all other trades produced. Not for the order of actions, which is one of
+torch's schedules.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from steelyard.ir.step_source import StepSource
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends
 from steelyard.plans.trade import Offer, Rejection
 
-# Stages per rank, for each of torch's schedules that is offered. LoopedBFS saves more activations
-# than Interleaved1F1B for the same time, and so does GPipe compared with 1F1B; but 1F1B does not
-# accept a single micro-batch.
+# The number of stages per rank for each of torch's schedules that is offered. LoopedBFS saves more
+# activations than Interleaved1F1B for the same time, and so does GPipe compared with 1F1B; but 1F1B
+# does not accept a single micro-batch.
 SCHEDULES = {
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
 }  # fmt: skip
@@ -37,7 +37,9 @@ class ShardPipelineRule(PipelineStageEnd):
 
 
 class ShardPipeline:
-    """Pays communication, buys computation and memory. Results equal those of micro-batches."""
+    """Pays communication, buys computation and memory. Results equal those with micro-batches
+    alone.
+    """
 
     name: ClassVar[str] = ShardPipelineRule.trade
     pays: ClassVar[tuple[str, ...]] = ("communication",)

@@ -1,10 +1,10 @@
 """Shard states: each data-parallel rank stores a shard of the weights and of their state.
 
-Each rank has some rows of a sharded parameter, with their gradient and optimizer state, and
-updates these rows. The parameter is all-gathered before its first reader, once a step or once for
-each pass, and its gradient is reduce-scattered: ZeRO's third stage (Rajbhandari et al., SC 2020).
-The first two stages would gather after the update; this gathers in the next step, where the
-transfer overlaps with computation (docs/decisions/0016-one-way-to-share-states.md). Pipeline
+Each rank has some rows of a sharded parameter, with their gradient and optimizer state, and updates
+these rows. The parameter is all-gathered before its first reader, once per step or once per pass,
+and its gradient is reduce-scattered. This is ZeRO's third stage (Rajbhandari et al., SC 2020).
+ZeRO's first two stages would gather after the update; this trade gathers in the next step, where
+the transfer overlaps with computation (docs/decisions/0016-one-way-to-share-states.md). Pipeline
 stages gather before all micro-batches, and reduce after them. Not for choosing parameters: see
 search/.
 """
@@ -27,7 +27,7 @@ from steelyard.passes.data_parallel.shard_parameters import check_shared, gather
 from steelyard.plans.trade import Offer, Rejection
 from steelyard.units import format_bytes
 
-# Minimum size of a parameter: less costs two more collectives and saves nothing.
+# The minimum size of a parameter: a smaller one costs two more collectives and saves nothing.
 _LEAST_BYTES = 16 << 10
 
 
@@ -47,7 +47,7 @@ class ShardStatesRule(StateSharding):
 
 
 class ShardStates:
-    """Pays communication, buys memory. Sums are added in the same order as with shard_batch."""
+    """Pays communication, buys memory. The order of summation is the same as with shard_batch."""
 
     name: ClassVar[str] = ShardStatesRule.trade
     pays: ClassVar[tuple[str, ...]] = ("communication",)

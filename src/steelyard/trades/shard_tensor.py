@@ -1,9 +1,11 @@
-"""Shard tensors: tensor parallelism; ranks have parts of weights and compute parts of values.
+"""Shard tensors: tensor parallelism, in which ranks have shards of weights and compute parts of
+values.
 
-Covers columns, rows, heads, channels, experts, vocabulary: any region that the graph allows (see
-capture/spmd/shardable_regions.py), with collectives at readers of a whole value or of a sum.
-Gradients and optimizer state are sharded like the weights. Applied before the other trades that
-change the graph, which then work on shards. Not for choosing regions: see search/.
+Columns, rows, heads, channels, experts or the vocabulary can be sharded: any region that the graph
+allows (see capture/spmd/shardable_regions.py). Collectives are inserted where an operator needs a
+whole value or a complete sum. Gradients and optimizer state are sharded like the weights. The trade
+is applied before the other trades that change the graph, which then work on shards. Not for
+choosing regions: see search/.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +32,7 @@ class ShardTensorRule(TensorSharding):
 
 
 class ShardTensor:
-    """Pays communication, buys computation and memory. Sums are added in another order."""
+    """Pays communication, buys computation and memory. Sums are computed in another order."""
 
     name: ClassVar[str] = ShardTensorRule.trade
     pays: ClassVar[tuple[str, ...]] = ("communication",)
@@ -44,7 +46,7 @@ class ShardTensor:
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
         """Offer each region over the tensor-parallel ranks; regions of equal blocks share an offer.
 
-        Regions that exchange least for their FLOPs come first.
+        Regions that exchange the fewest bytes for their FLOPs come first.
         """
         ranks = program.layout.tensor
         if ranks == 1:
@@ -108,7 +110,7 @@ def _offer(graph: Graph, regions: Sequence[Region], ranks: int) -> Offer:
                 by_pattern.setdefault((pattern, placement), []).append(name)
     rules = []
     for (pattern, shard), names in by_pattern.items():
-        # If some of the equal blocks cannot be sharded, the others are named one by one.
+        # If only some of the equal blocks can be sharded, these are named one by one.
         is_all = len(names) == sum(path_matches(n, pattern) for n in _tensors(graph).values())
         for module, count in [(pattern, len(names))] if is_all else [(n, 1) for n in names]:
             rules.append(

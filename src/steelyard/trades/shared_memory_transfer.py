@@ -1,10 +1,10 @@
 """Shared-memory transfer: ranks of one host exchange messages through shared memory.
 
-The messages of a step, between pipeline stages or in all-reduces, have the same shapes every
-time. So the reader allocates slots once and the sender writes into them: no copy through a
-connection on either side, no thread to schedule, and no allocation in any step. Fixed slots
-allocated before the transfer are the mechanism of Xue et al. (EuroSys 2019), there over RDMA. Not
-for the slots (comm/shared_memory/slots.py) or the exchange (comm/shared_memory/collectives.py).
+The messages of a step, between pipeline stages or in all-reduces, have the same shapes every time.
+So the reader allocates slots once, and the sender writes into them. This needs no copy through a
+connection on either side, no thread to schedule, and no allocation in any step. Xue et al. (EuroSys
+2019) use the same mechanism, fixed slots that are allocated before the transfer, over RDMA. Not for
+the slots (see comm/shared_memory/slots.py) or the exchange (see comm/shared_memory/collectives.py).
 """
 
 from collections.abc import Container, Sequence
@@ -38,7 +38,7 @@ class SharedMemoryTransfer:
     pays: ClassVar[tuple[str, ...]] = ("memory",)
     buys: ClassVar[tuple[str, ...]] = ("communication",)
     is_exact: ClassVar[bool] = True
-    # With more than two ranks, sums are added in another order than gloo's.
+    # With more than two ranks, the order of summation is not that of gloo.
     is_bitwise: ClassVar[bool] = False
     rule: ClassVar[type[Rule]] = SharedMemoryTransferRule
 

@@ -1,7 +1,8 @@
 """Sparse gradients: ranks exchange only the looked-up rows of an embedding's gradient.
 
 The gradient is zero in all other rows, so the rows of all ranks and their indices contain all of
-it: the same sum in another order (Parallax: Kim et al., EuroSys 2019). Not for dense gradients.
+it. The sum is the same, in another order (Parallax: Kim et al., EuroSys 2019). Not for dense
+gradients.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ from steelyard.plans.trade import Offer, Rejection, Remaining
 
 @dataclass(frozen=True, kw_only=True)
 class SparseGradientsRule(SparseRows):
-    """``[[sparse_gradients]]``: an embedding whose gradient is sent as the looked-up rows."""
+    """``[[sparse_gradients]]``: an embedding whose gradient is sent as the rows that were looked
+    up.
+    """
 
     trade: str = field(init=False, default="sparse_gradients")
 
@@ -90,7 +93,7 @@ class SparseGradients:
 
 
 def _why_not_fewer(table: Table, ranks: int) -> str:
-    """Return the reason why sending rows would not send fewer bytes; empty if it would.
+    """Return why sending rows would not send fewer bytes; empty if it would.
 
     A ring all-reduce sends twice the tensor, minus one rank's share of each round.
     """

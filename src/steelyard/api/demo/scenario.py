@@ -1,6 +1,7 @@
-"""``steelyard demo``: plain PyTorch runs out of memory under a limit, a plan finishes under it.
+"""``steelyard demo``: plain PyTorch runs out of memory under a limit, and a plan does not.
 
-Starts a fresh process for each part, and compares their output. Not for their work: see worker.py.
+Starts a fresh process for each part, and compares their output. Not for what the processes do: see
+worker.py.
 """
 
 import json
@@ -28,10 +29,10 @@ _MIB = 1 << 20
 
 # Memory that kernels, threads and the meter use outside of PyTorch's allocator.
 _SPARE_BYTES = 32 * _MIB
-# glibc's malloc keeps freed blocks for later. With these two settings large blocks return to the
+# glibc's malloc keeps freed blocks for later. With these two settings, large blocks return to the
 # system at once, so that a limit on the process limits its live memory. Each step then allocates
-# its memory again: in huge pages (glibc 2.35), because otherwise two fifths of a step are page
-# faults, whose time varies by a factor of two.
+# its memory again. It does so in huge pages (glibc 2.35): otherwise page faults would take two
+# fifths of a step, and their time varies by a factor of two.
 _MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "262144",
     "MALLOC_TRIM_THRESHOLD_": "0",
@@ -67,7 +68,9 @@ class _ProcessOutput:
 
 
 def demo(on_line: OnLine, *, scene: Scene | None = None) -> tuple[bool, Receipt]:
-    """Run the demonstration; return if it went as promised, and the receipt of the plan's run."""
+    """Run the demonstration; return True if it went as promised, and the receipt of the plan's
+    run.
+    """
     if sys.platform != "linux":
         raise BadInput(
             f"the demonstration limits a process by RLIMIT_DATA, which {sys.platform} does not "
@@ -92,7 +95,7 @@ def _run_parts(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Re
         on_line(f"   {line}")
     on_line("2  one memory limit for both (RLIMIT_DATA, enforced by the kernel)")
     with ThreadPoolExecutor(1) as executor:
-        # The run that part 5 compares with is trained meanwhile; it ends before anything is timed.
+        # Meanwhile, train the run that part 5 compares with; it ends before anything is timed.
         without_limit = executor.submit(stage.run, "plain", meter=True)
         base_bytes = stage.run("probe").one("held_bytes")
         limit = scene.budget_bytes + base_bytes + _SPARE_BYTES

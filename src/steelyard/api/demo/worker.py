@@ -1,6 +1,6 @@
 """One process of the demonstration: limits its own memory, plans or trains, prints its results.
 
-It prints one JSON object a line on stdout. Not for comparing anything: see scenario.py.
+It prints one JSON object per line on stdout. Not for comparing anything: see scenario.py.
 """
 
 import json
@@ -29,7 +29,7 @@ from steelyard.trades import TRADES
 
 SEED = 0
 # With micro-batches, dropout masks are drawn in another order; with chunked or sharded computation,
-# gradients are summed in another order. Both are exact, but not bit for bit equal to plain PyTorch.
+# gradients are summed in another order. Both are exact, but not bitwise equal to plain PyTorch.
 _BIT_FOR_BIT = tuple(trade for trade in TRADES if trade.is_bitwise)
 
 Role = Literal["plan", "probe", "steelyard", "plain"]
@@ -37,8 +37,9 @@ Role = Literal["plan", "probe", "steelyard", "plain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The task of a process. ``limit_bytes`` of 0 is no limit; ``meter`` also reports the peak
-    memory."""
+    """The task of a process. A ``limit_bytes`` of 0 means no limit; ``meter`` also reports the peak
+    memory.
+    """
 
     role: Role
     plan: str
@@ -78,7 +79,7 @@ def _plan(task: Task, work: Workload) -> None:
 
 
 def _probe(task: Task, work: Workload) -> None:
-    """Report the memory that training by the plan needs outside of a step."""
+    """Report the memory that training with the plan needs outside of a step."""
     step = load_planned(task.plan, work).apply(work.model)
     tensors = [*step.live.model.parameters(), *step.live.model.buffers()]
     _report(held_bytes=_private_bytes() - _nbytes(tensors))
@@ -96,7 +97,7 @@ def _steelyard(task: Task, work: Workload) -> None:
 
 
 def _plain(task: Task, work: Workload) -> None:
-    """The usual training loop. The second step is metered, as in a run by a plan."""
+    """Run the usual training loop. The second step is metered, as in a run with a plan."""
     assert callable(work.batches)
     assert work.optimizer is not None
     optimizer = work.optimizer(work.model.parameters())

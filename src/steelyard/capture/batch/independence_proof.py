@@ -23,8 +23,8 @@ from steelyard.capture.tracing.fake_execution import restoring_attributes, with_
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.hardware.host_os import available_bytes
 
-# Relative tolerance for losses and gradients, by the precision they are computed in. Gradients are
-# compared too because they reveal a small term that couples samples and hardly changes the loss.
+# Relative tolerance for losses and gradients, by the precision of the computation. Gradients are
+# compared too: they reveal a small term that couples samples but hardly changes the loss.
 _DOUBLE = torch.float64, torch.complex128
 _LOSS_ROUNDING, _LOSS_ROUNDING_DOUBLE = 1e-3, 1e-9
 _GRADIENT_ROUNDING = {torch.float32: 1e-5, torch.complex64: 1e-5}
@@ -36,7 +36,7 @@ _WIDER = {
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
 }
-# Noise added to each parameter: relative to its root mean square, and absolute if it is all zeros.
+# Noise added to each parameter: relative to its root mean square, or absolute if it is all zeros.
 _NOISE_SHARE, _NOISE = 0.1, 0.02
 
 
@@ -75,9 +75,10 @@ def compare_with_samples(
 
     ``is_low`` means that the step computes in half precision somewhere.
 
-    A difference in the step's own precision is repeated in float64, which removes rounding but no
-    real difference. Half precision is only trusted if float64 is not possible. Trained
-    parameters are perturbed, so that zeros among them (of a head or a gate) hide no difference.
+    If there is a difference in the step's own precision, the comparison is repeated in float64,
+    where rounding no longer matters. Half precision is only trusted if float64 is not possible.
+    Trained parameters are perturbed, because zeros among them (in a head or a gate) could hide a
+    difference.
     """
 
     def compared(is_double: bool) -> _Verdict:
@@ -98,7 +99,7 @@ def compare_with_samples(
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The result of one comparison; not judged if samples fail or a loss is not finite."""
+    """The result of one comparison; it is not judged if samples fail or a loss is not finite."""
 
     splitting: Splitting
     is_judged: bool = True
@@ -171,7 +172,9 @@ def _agree(loss: float, other: float, rounding: float) -> bool:
 def _weights(
     of_all: float, of_each: list[float], counts: list[int]
 ) -> tuple[Reduction, list[float]] | Splitting:
-    """Return the reduction and each sample's weight in the loss, or why there is none."""
+    """Return the reduction and each sample's weight in the loss, or the reason why there is
+    none.
+    """
     size, total = len(counts), sum(of_each)
     seen = [x for x, n in zip(of_each, counts) if n]
     if max(seen) - min(seen) <= 1e-6 * (abs(of_all) + 1e-12):
@@ -325,7 +328,7 @@ def _mode(kind: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class _InDouble(_torch.TorchDispatchMode):
-    """Keeps double precision where the model's code casts to, or creates, a narrower dtype."""
+    """Keeps double precision wherever the model's code would use a narrower dtype."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _torch.is_view(func):  # view.dtype may reinterpret bits

@@ -64,7 +64,7 @@ def sizes_of(batch: Any, maximize: Maximize) -> Sizes:
 
 
 def impossible(graph: Graph) -> str:
-    """Return why eager PyTorch would fail at this size though its shapes fit; else empty.
+    """Return why eager PyTorch would fail at this size although the shapes fit; else empty.
 
     Fake tensors have no values, so tracing misses a position beyond the end of a position table.
     Positions are therefore followed here from each arange to the table they index.
@@ -82,7 +82,7 @@ def impossible(graph: Graph) -> str:
 
 
 def _highest(node: Node, known: dict[str, int]) -> int | None:
-    """Return the largest value of a tensor of positions, if it follows from known operators."""
+    """Return the largest value in a tensor of positions, if known operators determine it."""
     numbers = [a for a in node.args if isinstance(a, int) and not isinstance(a, bool)]
     if node.op.startswith("aten.arange.") and numbers:
         end = numbers[0] if node.op.endswith(".default") else numbers[1]

@@ -1,4 +1,4 @@
-"""Splitting the global batch into equal parts, and the check that this trains the same model.
+"""Splits the global batch into equal parts, and checks that this trains the same model.
 
 Not for capturing the parts: see capture/step.py.
 """
@@ -67,8 +67,8 @@ def splitting(
 
     First checks the operators, then compares numbers: the live model runs on a few samples, as one
     batch and one by one, with random draws replaced by their expectations. ``at_once`` means that
-    ranks compute the parts at the same time: they can share batch statistics, which are then no
-    reason against splitting.
+    ranks compute the parts at the same time. They can then share batch statistics, so these do not
+    prevent splitting.
     """
     size = batch_size(batch)
     if size is None:
@@ -106,9 +106,11 @@ def splitting(
 def why_indivisible(
     model: nn.Module, loss: Loss, batch: Any, graph: Graph, *, at_once: bool = False
 ) -> str:
-    """Return why splitting the batch changes what is trained, judged by the operators alone.
+    """Return why splitting the batch would change the training result, judged by the operators
+    alone.
 
-    Empty if no operator shows it. Without values (meta device) this is the only check.
+    The result is empty if no operator shows it. Without values (meta device) this is the only
+    check.
     """
     statistics = normalising(graph)
     if statistics and not at_once:
@@ -138,8 +140,8 @@ def why_indivisible(
 def _is_equal_on_ranks(graph: Graph, update: str) -> bool:
     """True if all ranks compute the same new buffer value.
 
-    That is so if the value depends on no random draw, and on the batch only through statistics
-    of all samples.
+    This holds if the value does not depend on a random draw, and depends on the batch only through
+    statistics of all samples.
     """
     taking = {node.name for node in normalising(graph)}
     pending, seen = [update], set[str]()
@@ -166,7 +168,9 @@ def _rows_to_compare(counts: list[int]) -> list[int]:
 
 
 def _spread_rows(rows: list[int], wanted: int) -> list[int]:
-    """Choose rows spread over the batch: batches are often sorted, with similar neighbours."""
+    """Choose rows spread over the batch: batches are often sorted, so that neighbours are
+    similar.
+    """
     last = len(rows) - 1
     return [rows[i] for i in sorted({round(k * last / (wanted - 1)) for k in range(wanted)})]
 
@@ -202,16 +206,17 @@ def _weighed_by_class(graph: Graph) -> str:
     return ""
 
 
-_MEAN = 1  # as ATen numbers its reductions
+_MEAN = 1  # the number of this reduction in ATen
 
 
 def _scaled_by_frequency(graph: Graph) -> str:
-    """Return a reason if an embedding scales gradients by index frequency in the batch.
+    """Return a reason if an embedding scales gradients by the frequency of indices in the batch.
 
     Comparing numbers can miss this: only gradients of samples that share an index differ.
     """
     for node in graph.forward():
-        if "embedding" in node.op and node.args[3:4] == (True,):  # scale_grad_by_freq, of both
+        # scale_grad_by_freq, in both operators
+        if "embedding" in node.op and node.args[3:4] == (True,):
             where = node.path or node.line
             return f"{where} divides gradients by the frequency of each index in the batch"
     return ""

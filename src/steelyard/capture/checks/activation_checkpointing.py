@@ -1,8 +1,8 @@
 """Refusal of uses of ``torch.utils.checkpoint`` whose eager result differs from a captured step.
 
-A captured step contains a checkpointed region once, and recomputes what its plan says. Mostly the
-result is the same; the exceptions are refused here. Not for planning recompute: see
-trades/recompute.py.
+A captured step ignores the checkpoints: it contains their regions once, and its plan says what is
+recomputed. The result is mostly the same; the exceptions are refused here. Not for planning
+recompute: see trades/recompute.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -48,7 +48,7 @@ def refuse_repeated_writes(
     """
     written = {o.target: o.node for o in outputs if o.kind is OutputKind.UPDATE}
     for node in joint.graph.nodes:
-        # Recomputed readers of the old value would read the new one.
+        # Recomputed operators that read the old value would read the new one.
         touched = [names[i.name] for i in node.all_input_nodes if i.name in names]
         touched += [target for target, name in written.items() if name == node.name]
         target = next((t for t in touched if t in written), None)

@@ -1,14 +1,15 @@
 """Operator check for losses that couple samples: aggregates over samples may only be added up.
 
-With a divisor computed from the batch, a subtracted batch mean or class weights, the loss is no
-mean over samples. Comparing numbers shows that only if the given samples differ in them, so the
-operators are checked too. The loss runs on fake tensors with a prime number of samples that divides
-no size of the step: a dim whose size is a multiple of it holds samples. A value that depends on the
-batch and has no such dim is an aggregate, and may reach the loss only through linear operators.
+The loss is not a mean over samples if, for example, its divisor is computed from the batch, a batch
+mean is subtracted, or it has class weights. Comparing numbers may miss this, if the given samples
+happen to agree. So the operators are checked too. The loss runs on fake tensors with a prime number
+of samples that divides no size of the step: a dim whose size is a multiple of it holds samples. A
+value that depends on the batch and has no such dim is an aggregate, and may reach the loss only
+through linear operators.
 
 Operators that mix samples and keep their dim are refused if their effect is known: a shift or sort
-along that dim, or rows indexed by a random draw. Not for others, such as rows indexed by the batch
-itself, as experts do: those are left to comparing numbers, see capture/batch/splitting.py.
+along that dim, or rows indexed by a random draw. Others, such as an expert's lookup of rows by
+indices from the batch, are left to the comparison of numbers: see capture/batch/splitting.py.
 """
 
 import itertools
@@ -46,7 +47,9 @@ _INDEX_ALONG_A_DIM = (
 
 
 def coupling(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> str:
-    """Return where samples are coupled; empty if no operator shows it."""
+    """Return a description of the place where samples are coupled; empty if no operator shows
+    it.
+    """
     samples = _number_of_samples(graph)
     try:
         with fake_step(model, batch) as (mode, parameters, fake_batch), mode, _torch.quiet_logs():
@@ -58,8 +61,8 @@ def coupling(model: nn.Module, loss: Loss, batch: Any, graph: Graph) -> str:
 def _number_of_samples(graph: Graph) -> int:
     """Return a number of samples that divides no size of the graph.
 
-    It is a prime, so that no product of sizes is a multiple of it, and small for losses that loop
-    over samples.
+    It is a prime, so that no product of sizes is a multiple of it. It is small, because some losses
+    loop over samples.
     """
     sizes = {size for node in graph.nodes for t in node.outputs for size in t.shape if size}
     primes = (n for n in itertools.count(101, 2) if all(n % d for d in range(3, n, 2)))
@@ -113,7 +116,7 @@ class _Follower:
             inputs = []
         if _torch.draws(func, args, kwargs):
             # A draw with weights from the batch gives integers (indices). Floats come from dropout
-            # of the batch, which is not a random index.
+            # on the batch, which is not a random index.
             is_drawn = not inputs or not any(x.is_floating_point() for x in results)
         else:
             is_drawn = any(map(self._is_drawn, read)) and all(map(self._is_drawn, inputs))
@@ -122,8 +125,8 @@ class _Follower:
         if not inputs or not results:
             return
         upstream_reason = next(filter(None, map(self.reason_of, inputs)), "")
-        # The derivative of an operator that couples no samples couples none either. A user's own
-        # code in the backward pass may do so, for example a clip by the norm of the gradient.
+        # If an operator does not couple samples, neither does its derivative. A user's own code in
+        # the backward pass may do so, for example by clipping to the norm of the gradient.
         is_checked = not self.is_in_backward or _is_user_code()
         reason = upstream_reason or (
             self._reason(func, args, kwargs, inputs, results) if is_checked else ""
@@ -203,14 +206,18 @@ def _is_linear(
 
 
 def _sums_samples(func: Any) -> bool:
-    """True if the operator sums over samples; the numerical check covers those that select some."""
+    """True if the operator sums over samples; the numerical check covers those that select
+    samples.
+    """
     name = _name(func)
     is_loss = any(word in name for word in _FUSED_LOSSES)
     return is_loss or name in _SUM_SAMPLES or _torch.is_view(func)
 
 
 def _indices(func: Any, args: Any) -> list[tuple[int, torch.Tensor]]:
-    """Return the index tensors of a lookup, each with the dim of the first argument it indexes."""
+    """Return the index tensors of a lookup, each with the dim that it indexes in the first
+    argument.
+    """
     name = _name(func)
     if name in _INDEX_ROWS:
         return [(dim, x) for dim, x in enumerate(args[1]) if x is not None]
@@ -220,7 +227,7 @@ def _indices(func: Any, args: Any) -> list[tuple[int, torch.Tensor]]:
 
 
 def _is_routed(func: Any) -> bool:
-    """True for grouped matmuls of rows sorted by expert, whose third argument is the group ends.
+    """True for grouped matmuls of rows sorted by expert, whose third argument has the group ends.
 
     The group ends do not couple samples: each row chooses its own expert.
     """

@@ -1,6 +1,6 @@
-"""Conversion of tracing errors into refusals that name the line, the module and the reason.
+"""Converts tracing errors into refusals that name the line, the module and the reason.
 
-Not for detecting what cannot be captured: tracing raises, and its errors are reworded here.
+Not for detecting problems: tracing raises errors, which are reworded here.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class _TraceProgress:
 
 @contextlib.contextmanager
 def reading_errors(model: nn.Module) -> Iterator[_TraceProgress]:
-    """Convert exceptions of tracing into a CaptureRefused that names the user's line."""
+    """Convert exceptions raised while tracing into a CaptureRefused that names the user's line."""
     progress = _TraceProgress()
     try:
         yield progress
@@ -127,7 +127,7 @@ _REASON_OF = {
 }
 
 
-# The message alone may be just a missing key, so the type is shown with it.
+# The message alone may be just a missing key, so the exception type is shown with it.
 _PYTHON_ERRORS = (LookupError, AttributeError, NameError, AssertionError, ArithmeticError)
 
 
@@ -182,7 +182,7 @@ def _in_distributions(error: BaseException) -> bool:
 
 
 def _module_of(error: BaseException, model: nn.Module) -> str:
-    """Return the innermost module that was running, as lines in torch's own layers do not help."""
+    """Return the innermost module that was running; lines in torch's own layers would not help."""
     names = {id(m): f"{n} ({type(m).__name__})" for n, m in model.named_modules() if n}
     found = ""
     seen: BaseException | None = error

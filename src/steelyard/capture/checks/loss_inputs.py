@@ -13,7 +13,7 @@ from torch import nn
 
 
 def name_of_tensor(loss: Callable[..., Any], tensor: torch.Tensor) -> str:
-    """Return the user's name of a tensor that the loss function can reach; empty if not found."""
+    """Return the user's name for a tensor that the loss function can reach; empty if not found."""
     for name, value in _reachable(loss):
         if value is tensor:
             return name

@@ -1,9 +1,9 @@
 """Guards on the Python state that the captured code read.
 
 A number that the loss or the model reads from a global, a closure, a dict or an object becomes a
-constant of the graph, so a later change would be ignored. Dynamo records a guard for each one, as
-torch.compile would recompile. Not for modes, hooks and parameters, which may not change even if
-they were not read: see run/model_guards.py.
+constant of the graph, so a later change would be ignored. Dynamo records a guard for each of them;
+torch.compile would recompile if one fails. Not for modes, hooks and parameters, which may not
+change even if they were not read: see run/model_guards.py.
 """
 
 import re
@@ -93,7 +93,7 @@ class _Tensor:
 
 
 def _unread(batch: Any, of_batch: Collection[str]) -> frozenset[str]:
-    """Return the keys of non-tensor entries without a Dynamo guard: the code did not read them."""
+    """Return the keys of non-tensor entries without a Dynamo guard: the code did not read these."""
     if type(batch) is not dict:
         return frozenset()
     keys = {
@@ -140,7 +140,9 @@ def _module_prefix(found: re.Match[str]) -> str:
 
 
 def _within_step(name: str) -> str:
-    """Strip ``self``, the step module, from the name of something in the user's model or loss."""
+    """Strip ``self``, which is the step module, from the name of something in the user's model or
+    loss.
+    """
     modules = re.match(r"self((?:\._modules\['[^']*'\])*)", name)
     assert modules is not None
     path = clean_path(modules[1])

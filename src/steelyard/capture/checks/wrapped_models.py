@@ -13,8 +13,9 @@ from steelyard.errors import CaptureRefused
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse wrappers whose work a plan does itself: data parallelism, sharding, compiling."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # only imported if the user did
+    """Refuse wrappers that do the work of a plan: data parallelism, sharding, compiling."""
+    # These modules are already imported if the user wrapped a model with them.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for name, module in model.named_modules():
         where = f"module {name}" if name else "the model"
         inner = "model.module" if not name else f"the module inside of {name}"

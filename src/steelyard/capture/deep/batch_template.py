@@ -35,7 +35,7 @@ from steelyard.plans.plan import BatchEntry
 
 @dataclass(kw_only=True, eq=False)
 class TruncatedStep:
-    """A step truncated to three blocks; of the global ``batch`` only the shapes are used."""
+    """A step truncated to three blocks; only the shapes of the global ``batch`` are used."""
 
     model: nn.Module
     loss: Loss
@@ -54,14 +54,16 @@ class TruncatedStep:
 
     @cached_property
     def why_indivisible(self) -> str:
-        """The reason not to split the batch, found from the operators; empty if there is none."""
+        """The reason why the batch may not be split, found from the operators; empty if there is
+        none.
+        """
         if batch_size(self.batch) is None:
             return "the tensors of the batch do not share dim 0"
         return why_indivisible(self._source.model, self.loss, self._sampled_batch, self.whole.graph)
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The longest run of equal blocks; empty if no run is long enough and provably equal."""
+        """The longest run of equal blocks; empty if none is long enough and proven to be equal."""
         runs = self._block_runs
         if not runs:
             return Blocks()
@@ -86,7 +88,7 @@ class TruncatedStep:
         return self._sharded[tensor]
 
     def is_sequence_parallel(self, tensor: int) -> bool:
-        """True if values between the tensor-parallel regions are sharded along the sequence."""
+        """True if values between the tensor-parallel regions are sharded along the sequence dim."""
         return tensor > 1 and bool(self._sequence_placements(tensor))
 
     def _sequence_placements(self, tensor: int) -> tuple[tuple[str, Placement], ...]:

@@ -1,4 +1,4 @@
-"""Runs of equal sibling blocks: the indices of a ModuleList that one rule may cover.
+"""Finds runs of equal sibling blocks: indices of a ModuleList that one rule may cover.
 
 Blocks are compared operator by operator, because class and shapes are not enough: Gemma's
 alternating layers agree in both. Not for planning deep models from few blocks: see truncate.py.

@@ -1,9 +1,9 @@
-"""Truncate each run of equal blocks of a deep model to three, and expand the traced graph.
+"""Truncates each run of equal blocks of a deep model to three, and expands the traced graph.
 
-Three checks make this sound. Before tracing, all siblings agree in every attribute. After tracing,
-the first, middle and last block agree operator by operator. The forward pass of the full model
-makes no other calls (see truncated_model.py). If a check fails, the caller traces the full model.
-Not for running a step: that needs the full trace.
+Three checks make this sound. Before tracing, all siblings must agree in every attribute. After
+tracing, the first, middle and last block must agree operator by operator. The forward pass of the
+full model must make no other calls (see truncated_model.py). If a check fails, the caller traces
+the full model. Not for running a step: that needs the full trace.
 """
 
 import copy
@@ -32,7 +32,9 @@ class BlockRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """A model whose runs of equal blocks are truncated to three; its tensors are shared."""
+    """A model whose runs of equal blocks are truncated to three; it shares the tensors of the
+    original.
+    """
 
     model: nn.Module
     runs: Mapping[str, BlockRange]
@@ -52,7 +54,9 @@ def truncate_runs(model: nn.Module, runs: Mapping[str, BlockRange]) -> nn.Module
 
 
 def with_one_more_block(model: nn.Module, runs: Mapping[str, BlockRange], prefix: str) -> nn.Module:
-    """Return the truncated model with a fourth block in the run ``prefix``, to see what it adds."""
+    """Return the truncated model with a fourth block in the run ``prefix``, to see what that
+    adds.
+    """
     return _truncated(model, runs, {prefix: _KEPT + 1})
 
 
@@ -94,7 +98,7 @@ def _equal_to_the_end(blocks: list[nn.Module]) -> BlockRange:
 
 
 def _same(a: Any, b: Any, at_a: int, at_b: int) -> bool:
-    """True if class and all attributes are equal; a number may be the block's own index."""
+    """True if the class and all attributes are equal; a number may be the block's own index."""
     if type(a) is not type(b):
         return False
     if isinstance(a, nn.Module):
@@ -211,7 +215,7 @@ class _GrowingRun:
             block = self._block.get(node.name)
             if block is None:
                 if any(self._block.get(i) == 1 for i in node.inputs):
-                    return None  # a node outside reads from the middle of the run
+                    return None  # a node outside the run reads from the middle of it
                 nodes.append(self._rewrite_outside(node))
                 continue
             kind = "input" if node.is_input else str(node.phase)
@@ -265,7 +269,9 @@ class _GrowingRun:
         return describe_node(node, inside)
 
     def _is_wired_equally(self) -> bool:
-        """True if all blocks read corresponding nodes of themselves and of their neighbours."""
+        """True if all blocks read corresponding nodes, both their own and those of their
+        neighbours.
+        """
         counterparts = {
             (block, self._middle[n.name]): n
             for block in (0, 2)
@@ -286,7 +292,7 @@ class _GrowingRun:
         if mine is None:
             return ours == theirs
         if other is None:
-            # At the ends of the run, a node before or after the run takes the neighbour's place.
+            # At the ends of the run, a node outside of it stands in for the missing neighbour.
             return not 0 <= mine + shift < _KEPT
         return other == mine + shift and self._middle[ours] == self._middle[theirs]
 
@@ -304,7 +310,9 @@ class _GrowingRun:
         return f"{kind}:{head}{self._first + k}.{inside}"
 
     def _copy_index(self, name: str, reader: int | None, k: int) -> int:
-        """Return the copy that is referred to: an end for outside readers, else by offset."""
+        """Return the copy that a reference means: an end of the run for outside readers, else by
+        offset.
+        """
         block = self._block[name]
         if reader is None:
             return 0 if block == 0 else self._count - 1

@@ -1,4 +1,4 @@
-"""Truncated deep models that provably stand for the full model, with their eager baseline.
+"""Truncated deep models that provably represent the full model, with their eager baseline.
 
 Not for truncating (see truncate.py), nor for tracing (see capture/tracing/joint_graph.py).
 """
@@ -27,8 +27,9 @@ class TruncatedModel:
 def truncated_model(model: nn.Module, loss: Loss, batch: Any) -> TruncatedModel | None:
     """Truncate a model and extrapolate its eager baseline; None unless the calls confirm it.
 
-    The full model must make the calls of three blocks plus, for each further block, those that a
-    fourth block adds. A model may count its blocks, and treat one of them differently.
+    The full model must make the calls of three blocks and, for each further block, those that a
+    fourth block adds. Otherwise it may, for example, count its blocks and treat one of them
+    differently.
     """
     truncation = cut(model)
     if truncation is None:
@@ -54,7 +55,7 @@ def truncated_model(model: nn.Module, loss: Loss, batch: Any) -> TruncatedModel 
             held_bytes[call] = held_bytes.get(call, nbytes) + more * (
                 nbytes - three.held_bytes.get(call, nbytes)
             )
-    # With two runs, it is unknown which of them holds the most at the peak.
+    # With two runs, it is unknown which of them holds more memory at the peak.
     baseline = replace(three, held_bytes=held_bytes) if len(fours) == 1 else None
     return TruncatedModel(truncation=truncation, baseline=baseline)
 
@@ -78,7 +79,9 @@ def proven_truncation(model: nn.Module, loss: Loss, batch: Any) -> Truncation | 
 def _expected(
     truncation: Truncation, three: Mapping[Call, int], fours: Mapping[str, Mapping[Call, int]]
 ) -> Counter[Call]:
-    """Return the calls expected of the full model: three blocks, and each further block's."""
+    """Return the calls expected of the full model: those of three blocks and of each further
+    block.
+    """
     expected = Counter(three)
     for prefix, four in fours.items():
         more = truncation.runs[prefix].count - 3

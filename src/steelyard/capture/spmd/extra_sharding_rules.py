@@ -1,9 +1,9 @@
 """Sharding rules for operators whose DTensor rule (torch 2.13) cannot be used here.
 
-DTensor's rules for operators that move dims or sum need a mesh, and its convolutions by channel and
-vocabulary-parallel operators are special handlers. A rule returns pairs of placements: those of the
-call's inputs and those of its results. Not for views (see sharding_strategies.py), nor for choosing
-a pair (see partition.py).
+DTensor's rules for operators that move dims or compute sums need a mesh. Its channel-sharded
+convolutions and vocabulary-parallel operators are special handlers without rules. A rule returns
+pairs of placements: those of the call's inputs and those of its results. Not for views (see
+sharding_strategies.py) or for choosing a pair (see partition.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,9 @@ Rule = Callable[[Node, Sequence[Tensor]], Pairs]
 
 
 def _map_dims(takes: Sequence[Tensor], target: Callable[[int], int | None]) -> Pairs:
-    """Map each sharded dim by ``target`` (None: not shardable); partial sums pass through."""
+    """Map each sharded dim to one of ``target`` (None: not shardable); partial sums pass
+    through.
+    """
     rank, count = len(takes[0].shape), len(takes)
     pairs: Pairs = [((PARTIAL,) * count, (PARTIAL,))]
     for dim in range(rank):
@@ -75,7 +77,7 @@ def _expand(node: Node, takes: Sequence[Tensor]) -> Pairs:
 def _all_but_one_dim(
     place: int, *, default: int = 0, removed: bool = False
 ) -> Callable[..., Pairs]:
-    """Allow shards of all dims except that of the argument at ``place``, which may be removed."""
+    """Allow shards of all dims except the one given at ``place``, which may be removed."""
 
     def rule(node: Node, takes: Sequence[Tensor]) -> Pairs:
         excluded = argument_dim(node, place, len(takes[0].shape), default)
@@ -106,7 +108,7 @@ def _elementwise(_: Node, takes: Sequence[Tensor]) -> Pairs:
 
 
 def _all_but_reduced_dim(place: int) -> Callable[..., Pairs]:
-    """Allow shards of all dims except the reduced one, given by the argument at ``place``."""
+    """Allow shards of all dims except the reduced one, which is the argument at ``place``."""
 
     def rule(node: Node, takes: Sequence[Tensor]) -> Pairs:
         dim = argument_dim(node, place, len(takes[0].shape), -1)
@@ -217,7 +219,7 @@ def _log_softmax(node: Node, takes: Sequence[Tensor]) -> Pairs:
 
 
 def _nll_loss(node: Node, takes: Sequence[Tensor]) -> Pairs:
-    """Shard by classes: for a mean or sum over the rows, without class weights."""
+    """Shard by classes, for a mean or sum over the rows without class weights."""
     if node.args[2] is not None or node.args[3] not in (1, 2) or len(takes[0].shape) != 2:
         return []
     return [((Shard(1), REPLICATE), (REPLICATE, REPLICATE))]
@@ -290,8 +292,8 @@ RULES: dict[str, Rule] = {
     "aten.nll_loss_backward.default": _nll_loss_backward,
 }  # fmt: skip
 
-# Operators that read only the shape of their input, each with the operator that takes that shape
-# as an argument. The latter makes the full tensor when the input is sharded.
+# Operators that read only the shape of their input, each with an operator that takes this shape as
+# an argument. The latter creates the full tensor when the input is sharded.
 SHAPE_ONLY = {
     "aten.empty_like.default": "aten.new_empty_strided.default",
     "aten.zeros_like.default": "aten.new_zeros.default",

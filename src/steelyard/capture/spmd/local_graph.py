@@ -1,4 +1,4 @@
-"""Builder for the graph of one rank: records its calls on local shards as nodes.
+"""Builds the graph of one rank: records its calls on local shards as nodes.
 
 Each call runs on fake tensors to find its shapes, strides and aliases. Not for deciding which calls
 to make: see partition.py.
@@ -33,7 +33,7 @@ class LocalGraphBuilder:
         self.by_name: dict[str, Node] = {}
         self._axis = axis
         self._transport = transport
-        # The device of all inputs, which a graph does not record.
+        # The device of all inputs; a graph does not record it.
         self._device = device
         self._mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         self._values: dict[str, Any] = {}
@@ -219,7 +219,9 @@ def _names(arguments: Iterable[Argument]) -> list[str]:
 
 
 def number_calls(nodes: Iterable[Node]) -> list[Node]:
-    """Number the calls that were added; captured calls keep their ``nth``, added ones follow."""
+    """Number the calls that were added; captured calls keep their ``nth``, and added ones come
+    after them.
+    """
     nodes = list(nodes)
     taken: Counter[tuple[str, str]] = Counter()
     for node in nodes:

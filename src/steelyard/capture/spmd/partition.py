@@ -1,9 +1,10 @@
-"""SPMD partitioning: the graph that one rank runs of a step with sharded tensors.
+"""SPMD partitioning: derives the graph that one rank runs of a step with sharded tensors.
 
-The placements of parameters are given, and those of some results if wanted. Each call takes the
-strategy of its operator that exchanges the fewest bytes. A strategy computes the same sums as one
-device, in another order. Random numbers are drawn in full on every rank from the same seed, so that
-each rank has its shard of what one device would draw. Not for choosing placements: see search/.
+The placements of parameters are given, and optionally those of some results. Each call uses the
+strategy of its operator that exchanges the fewest bytes. The result is that of one device, except
+that sums are computed in another order. Random numbers are drawn in full on every rank from the
+same seed, so that each rank has its shard of what one device would draw. Not for choosing
+placements: see search/.
 """
 
 from collections.abc import Iterator, Sequence
@@ -111,7 +112,8 @@ class _Partitioner:
             device=device,
         )
         self._values: dict[str, _LocalValue] = {}
-        # For calls with several results: the placement of each, and its local name if already made.
+        # For calls with several results: the placement of each result, and its local name if it
+        # already exists.
         self._result_placements: dict[str, tuple[Placement, ...]] = {}
         self._split_results: dict[str, tuple[str, ...]] = {}
         self._wanted = self._wanted_placements()
@@ -135,7 +137,8 @@ class _Partitioner:
 
     def result(self) -> Graph:
         outputs = self._own_gradients(tuple(self._place_output(o) for o in self._graph.outputs))
-        # A mean over sharded classes is computed from sums. The targets it counts are replicated.
+        # A mean over sharded classes is computed from sums; the number of counted targets is
+        # replicated.
         counts = tuple(
             replace(
                 mean,
@@ -158,14 +161,16 @@ class _Partitioner:
         return graph
 
     def _overwrites(self, node: Node) -> bool:
-        """True if ``node`` copies a tensor over all of another one of the same shape and dtype."""
+        """True if ``node`` overwrites all of a tensor with another one of the same shape and
+        dtype.
+        """
         if node.op != "aten.copy.default":
             return False
         target, source = (self._graph.by_name[name].outputs[0] for name in tensors_of(node))
         return (target.shape, target.dtype) == (source.shape, source.dtype)
 
     def _is_overwritten(self, node: Node) -> bool:
-        """True if the result is only a buffer that other values are copied over."""
+        """True if the result is only a buffer that is overwritten with other values."""
         users = [self._graph.by_name[user] for user in self._graph.users[node.name]]
         return (
             node.op in SHAPE_ONLY
@@ -196,7 +201,7 @@ class _Partitioner:
         self._values[node.name] = _LocalValue({placement: made})
 
     def _place_shaped_like(self, node: Node) -> None:
-        """Make a tensor of another value's global shape; the result is always replicated."""
+        """Make a tensor with the global shape of another value; the result is always replicated."""
         copies = self._values[node.inputs[0]].copies
         placement, value = next(iter(copies.items()))
         args = (Ref(value), *node.args[1:])
@@ -247,7 +252,7 @@ class _Partitioner:
         self._values[node.name] = _LocalValue({placement: value})
 
     def _in_placement(self, name: str, placement: Placement, *, at: Node) -> str:
-        """Return the value in ``placement``, redistributing it the first time this is asked."""
+        """Return the value in ``placement``, redistributing it at the first request."""
         copies = self._values[name].copies
         value = copies.get(placement)
         if value is None:
@@ -266,8 +271,8 @@ class _Partitioner:
     ) -> tuple[float, float, int, int]:
         """Return (weight bytes gathered, bytes exchanged, placement changes, partial results).
 
-        Strategies compare by this tuple. A partial sum is charged for its reduction where it is
-        made, so that deferring the reduction gains nothing by itself.
+        Strategies are compared by this tuple. The cost of reducing a partial sum is charged where
+        the sum arises, so that deferring the reduction does not look like a gain.
         """
         weights = exchanged = 0.0
         changes = 0
@@ -277,12 +282,12 @@ class _Partitioner:
             tensors_of(node), values, takes, strategy.takes, strict=True
         ):
             if isinstance(placement, Partial) and self._num_readers(name) > 1:
-                # One of several readers mostly needs the full sum, and then all can use it.
+                # One of several readers usually needs the full sum, and then all can use it.
                 exchanged += received_bytes(tensor.nbytes, PARTIAL, REPLICATE, self._num_ranks)
             if placement not in value.copies:
                 old = _cheapest_source(value.copies, placement, self._num_ranks)
-                # A reduce-scattered value is soon gathered, unless a shard is wanted: charge
-                # an all-reduce.
+                # A reduce-scattered value is usually gathered soon: charge an all-reduce, unless a
+                # shard is wanted.
                 through = REPLICATE if isinstance(old, Partial) and not is_cut else placement
                 received = received_bytes(tensor.nbytes, old, through, self._num_ranks)
                 weights += received if value.is_weight else 0.0
@@ -301,13 +306,14 @@ class _Partitioner:
         return weights, exchanged, changes, terms
 
     def _num_readers(self, name: str) -> int:
-        """Return the number of users that read the values, not only the shape."""
+        """Return how many users read the values, not only the shape."""
         by_name = self._graph.by_name
         return sum(by_name[user].op not in SHAPE_ONLY for user in self._graph.users[name])
 
     def _wanted_placements(self) -> dict[str, Placement]:
         """Return the wanted placements: gradients, and their terms, follow their parameters."""
-        # A value to be replicated is computed in shards where possible, and gathered afterwards.
+        # A value that should be replicated is computed in shards where possible, and gathered
+        # afterwards.
         wanted = {
             name: placement for name, placement in self._chosen.items() if placement != REPLICATE
         }
@@ -326,7 +332,7 @@ class _Partitioner:
     def _match_contiguity(
         self, node: Node, local_names: list[str], takes: Sequence[Tensor]
     ) -> list[str]:
-        """Make the inputs contiguous that were contiguous at capture: the kernel may rely on it."""
+        """Make inputs contiguous if they were so at capture: the kernel may rely on it."""
         if is_pointwise(node.op) or node.is_view:
             return local_names
         return [
@@ -362,7 +368,7 @@ class _Partitioner:
         return tuple(local_args)
 
     def _make_viewable(self, node: Node, args: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        """Make the source contiguous if its strides, after a collective, forbid the view."""
+        """Make the source contiguous if its strides after a collective do not allow the view."""
         source, shape = args
         assert isinstance(source, Ref)
         assert isinstance(shape, tuple)

@@ -19,7 +19,7 @@ def redistribute(
 ) -> str:
     """Return ``value``, which has the placement ``old``, in the placement ``new``.
 
-    The value is replicated in between where no single collective suffices.
+    If no single collective suffices, the value is replicated in between.
     """
     if old == new:
         return value
@@ -33,8 +33,8 @@ def redistribute(
         case Replicate(), Shard():
             return local_part(local, value, new, at=at)
         case Replicate(), Partial():
-            # Rank 0 has the full value as its term, the others zeros. Zeros are not made by
-            # multiplying with 0: infinity times 0 is no zero.
+            # Rank 0 has the full value as its term, the others have zeros. Multiplying by 0 would
+            # not do: infinity times 0 is not zero.
             op = "aten.zeros_like.default" if local.rank else "aten.clone.default"
             return local.call(op, Ref(value), at=at, suffix="term")
     whole = redistribute(local, value, old, REPLICATE, at=at)
@@ -42,7 +42,7 @@ def redistribute(
 
 
 def received_bytes(nbytes: int, old: Placement, new: Placement, num_ranks: int) -> float:
-    """Return the bytes a rank receives for a tensor of ``nbytes`` bytes in total."""
+    """Return how many bytes a rank receives for a tensor of ``nbytes`` bytes in total."""
     others_bytes = nbytes * (num_ranks - 1) / num_ranks
     if old == new or isinstance(old, Replicate):
         return 0.0

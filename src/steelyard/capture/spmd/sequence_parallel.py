@@ -1,10 +1,11 @@
-"""Sequence parallelism: shard the values between tensor-parallel regions along the sequence.
+"""Sequence parallelism: shards values between tensor-parallel regions along the sequence.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section
 4.2.2; Megatron-LM's --sequence-parallel and torchtitan's SequenceParallel. The sum that leaves a
 region is reduce-scattered, and the input of the next region is all-gathered. Together these move as
-many bytes as one all-reduce, and each rank computes only its shard of norms and residuals. Only for
-pricing steps on declared clusters: steps run here all-reduce these sums (trades/shard_tensor.py).
+many bytes as one all-reduce, and each rank computes only its shard of norms and residuals. This is
+only for pricing steps on declared clusters; steps that run here all-reduce these sums
+(trades/shard_tensor.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,8 @@ def sequence_placements(
             }
             if sharded:
                 found |= sharded
-                # The gradients of weights and of inputs both read it: gather it once for both.
+                # The gradients of weights and of inputs both read it, so it is gathered once for
+                # both.
                 found |= dict.fromkeys(_gradient_views(graph, name), REPLICATE)
     if not found:
         return ()
@@ -66,7 +68,7 @@ def _sequence_shard(
 def _residual_sums(graph: Graph, name: str) -> Iterator[Node]:
     """Yield the first forward additions of another computed value (residual) to this value.
 
-    Views, dropout and norms may come between the value and the addition.
+    Views, dropout and norms may lie between the value and the addition.
     """
     numel = graph.by_name[name].outputs[0].numel
     pending, seen = [name], {name}

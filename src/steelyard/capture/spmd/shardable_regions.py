@@ -1,10 +1,11 @@
 """Candidate regions for tensor parallelism, found from sharding rules rather than module names.
 
-A shard of one weight is propagated forward to every value it shards, and backward to every value
-that must be sharded for it, until each branch ends in a partial sum or starts at a replicated
-value. Examples are a column-parallel layer followed by a row-parallel one (Shoeybi et al., 2019),
-attention heads, channels between two convolutions, experts, and a vocabulary from its table to the
-loss. Not for the cost of a region in a plan: predict/ prices the partitioned graph.
+Starting from a shard of one weight, sharding is propagated forward to every value that becomes
+sharded, and backward to every value that must be sharded for this. It stops where each branch ends
+in a partial sum or starts from a replicated value. Examples are a column-parallel layer followed by
+a row-parallel one (Shoeybi et al., 2019), attention heads, channels between two convolutions,
+experts, and a vocabulary from its table to the loss. Not for the cost of a region in a plan:
+predict/ prices the partitioned graph.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,9 @@ from steelyard.ir.sharding_choice import Region
 
 
 def regions(graph: Graph, *, num_ranks: int) -> tuple[Region, ...]:
-    """Return the regions in forward order. Two that share a parameter exclude each other."""
+    """Return the regions in forward order. Of two regions that share a parameter, only one can be
+    used.
+    """
     known = _Known.of(graph, num_ranks)
     found: dict[tuple[tuple[str, Placement], ...], Region] = {}
     covered: set[tuple[str, Placement]] = set()
@@ -151,7 +154,7 @@ class _Growth:
             self._match(self._pending.pop())
 
     def region(self) -> Region | None:
-        """Return the region; None if it shards nothing that is computed from data."""
+        """Return the region; None if it shards only values that do not depend on the batch."""
         graph = self._known.graph
         inputs = [n for n in graph.inputs() if isinstance(self._placements.get(n.name), Shard)]
         sums = [name for name, p in self._placements.items() if isinstance(p, Partial)]
@@ -180,7 +183,7 @@ class _Growth:
                         yield self._base_of_view(value)
 
     def _base_of_view(self, value: str) -> str:
-        """Return the base of a view: readers of several views of a value read one value."""
+        """Return the base of a view: all readers of its views count as readers of one value."""
         node = self._known.graph.by_name[value]
         while node.is_view and not node.is_getitem:
             node = self._known.graph.by_name[node.inputs[0]]
@@ -189,7 +192,7 @@ class _Growth:
     # --- one value, one call
 
     def _assign(self, name: str, placement: Placement) -> None:
-        """Set the placement of a value, and queue its producer and readers to be matched to it."""
+        """Set the placement of a value, and queue its producer and readers for matching."""
         old = self._placements.get(name)
         if old == placement:
             return
@@ -301,7 +304,9 @@ class _Growth:
         return any(reader.is_getitem for reader in self._known.readers[node.name])
 
     def _input_groups(self, node: Node, result_placements: Sequence[Placement | None]) -> list[int]:
-        """Return the groups an input shard needs for a view or split to make these results."""
+        """Return the groups that an input shard needs so that a view or split gives these
+        results.
+        """
         shape = self._known.takes(node)[0].shape
         shards = [p for p in result_placements if isinstance(p, Shard)]
         if node.op in VIEWS:
@@ -312,7 +317,7 @@ class _Growth:
         return [p.groups * len(node.outputs) for p in shards] if node.op in SPLITS else []
 
     def _helpful_groups(self, node: Node, names: Sequence[str]) -> list[int]:
-        """Return the numbers of groups with which a shard could pass this view or split."""
+        """Return the numbers of groups with which a shard could pass through this view or split."""
         placement = self._placements.get(names[0]) if names else None
         if not isinstance(placement, Shard):
             return []

@@ -1,8 +1,8 @@
 """Sharding strategies of an operator: DTensor's own rules, and ours where it has none.
 
-Pure functions from shapes to strategies; they need no mesh and no process group. Our rules are
-those of extra_sharding_rules.py and, for views, the mapping of shards in groups by ir/placement.py.
-Not for choosing a strategy: see partition.py.
+These are pure functions from shapes to strategies; they need no mesh and no process group. Our own
+rules are in extra_sharding_rules.py; for views, ir/placement.py maps shards in groups. Not for
+choosing a strategy: see partition.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ def strategies(
 ) -> tuple[Strategy, ...]:
     """Return the sharding strategies of a call; the first one replicates everything.
 
-    ``takes`` are the input tensors in the order of its arguments. ``known`` are placements
-    that the inputs have or the result should have: their numbers of groups are tried too.
+    ``takes`` are the input tensors in the order of the call's arguments. ``known`` are placements
+    that inputs have or the result should have; strategies with their numbers of groups are added.
     """
     count = results(node)
     whole = Strategy(takes=(REPLICATE,) * len(takes), gives=(REPLICATE,) * count)

@@ -1,8 +1,8 @@
 """Vocabulary parallelism: embedding and cross entropy on a table that is sharded by rows.
 
-Records as nodes of one rank's graph what Megatron-LM does by hand (Shoeybi et al., 2019, section
-3). Megatron-LM all-reduces the maximum and then the sum of exponentials; here a single all-gather
-of each rank's logsumexp is enough. Not for the placements that allow this: see
+It does what Megatron-LM does by hand (Shoeybi et al., 2019, section 3), as nodes in the graph of
+one rank. Megatron-LM all-reduces the maximum and then the sum of exponentials; here a single
+all-gather of each rank's logsumexp is enough. Not for the placements that allow this: see
 extra_sharding_rules.py.
 """
 
@@ -14,7 +14,7 @@ from steelyard.capture.spmd.redistribute import redistribute, view_as
 from steelyard.ir.graph import Argument, Node, Ref, Symbol
 from steelyard.ir.placement import PARTIAL, REPLICATE, Placement, Shard, Strategy
 
-# Takes the arguments of the call, on this rank's shards; returns the names of its results.
+# Takes the arguments of the call as this rank's shards; returns the names of its results.
 Split = Callable[[LocalGraphBuilder, Node, tuple[Argument, ...]], tuple[str, ...]]
 
 
@@ -72,7 +72,9 @@ def _embedding_backward(
 def _own_rows(
     local: LocalGraphBuilder, node: Node, indices: Argument, rows: int
 ) -> tuple[str, str]:
-    """Return indices relative to this rank's first row (0 for others' rows), and their mask."""
+    """Return indices relative to this rank's first row (0 for rows of other ranks), and their
+    mask.
+    """
     shifted = local.call("aten.sub.Scalar", indices, local.rank * rows, at=node)
     below = local.call("aten.lt.Scalar", Ref(shifted), 0, at=node)
     above = local.call("aten.ge.Scalar", Ref(shifted), rows, at=node)
@@ -107,7 +109,7 @@ def _log_softmax_backward(
     return (local.like(_with_op(node, "aten.sub.Tensor"), (gradient, Ref(correction))),)
 
 
-_MEAN, _SUM = 1, 2  # as ATen numbers its reductions
+_MEAN, _SUM = 1, 2  # the number of this reduction in ATen
 
 
 def _nll_loss(local: LocalGraphBuilder, node: Node, args: tuple[Argument, ...]) -> tuple[str, ...]:
@@ -138,7 +140,7 @@ def _nll_loss_backward(
 def _own_targets(
     local: LocalGraphBuilder, node: Node, scores: Argument, targets: Argument, ignored: Argument
 ) -> str:
-    """Return targets relative to this rank's first class; those of other ranks become ignored."""
+    """Return targets relative to this rank's first class; other ranks' targets become ignored."""
     assert isinstance(scores, Ref)
     own, others = _own_rows(local, node, targets, local.shape(scores.name)[1])
     return local.call("aten.masked_fill.Scalar", Ref(own), Ref(others), ignored, at=node)

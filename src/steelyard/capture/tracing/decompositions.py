@@ -1,7 +1,7 @@
-"""The named decomposition tables that a step can be captured with.
+"""The named decomposition tables that can be used to capture a step.
 
-The name is part of a plan's fingerprint: another table gives the same model other operators. Not
-for tracing: see joint_graph.py.
+The name is part of a plan's fingerprint, because another table turns the same model into other
+operators. Not for tracing: see joint_graph.py.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def native_dropout(
 
 
 def dropout_scale(probability: float, dtype: torch.dtype) -> float:
-    """Return 1 / (1 - p) as eager computes it: in float32, then rounded to the tensor's dtype."""
+    """Return 1 / (1 - p) as eager PyTorch does: in float32, then rounded to the tensor's dtype."""
     if dtype is torch.float64:
         return 1.0 / (1.0 - probability)
     scale = np.float32(1.0) / np.float32(1.0 - probability)
@@ -79,7 +79,7 @@ def native_dropout_backward(
     """Dropout's backward as the CPU kernel computes it.
 
     Torch's fake kernel (2.13) gives a transposed result other strides. Autograd's formula scales by
-    an unrounded 1 / (1 - p), eager's mask by a rounded one.
+    an unrounded 1 / (1 - p), the mask in eager PyTorch by a rounded one.
     """
     rounded = dropout_scale(1 - 1 / scale, grad.dtype) if scale else scale
     return masked(grad, mask, rounded)
@@ -122,6 +122,6 @@ _TABLES: dict[str, Callable[[], Decompositions]] = {
     "python-1": partial(_python, masked_scale_in_two_ops),
     "python-2": partial(_python, masked_scale_in_one_op),
     "inductor-1": _inductor,
-    # Keeps operators that trades over ranks look for; Inductor decomposes them when it compiles.
+    # Keeps operators that multi-rank trades look for; Inductor decomposes them when it compiles.
     "inductor-2": partial(_python, masked_scale_in_two_ops),
 }

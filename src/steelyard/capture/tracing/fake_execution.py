@@ -1,4 +1,4 @@
-"""Execution of the user's code on fake tensors: no arithmetic or memory, true shapes and aliases.
+"""Executes the user's code on fake tensors: no arithmetic or memory, true shapes and aliases.
 
 Used for the eager baseline and the optimizer's step. Not for tracing forward and backward: see
 joint_graph.py.
@@ -22,7 +22,9 @@ from steelyard import _torch
 def with_fake_tensors(
     model: nn.Module, mode: Any
 ) -> contextlib.AbstractContextManager[dict[str, nn.Parameter]]:
-    """Give the model fake parameters and buffers for a while; see ``with_swapped_tensors``."""
+    """Give the model fake parameters and buffers within the context; see
+    ``with_swapped_tensors``.
+    """
     return with_swapped_tensors(model, lambda tensor: fake_like(tensor, mode))
 
 
@@ -30,7 +32,7 @@ def with_fake_tensors(
 def with_swapped_tensors(
     model: nn.Module, twin_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """Replace the model's parameters and buffers by ``twin_of`` each for a while; keep ties.
+    """Replace each parameter and buffer by ``twin_of`` it within the context; ties are kept.
 
     Yields the replacement parameters by name. The user's tensors are always restored.
     """
@@ -58,7 +60,7 @@ def with_swapped_tensors(
                 parameters[names[key]] = replacement
         yield parameters
     finally:
-        # References to leaked fakes are searched for later: drop ours.
+        # Leaked fake tensors are searched for later, so our own references must go.
         memo.clear()
         parameters.clear()
         for table, original in reversed(saved):
@@ -67,7 +69,7 @@ def with_swapped_tensors(
 
 
 class FakeMode(_torch.FakeTensorMode):
-    """Tracks the live tensors created under it, without scanning all Python objects."""
+    """Tracks the live tensors created within the context, without scanning all Python objects."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -94,7 +96,7 @@ class FakeMode(_torch.FakeTensorMode):
 
 @contextlib.contextmanager
 def removing_fakes(model: nn.Module, mode: FakeMode, *, keep: Any) -> Iterator[None]:
-    """Remove each fake tensor that a forward pass stored somewhere it outlives the pass.
+    """Remove each fake tensor that a forward pass stored in a place that outlives the pass.
 
     Forward passes store tensors in caches, globals and lists of weights (nn.LSTM has one). ``keep``
     is the fake batch, which the caller still uses.
@@ -158,7 +160,9 @@ class _Kept:
 
 
 def _remove_fakes(mode: FakeMode, excluded: set[int]) -> None:
-    """Remove fakes from caches, dicts and lists: globals, closures, attributes of helpers."""
+    """Remove fake tensors from caches, dicts and lists: globals, closures, attributes of
+    helpers.
+    """
     for generation in range(3):  # most are young and only in reference cycles
         if not mode.alive(exclude=excluded):
             return
@@ -176,7 +180,9 @@ def _remove_fakes(mode: FakeMode, excluded: set[int]) -> None:
 
 
 def _clear_caches_of_fakes() -> None:
-    """Clear functools.lru_cache outside torch if it has a fake: models cache index tensors."""
+    """Clear any functools.lru_cache outside torch that holds a fake tensor: models cache index
+    tensors.
+    """
     caches = [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]
     for cache in caches:
         if (cache.__module__ or "").startswith(_WITHOUT_TENSORS):
@@ -186,7 +192,7 @@ def _clear_caches_of_fakes() -> None:
 
 
 _WITHOUT_TENSORS = ("torch", "steelyard", "sympy")
-# Levels of references that are followed into a cache.
+# How many levels of references are followed into a cache.
 _MAX_DEPTH = 6
 
 
@@ -210,7 +216,7 @@ def _tree_has_fakes(value: Any) -> bool:
 
 @contextlib.contextmanager
 def on_cpu(model: nn.Module, batch: Any) -> Iterator[Any]:
-    """Replace a model or batch on the meta device by fakes on the CPU; leave others unchanged.
+    """Replace a model or batch on the meta device by fake CPU tensors; leave others unchanged.
 
     Yields the batch.
     """
@@ -242,7 +248,9 @@ def filled(batch: Any) -> Any:
 
 
 def fake_like(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
-    """Return a fake copy of a tensor; on the CPU for meta tensors, as meta loses some gradients."""
+    """Return a fake copy of a tensor; on the CPU for a meta tensor, as some gradients fail on
+    meta.
+    """
     device = "cpu" if tensor.device.type == "meta" else tensor.device
     with mode:
         twin = torch.empty_strided(
@@ -269,7 +277,7 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class StorageWatch(_torch.TorchDispatchMode):
-    """Tracks the bytes of live storages that operators create under it, beyond ``resident`` ones.
+    """Tracks the bytes of live storages that operators create, beyond ``resident`` ones.
 
     Calls ``on_call(operator, args, kwargs, result)`` after each operator, and ``on_death(storage
     key)`` when a storage is freed.

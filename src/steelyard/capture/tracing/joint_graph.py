@@ -1,4 +1,4 @@
-"""Trace a user's model and loss, forward and backward, into one functional fx graph.
+"""Traces a user's model and loss, forward and backward, into one functional fx graph.
 
 Dynamo runs first, because only it knows module paths and source lines. Then AOTAutograd exports the
 joint graph, whose descriptors name every input and output. All tensors are fake. Not for
@@ -54,8 +54,8 @@ class Placeholder:
 class Trace:
     """The joint graph, its inputs by placeholder name, and its outputs.
 
-    ``constants`` holds the live tensors that are neither parameter, buffer nor batch. ``missing``
-    names trainable parameters for which the graph has no gradient.
+    ``constants`` holds the live tensors that are not parameters, buffers or part of the batch.
+    ``missing`` names trainable parameters for which the graph has no gradient.
     """
 
     joint: torch.fx.GraphModule
@@ -94,7 +94,7 @@ def _step(model: nn.Module, loss: Loss) -> _StepModule:
 
 def trace(model: nn.Module, loss: Loss, batch: Any, *, decompositions: Decompositions) -> Trace:
     leaves, spec = _torch.tree_flatten(batch)
-    # Distinct objects: a tensor under two keys would be traced as a single input.
+    # Copy it, because a tensor under two keys would be traced as a single input.
     distinct = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
     batch = _torch.tree_unflatten(distinct, spec)
     settings = _torch.capture_settings(_ignored_loggers())
@@ -131,7 +131,7 @@ def _ignored_loggers() -> set[Callable[..., Any]]:
 def _restoring_tensors(model: nn.Module) -> Iterator[None]:
     """Restore every parameter and buffer in its module after tracing.
 
-    torch 2.13 leaves a traced tensor behind where one module is registered under two names.
+    If one module is registered under two names, torch 2.13 leaves a traced tensor behind.
     """
     tables: list[dict[str, Any]] = []
     for module in model.modules():
@@ -146,7 +146,9 @@ def _restoring_tensors(model: nn.Module) -> Iterator[None]:
 
 
 def _dynamo(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, list[str], StateGuards]:
-    """Run Dynamo; return its graph, the modules with replaced buffers, and the state read."""
+    """Run Dynamo; return its graph, the modules with replaced buffers, and the state that was
+    read.
+    """
     whole = _step(model, loss)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -179,7 +181,7 @@ def _replace_data_by_detach(step: Any) -> None:
 
 
 def _name_closures(step: Any, loss: Loss) -> None:
-    """Name modules from the loss function's closure by their variables."""
+    """Name the modules in the loss function's closure after their variables."""
     cell = re.compile(r"\bloss(?:\.__func__)?\.__closure__\[(\d+)\]\.cell_contents")
 
     def named(found: re.Match[str]) -> str:
@@ -203,7 +205,7 @@ def _changes_state(what: str) -> CaptureRefused:
 
 
 def side_effects(warning: str) -> list[str]:
-    """Return the Python objects that, by Dynamo's warning, the forward pass changes.
+    """Return the Python objects that the forward pass changes, according to Dynamo's warning.
 
     Context variables are left out: transformers sets and resets one around each forward, so there
     is nothing for a captured step to repeat.

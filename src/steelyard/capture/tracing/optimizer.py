@@ -1,4 +1,4 @@
-"""Capture of the optimizer's step as a program, traced on fake parameters and gradients.
+"""Captures the optimizer's step as a program, traced on fake parameters and gradients.
 
 The second step is captured, because the first one creates the state. Not for running the step: the
 live optimizer does that.
@@ -32,7 +32,7 @@ def capture_update(
     without_gradient: frozenset[str] = frozenset(),
     shares: ShardsByParameter = MappingProxyType({}),
 ) -> Program:
-    """Capture the optimizer's step; with ``shares``, on one rank's shards of some parameters."""
+    """Capture the optimizer's step; ``shares`` says which parameters are sharded for this rank."""
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     parameters: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
@@ -102,7 +102,7 @@ def check_optimizer(model: nn.Module, make: OptimizerFactory) -> None:
 
 
 def leaner_settings(model: nn.Module, make: OptimizerFactory) -> tuple[str, ...]:
-    """Return the settings of the optimizer that would lower the memory of its step.
+    """Return the settings of the optimizer that would lower the memory that its step needs.
 
     Without ``foreach``, temporaries exist for one parameter at a time; a fused step has none.
     """
@@ -122,7 +122,7 @@ def leaner_settings(model: nn.Module, make: OptimizerFactory) -> tuple[str, ...]
 
 
 def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse an optimizer over other parameters than it was given."""
+    """Refuse an optimizer whose parameters are not those that it was given."""
     own = {id(parameter) for parameter in parameters}
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in updated if id(p) not in own]
@@ -175,7 +175,7 @@ class _OptimizerRecorder:
         )
 
     def program(self) -> Program:
-        self._flush_freed()  # values that the last parameter's update used to its end
+        self._flush_freed()  # values that are alive to the end of the last parameter's update
         graph = Graph(
             nodes=tuple(self._nodes),
             storages=tuple(self._storages),
@@ -266,7 +266,9 @@ class _OptimizerRecorder:
             self._freed.append(self._name_of_storage[number])
 
     def _flush_freed(self) -> None:
-        """Let the last operator read the values freed after it, which were alive until then."""
+        """Make the last operator read the values that were freed after it, since they were alive
+        until then.
+        """
         if self._freed and self._instructions:
             last = self._instructions[-1]
             inputs = tuple(dict.fromkeys([*last.inputs, *self._freed]))
@@ -294,7 +296,7 @@ class _OptimizerRecorder:
         known = self._names.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
-        # A number that the optimizer converted to a tensor outside the recorded operators.
+        # A number that the optimizer converted to a tensor outside of the recorded operators.
         name = f"constant:{len(self._nodes)}"
         self._add_input(name, tensor, Role.CONSTANT)
         return name

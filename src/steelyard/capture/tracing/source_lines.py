@@ -70,15 +70,15 @@ def short_file(filename: str) -> str:
     return "/".join(filename.rsplit("/", 2)[-2:])
 
 
-# The operators with which autograd propagates a gradient through an in-place overwrite.
+# The operators through which autograd propagates a gradient past an in-place overwrite.
 _OVERWRITING = ("aten.new_empty_strided.", "aten.copy.")
 
 
 def with_paths(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Assign each sum of gradients without a path to the module of its last computed term.
+    """Assign each sum of gradients that has no path to the module of its last computed term.
 
-    At a residual connection, that is the block whose input gradient is summed. The same applies to
-    the operators with which autograd propagates the gradient of an overwritten view.
+    At a residual connection, that is the block whose input gradient is summed. The same is done for
+    operators that autograd adds for the gradient of an overwritten view.
     """
     index_of: dict[str, int] = {}
     assigned: list[Node] = []

@@ -1,4 +1,4 @@
-"""Conversion of a traced fx graph to a torch-free Graph: names, bytes, flops, paths, aliases.
+"""Converts a traced fx graph to a torch-free Graph: names, bytes, flops, paths, aliases.
 
 Not for tracing (see joint_graph.py), nor for assigning nodes without a path (see source_lines.py).
 """
@@ -129,7 +129,8 @@ class _Reader:
             number = outputs[0].storage
             self.storages[number] = replace(self.storages[number], nbytes=nbytes)
         if node.target is torch.ops.aten._embedding_bag.default:
-            # The bag of each index: the kernel (torch 2.13, CPU) allocates one element more.
+            # This result is the bag of each index, for which the kernel (torch 2.13, CPU) allocates
+            # one element more.
             number = outputs[1].storage
             nbytes = self.storages[number].nbytes + torch.int64.itemsize
             self.storages[number] = replace(self.storages[number], nbytes=nbytes)
@@ -137,8 +138,8 @@ class _Reader:
         own = _tensors_in(node)
         known = {self._number(t) for i in node.all_input_nodes for t in _tensors_in(i)}
         is_view = bool(own) and all(self._number(t) in known for t in own)
-        # Not all of the backward pass is tagged (a custom autograd.Function's own is not), but it
-        # is traced after the forward pass.
+        # Not all of the backward pass is tagged (a custom autograd.Function is not), but it is
+        # traced after the forward pass.
         self._is_backward |= node.meta.get("partitioner_tag") == "is_backward"
         call = Node(
             name=node.name,
@@ -279,7 +280,9 @@ def plain_argument(value: Any, ref: Callable[[Any], Ref]) -> Argument:
 
 
 def symbol_of(device: torch.device) -> Symbol:
-    """Return a device as a symbol; the current GPU has no index, as it differs between ranks."""
+    """Return a device as a symbol, without the index of the current GPU, which differs between
+    ranks.
+    """
     if device.type == "cuda" and torch.cuda.is_available():
         device = torch.device("cuda") if device.index == torch.cuda.current_device() else device
     return Symbol(f"torch.device({str(device)!r})")
@@ -343,7 +346,9 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def work_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> dict[str, Any]:
-    """Return the node fields for a call's flops, their dtype, and if they are unknown."""
+    """Return the node fields for a call's flops and their dtype, and a flag if the flops are
+    unknown.
+    """
     flops = flops_of_call(target, args, kwargs, result)
     return {
         "flops": flops,
@@ -397,8 +402,8 @@ def _own_gradients(
             continue
         source = by_name[output.node]
         clone = _clone(reader, source, parameter, len(owned))
-        # The copy belongs to the backward pass. Its source may come before that: the tangent is
-        # itself the gradient of a scalar that is added to the loss.
+        # The copy belongs to the backward pass, although its source may belong to the forward pass:
+        # the tangent is itself the gradient of a scalar that is added to the loss.
         backward_indices = (i for i, n in enumerate(nodes) if n.phase is Phase.BACKWARD)
         nodes.insert(max(nodes.index(source) + 1, next(backward_indices, len(nodes))), clone)
         owned.append(replace(output, node=clone.name))

@@ -1,12 +1,12 @@
-"""All-gathers, all-to-alls and reduce-scatters over gloo as direct messages: each rank sends
-every other rank its part, and posts all receives before it sends anything.
+"""All-gathers, all-to-alls and reduce-scatters over gloo as direct messages: each rank sends every
+other rank its part, and posts all receives before it sends anything.
 
-Replaces torch's calls (Channel.calls). Gloo's own collectives send first: the receiver's request
-then queues behind its data, and the sender waits for that request. In a row of collectives over a
-slow link, an all-gather of two ranks took 1.5 times as long as its data takes, and an all-to-all
-twice; gloo's reduce-scatter sends all rows to all ranks (decision 0034). Messages also save a
-copy in a thread of gloo's. Not for all-reduces: gloo's ring uses both directions of the link and
-takes as long as it should. Not for the messages: see point_to_point.py.
+They replace torch's calls (Channel.calls). Gloo's own collectives send first: the receiver's
+request then queues behind its data, and the sender waits for that request. In a row of collectives
+over a slow link, an all-gather between two ranks took 1.5 times as long as sending its data, and an
+all-to-all twice as long; gloo's reduce-scatter sends all rows to all ranks (decision 0034).
+Messages also save a copy in one of gloo's threads. Not for all-reduces: gloo's ring uses both
+directions of the link and takes as long as it should. Not for the messages: see point_to_point.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,8 @@ def _fill(
     whole: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, kind: Exchange
 ) -> PendingMessages:
     """Start the messages that fill ``whole``, and copy this rank's own part now. The other parts
-    are complete when the returned messages are."""
+    are complete once the returned messages are.
+    """
     buffers, own = whole.chunk(group.size()), group.rank()
     messages = hand_over(kind, parts, buffers, group)
     buffers[own].copy_(parts[own])
@@ -71,8 +72,9 @@ def _fill(
 def _start_reduce_scatter(
     x: torch.Tensor, result: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[PendingMessages, Callable[[], None]]:
-    """Start the messages of a reduce-scatter; return them and a function that adds up their
-    values once they are complete. One of the parts is received in ``result``."""
+    """Start the messages of a reduce-scatter; return them, and a function that adds up their values
+    once they are complete. ``result`` is the receive buffer of one of the parts.
+    """
     assert group.size() > 1, "a reduce-scatter needs several ranks"
     parts = x.chunk(group.size())
     own = parts[group.rank()]
@@ -124,8 +126,9 @@ class DirectCollectives:
         )
 
     def begin(self) -> None:
-        """Begin a step. Receives of an interrupted step may still be pending: their buffers are
-        kept, since gloo reports nothing more if they are freed."""
+        """Begin a step. Receives of an interrupted step may still be pending. Their buffers are
+        kept, because gloo would otherwise stop reporting anything.
+        """
         for _, messages, _ in self._pending.values():
             messages.give_up()
             self._abandoned.append(messages)
@@ -173,7 +176,7 @@ class DirectCollectives:
             messages.wait()
             finish()
             del self._pending[id(sent)]
-        # Messages issued earlier have arrived earlier.
+        # Messages that were issued earlier have also arrived earlier.
         self._abandoned.clear()
         return True
 

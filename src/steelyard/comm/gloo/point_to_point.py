@@ -1,9 +1,8 @@
-"""Messages of a rank to and from all other ranks of a group at once; receives are posted before
-sends.
+"""Messages between a rank and all other ranks of a group at once; receives are posted before sends.
 
-Torch's flight recorder does not record point-to-point messages over gloo (torch 2.13). This
-module therefore notes the latest ones itself, for reports of the state of a rank. Not for the
-collectives made of them: see direct_collectives.py.
+Torch's flight recorder does not record point-to-point messages over gloo (torch 2.13). This module
+therefore notes the latest ones itself, for reports of the state of a rank. Not for the collectives
+that consist of such messages: see direct_collectives.py.
 """
 
 import time
@@ -22,13 +21,15 @@ from steelyard.ir.collective import Exchange
 # interrupted step never match those of the next. The first range is left to other users of the
 # same group.
 _TAGS_PER_STEP, _STEP_RANGES = 1 << 16, (1 << 15) - 1
-# More messages than a step has between two collectives of torch.
+# More messages than a step sends between two of torch's own collectives.
 _LATELY = 4096
 
 
 @dataclass(slots=True)
 class Note:
-    """A collective issued over the group of this name; ``number`` counts those of this module."""
+    """A collective over the group of this name; ``number`` counts the collectives of this
+    module.
+    """
 
     group: str
     number: int
@@ -97,5 +98,5 @@ def hand_over(
     others = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
     works = [dist.irecv(buffers[r], group=group, group_src=r, tag=tag) for r in others]
     works += [dist.isend(parts[r], group=group, group_dst=r, tag=tag) for r in others]
-    # The calls return None only on ranks outside the group.
+    # The calls return None only on ranks that are not in the group.
     return PendingMessages(cast("list[dist.Work]", works), [*buffers, *parts], note)

@@ -1,8 +1,8 @@
 """CPU scheduling between gloo's threads and the computing thread.
 
-One of gloo's threads listens for incoming data (torch 2.13: ``gloo_tcp_loop``). If it finds the
-lock of a connection taken, it spins until the kernel preempts it; with one core per rank the
-owner of the lock cannot run meanwhile. Not for the exchanges themselves.
+One of gloo's threads listens for incoming data (torch 2.13: ``gloo_tcp_loop``). If the lock of a
+connection is taken, this thread spins until the kernel preempts it. With one core per rank, the
+owner of the lock cannot run in the meantime. Not for the exchanges themselves.
 """
 
 import contextlib
@@ -12,7 +12,8 @@ from pathlib import Path
 
 LISTENER = "gloo_tcp_loop"
 _TASKS = Path("/proc/self/task")
-# The shortest time between two yields, and the pause after a yield as a multiple of its length.
+# The shortest time between two yields, and the pause after a yield as a multiple of the time that
+# the yield took.
 _MIN_PAUSE_SECONDS = 1e-4
 _PAUSE_FACTOR = 4
 
@@ -24,9 +25,10 @@ def give_way() -> None:
 
 
 class ThreadScheduling:
-    """Yields the core now and then while the caller computes with a transfer in flight. The
-    longer a yield takes, the longer the pause before the next one: a competing program gets a
-    fifth of the core this way, not all of it."""
+    """Yields the core now and then while the caller computes and a transfer is in flight. The
+    longer a yield takes, the longer the pause before the next one. So a competing program gets a
+    fifth of the core, not all of it.
+    """
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -43,8 +45,8 @@ def take_turns() -> None:
     """Set gloo's listener threads to batch scheduling, so that they do not preempt the running
     thread when they wake.
 
-    Eight exchanges of 1 KiB at once took 16 ms between two ranks with a core each, and take 1 ms
-    with this. A hint: kernels that do not support or permit it are left unchanged.
+    Between two ranks with a core each, eight concurrent exchanges of 1 KiB took 16 ms without this
+    and take 1 ms with it. If the kernel does not support or permit it, nothing changes.
     """
     for task in _TASKS.iterdir() if _TASKS.exists() else ():
         with contextlib.suppress(OSError):  # the thread may have ended meanwhile

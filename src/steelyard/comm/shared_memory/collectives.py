@@ -1,10 +1,10 @@
-"""Collectives of ranks that share memory: each rank writes its parts directly into the readers'
-slots, and adds up or copies the parts it finds there.
+"""Collectives of ranks that share memory. Each rank writes its parts directly into the readers'
+slots, and adds up or copies the parts that it finds in its own.
 
-Replaces torch's calls (Channel.calls). The issue of a collective writes, the wait reads; nothing
-is transferred in between and no thread is involved. Of two ranks each adds up everything; of
-more, each adds up a part and passes the sum on, so that all ranks get the same bits. Not for the
-slots: see same_host.py, nor for how many are needed: ir/message_slots.py.
+They replace torch's calls (Channel.calls). Issuing a collective writes and waiting for it reads;
+nothing is transferred in between and no thread is involved. If there are two ranks, each adds up
+everything. If there are more, each adds up a part and passes the sum on, so that all ranks get the
+same bits. Not for the slots (see same_host.py) or their number (see ir/message_slots.py).
 """
 
 from collections.abc import Callable
@@ -117,15 +117,16 @@ class SharedMemoryCollectives:
         return self._receive_into(torch.empty_like(x), number, parts[self._rank])
 
     def _send_chunks(self, x: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
-        """Send each other rank its chunk of ``x``."""
+        """Send every other rank its chunk of ``x``."""
         number, parts = self._next_number(), x.chunk(self._num_ranks)
         for rank in self._others:
             self._write(rank, number, parts[rank])
         return number, parts
 
     def _receive_into(self, whole: torch.Tensor, number: int, own: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's own part into ``whole`` now, and the other ranks' parts when the
-        result is waited for."""
+        """Copy this rank's own part into ``whole`` now, and the other parts when the caller waits
+        for the result.
+        """
         parts = whole.chunk(self._num_ranks)
         parts[self._rank].copy_(own)
 
@@ -174,8 +175,9 @@ class SharedMemoryCollectives:
 
 
 def _max_over_ranks(own: CollectiveSlots, group: dist.ProcessGroup) -> CollectiveSlots:
-    """Return the maximum over the ranks: ranks with more samples may have more in flight at a
-    time."""
+    """Return the maximum over the ranks: a rank with more samples may have more collectives in
+    flight.
+    """
     all_rounds = gathered(own, CollectiveSlots, group=group)
     return replace(
         own,

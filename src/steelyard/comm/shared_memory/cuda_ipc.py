@@ -2,10 +2,10 @@
 
 Each rank can write the slots of the others (gpu_memory.py). Notifications and returned slots go
 through pipes, as among ranks of a host (same_host.py). When a host sends a notification, its GPU
-has been given the work but may not have done it; shared events tell when it has. The reader's
-host waits for that event: if its GPU waited, a rank that has ended would block it forever. The
-writer waits for nothing: a slot that is still being read is not free. Not for the choice and
-times of messages.
+has been given the work but may not have done it; a shared event tells when it has. The reader's
+host waits for that event. If its GPU waited instead, it would hang forever once the writer has
+ended. The writer waits for nothing: a slot that is still being read is not free. Not for deciding
+which messages are sent, and when.
 """
 
 import time
@@ -36,7 +36,8 @@ _PAUSE_SECONDS = 2e-5
 
 class CudaIpcTransport(SharedMemoryTransport):
     """The transport among ranks of one host, each on its own GPU or several on one. Every rank
-    allocates as much memory as the rank that reads most: ``held_bytes``."""
+    allocates ``held_bytes``: as much memory as the rank that receives most.
+    """
 
     expects: ClassVar[str] = (
         "ranks of one host and user, on GPUs that can access each other's memory"
@@ -78,8 +79,9 @@ class CudaIpcTransport(SharedMemoryTransport):
         return self._offer(files, _OnGpu, gpu=self._gpu.name, events=handles)
 
     def _open(self, offers: Sequence[Offered], files: list[FileIO], *, host: str) -> None:
-        """Open the other ranks' memory. All ranks raise for the same reason or none does, since
-        torch opens it in a collective."""
+        """Open the other ranks' memory. Either all ranks raise for the same reason or none does,
+        because torch opens the memory in a collective.
+        """
         if any(offer.host != host for offer in offers):
             raise NotReachable("another rank is on another host or in another namespace")
         gpus = [offer.gpu for offer in offers if isinstance(offer, _OnGpu)]
@@ -98,7 +100,7 @@ class CudaIpcTransport(SharedMemoryTransport):
             ) from None
 
     def _reach_all(self, gpus: Sequence[str]) -> list[bool]:
-        """Return for each rank if its GPU reaches all of these."""
+        """Return, for each rank, True if its GPU can access all of these GPUs."""
         return gathered(all(map(self._gpu.reaches, gpus)), bool, group=self._group)
 
     def _outlet_to(
@@ -136,8 +138,9 @@ class CudaIpcTransport(SharedMemoryTransport):
                 time.sleep(_PAUSE_SECONDS)
 
     def _poll_pipes(self, deadline: float) -> list[tuple[int, int]]:
-        """Poll instead of sleeping while a returned slot is still being read: nothing notifies
-        the writer when that ends."""
+        """Poll instead of sleeping while a returned slot is still being read, because nothing
+        notifies the writer when that ends.
+        """
         if not any(o.waiting and o.has_pending_slots for o in self._outlets.values()):
             return super()._poll_pipes(deadline)
         time.sleep(_PAUSE_SECONDS)
@@ -145,8 +148,9 @@ class CudaIpcTransport(SharedMemoryTransport):
 
 
 class RoomOnGpu(Room):
-    """The slots of an edge in GPU memory. ``filled`` are the writer's events, set once its rank
-    has been met."""
+    """The slots of an edge in GPU memory. ``filled`` are the writer's events, once the ranks have
+    exchanged them.
+    """
 
     filled: Sequence[Event]
 
@@ -199,14 +203,14 @@ class OutletOnGpu(Outlet):
 
 @dataclass(frozen=True, kw_only=True)
 class _OnGpu(Offered):
-    """A rank's offer with the name of its GPU and, by edge, the event handles of the slots."""
+    """A rank's offer, with the name of its GPU and the event handles of the slots by edge."""
 
     gpu: str = ""
     events: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
 
 class _Slot:
-    """A message in use. It keeps its memory alive."""
+    """A message that is being read; it keeps its memory alive."""
 
     def __init__(self, whole: torch.Tensor, begin: int) -> None:
         self._memory = whole

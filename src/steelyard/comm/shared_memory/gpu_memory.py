@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from steelyard import _torch
 
-# Torch refuses two ranks whose GPUs have the same index, even if these are two GPUs, unless this
-# environment variable is set.
+# Unless this environment variable is set, torch refuses two ranks whose GPUs have the same index,
+# even if they are different GPUs.
 _SHARES_A_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Event(Protocol):
-    """An interprocess event. ``record`` places it behind all work that this process has launched
-    on its GPU; ``query`` returns True once that work is done, and never if the process has ended.
+    """An interprocess event. ``record`` places it behind all work that this process has launched on
+    its GPU. ``query`` returns True once that work is done; if the process has ended, it never does.
     """
 
     def record(self) -> object: ...
@@ -40,8 +40,9 @@ class Gpu:
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def reaches(self, name: str) -> bool:
-        """Return True if this GPU can access the one of that name, as far as is known: a GPU that
-        is invisible to this process counts as reachable."""
+        """Return True if this GPU can access the GPU of that name, or if that is unknown because
+        the other GPU is invisible to this process.
+        """
         others = [Gpu(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
         return all(
             torch.cuda.can_device_access_peer(self.device, other.device)
@@ -53,7 +54,7 @@ class Gpu:
         return _torch.symmetric_memory(nbytes, self.device)
 
     def views(self, memory: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        """Return the memory of each rank as this rank can write it."""
+        """Return the memory of every rank, as tensors that this rank can write."""
         before = os.environ.get(_SHARES_A_GPU)
         os.environ[_SHARES_A_GPU] = "1"
         try:
@@ -98,7 +99,7 @@ class _Made:
 
 
 class _Lent:
-    """Memory of another owner, as a CUDA array for torch."""
+    """Memory with another owner, as a CUDA array for torch."""
 
     def __init__(self, owner: object, address: int, nbytes: int) -> None:
         self._owner = owner

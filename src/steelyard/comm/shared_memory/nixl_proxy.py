@@ -1,11 +1,11 @@
-"""A proxy process for one rank, called its carrier, that transfers the rank's slots to and from
-other hosts with NIXL.
+"""A proxy process for one rank, called its carrier. It transfers the rank's slots to and from other
+hosts with NIXL.
 
 It is a separate program because NIXL and OR-tools ship different versions of one library, and one
 process cannot load both. It knows nothing of tensors: when the rank has written a slot and sent a
 notification, the proxy writes the same slot on the other host and has the proxy there notify its
-rank. Returned slots go the other way. It ends with its rank, and with any proxy it is connected
-to. Not for the choice and times of messages: see remote_host.py.
+rank. Returned slots go the other way. It ends when its rank or any connected proxy ends. Not for
+deciding which messages are sent, and when: see remote_host.py.
 """
 
 import base64
@@ -28,15 +28,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# The same records as in same_host.py and slots.py, which cannot be imported here: they need torch.
+# The same records as in same_host.py and slots.py, which cannot be imported here because they need
+# torch.
 _BELL, _CREDIT = struct.Struct("<QIQQI"), struct.Struct("<II")
-# Each wheel contains all of NIXL, for its CUDA version, and works without CUDA, too.
+# Each wheel contains all of NIXL for its CUDA version, and also works without CUDA.
 WHEELS = ("nixl_cu13", "nixl_cu12")
 _RANK = struct.Struct("<I")
 _CONNECTING_SECONDS, _ANSWER_SECONDS = 30.0, 5.0
 _CHALLENGE_BYTES, _DIGEST_BYTES = 32, 32
-# The time of busy polling for completed transfers, the pause between later polls, and the interval
-# at which transfers of other ranks into this one are progressed: NIXL may not use the device.
+# How long completed transfers are polled without a pause, the pause between later polls, and the
+# interval at which transfers from other ranks are progressed: NIXL may not use the device.
 _SPIN_SECONDS, _PAUSE_SECONDS, _PROGRESS_MS = 2e-3, 5e-5, 1
 _READ_BYTES = 4096
 
@@ -57,10 +58,11 @@ class NixlProxy:
             (_address(memory), self._edges[index]["nbytes"], 0, "")
             for index, memory in self._memory.items()
         ]
-        if regions:  # a rank without messages has a proxy, too
+        if regions:  # a rank without messages also has a proxy
             self._agent.register_memory(regions, "DRAM")
         self._listening = socket.create_server((setup["address"], 0), backlog=1024)
-        # Shared with other ranks over the process group; a peer without it is not their proxy.
+        # Other ranks receive it over the process group; a peer that does not know it is not one of
+        # their proxies.
         self._cookie = secrets.token_hex(_CHALLENGE_BYTES)
         self._writes: dict[int, list[Any]] = {}
         self._in_flight: dict[int, deque[tuple[Any, bytes]]] = {}
@@ -81,8 +83,9 @@ class NixlProxy:
     # --- meeting
 
     def meet(self, others: Mapping[str, Mapping[str, Any]]) -> None:
-        """Connect to all other proxies, which do the same at the same time. One transfer to each
-        target is tried before success is reported."""
+        """Connect to all other proxies, which do the same at the same time. Before success is
+        reported, one transfer to each target is tried.
+        """
         names = {}
         for rank, other in others.items():
             name = self._agent.add_remote_agent(base64.b64decode(other["agent"]))
@@ -97,7 +100,7 @@ class NixlProxy:
         states = {target: self._agent.transfer(write) for target, write in probes.items()}
         self._connect(others)
         deadline = time.monotonic() + _CONNECTING_SECONDS
-        # Without a device, a proxy that is done must go on progressing the transfers of the others.
+        # Without a device, a proxy that is done must still progress the transfers of the others.
         has_reported, not_reported = False, {*self._sockets.values()}
         while not_reported or not has_reported:
             self._agent.get_new_notifs()
@@ -135,8 +138,9 @@ class NixlProxy:
         ]
 
     def _connect(self, others: Mapping[str, Mapping[str, Any]]) -> None:
-        """Open one connection to each other proxy; of two ranks the lower connects to the higher.
-        It serves all edges between the two."""
+        """Open one connection to each other proxy, used for all edges between the two. The rank
+        with the lower number connects to the one with the higher number.
+        """
         for rank in sorted(map(int, others)):
             if rank > self._rank:
                 other = others[str(rank)]
@@ -146,7 +150,7 @@ class NixlProxy:
             self._listening.settimeout(max(0.0, deadline - time.monotonic()))
             incoming, _ = self._listening.accept()
             incoming.settimeout(_ANSWER_SECONDS)
-            # Drop a connection that is not from a proxy; the expected one is still to come.
+            # Drop a connection that does not come from a proxy; the expected one will still come.
             try:
                 rank = self._accept(incoming, others)
             except OSError:
@@ -160,7 +164,8 @@ class NixlProxy:
 
     def _connect_to(self, rank: int, other: Mapping[str, Any]) -> socket.socket:
         """Connect to the proxy of ``rank``; raise OSError unless both sides prove that they know
-        the cookies."""
+        each other's cookie.
+        """
         outgoing = socket.create_connection((other["address"], other["port"]), _CONNECTING_SECONDS)
         try:
             key = self._key(self._rank, other["cookie"], rank)
@@ -182,8 +187,9 @@ class NixlProxy:
         return outgoing
 
     def _accept(self, incoming: socket.socket, others: Mapping[str, Mapping[str, Any]]) -> int:
-        """Return the rank of the proxy that has connected; raise OSError if it does not prove
-        that it is one."""
+        """Return the rank of the proxy that has connected; raise OSError if the peer does not prove
+        that it is a proxy.
+        """
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         incoming.sendall(challenge)
         (rank,) = _RANK.unpack(_receive_exactly(incoming, _RANK.size))
@@ -200,8 +206,9 @@ class NixlProxy:
         return int(rank)
 
     def _key(self, lower: int, other: str, higher: int) -> bytes:
-        """Return the key of a pair of proxies, derived from their cookies and the token of the
-        run, if there is one."""
+        """Return the key of a pair of proxies, derived from their cookies and from the run's token,
+        if there is one.
+        """
         pair = sorted((self._cookie, other))
         token = os.environ.get("STEELYARD_TOKEN", "").encode(errors="surrogateescape")
         return _digest(token, f"{lower} {higher} {pair[0]} {pair[1]}".encode(), b"", b"")
@@ -250,8 +257,9 @@ class NixlProxy:
         return forward
 
     def _record_handler(self, rank: int) -> Callable[[bytes], None]:
-        """Return the handler of a proxy's records: notifications and returned slots for the rank
-        here."""
+        """Return the handler for records from another proxy: notifications and returned slots for
+        the rank here.
+        """
         rings = dict(_descriptors(self._setup["rings"])).get(rank)
         frees = dict(_descriptors(self._setup["frees"])).get(rank)
 
@@ -332,11 +340,11 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def main() -> None:
-    # Signals to stop a rank reach its whole process group; the proxy ends after its rank instead.
+    # Signals that stop a rank reach its whole process group; the proxy ends after its rank instead.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keep library output out of the answers
+    os.dup2(2, 1)  # keep the output of libraries out of the answers
 
     def reply(message: Mapping[str, Any]) -> None:
         print(json.dumps(message), file=out, flush=True)
@@ -349,7 +357,7 @@ def main() -> None:
         reply({"failed": f"{type(error).__name__}: {error}"})
         return
     reply({})
-    with contextlib.suppress(BrokenPipeError, ConnectionError):  # the rank notices
+    with contextlib.suppress(BrokenPipeError, ConnectionError):  # the rank notices it
         carrier.carry()
 
 

@@ -1,10 +1,10 @@
 """Messages between ranks of several hosts, each written once into the reader's memory.
 
-A slot exists twice, at the writer and at the reader, and both are registered with NIXL
-beforehand: RDMA copies one to the other without either processor. A proxy process on each rank's
-host, the carrier (nixl_proxy.py), drives these transfers. To its rank it behaves like another
-rank of the same host: it sends and receives notifications and returns slots. Over TCP, as in the
-tests, the proxy copies the bytes itself. Not for the choice and times of messages.
+A slot exists twice, at the writer and at the reader, and both are registered with NIXL beforehand:
+RDMA copies one to the other without either processor. A proxy process on each rank's host, the
+carrier (nixl_proxy.py), drives these transfers. To its rank, the proxy behaves like another rank of
+the same host: it sends and receives notifications and returns slots. Over TCP, as in the tests, the
+proxy copies the bytes itself. Not for deciding which messages are sent, and when.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ class RdmaTransport(SharedMemoryTransport):
 
 @dataclass(frozen=True, kw_only=True)
 class _Reached(Offered):
-    """A rank's offer with the connection data of its proxy for the other proxies."""
+    """A rank's offer, with the connection data of its proxy for the other proxies."""
 
     carrier: Mapping[str, Any] = field(default_factory=dict)
 
@@ -196,7 +196,7 @@ class _ProxyProcess:
         self._process.wait()
         for file in (self._process.stdin, self._process.stdout, self._stderr):
             if file is not None:
-                with contextlib.suppress(OSError):  # unsent requests
+                with contextlib.suppress(OSError):  # requests that were not sent
                     file.close()
 
 
@@ -219,6 +219,7 @@ def _outgoing_pipe(files: list[FileIO], proxy_ends: list[FileIO]) -> tuple[FileI
 
 
 def _own_address() -> str:
-    """Return the address on the interface that ranks communicate over, or the loopback address if
-    none was set."""
+    """Return the address of the interface over which ranks communicate, or the loopback address if
+    none is set.
+    """
     return address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or "127.0.0.1"

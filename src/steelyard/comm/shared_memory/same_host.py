@@ -1,10 +1,10 @@
 """Messages between ranks of one host, each written once into shared memory.
 
-The reader allocates the slots before the first step, as many as the schedule needs; the sender
-writes into a slot and notifies the reader through a pipe, its bell. A slot is given back when the
-last tensor on it is freed. A message without a free slot waits at its sender, which goes on.
-Nothing has a name in the file system, so a rank leaves nothing behind however it ends. Not for
-the choice and times of messages: see run/pipeline/driver.py.
+Before the first step, the reader allocates as many slots as the schedule needs. The sender writes
+into a slot and notifies the reader through a pipe, its ``bell``. A slot is given back when the last
+tensor on it is freed. If no slot is free, the message waits at its sender, which continues to
+compute. Nothing has a name in the file system, so a rank leaves nothing behind, however it ends.
+Not for deciding which messages are sent, and when: see run/pipeline/driver.py.
 """
 
 import os
@@ -40,9 +40,9 @@ from steelyard.ir.rule import trade_name
 from steelyard.ir.rule_kinds import SharedMemoryMessages
 from steelyard.units import format_bytes, format_seconds
 
-# The notification of a message: its sequence number from this sender, edge, step, number, slot.
+# The notification of a message: its sequence number at this sender, edge, step, number, slot.
 _BELL = struct.Struct("<QIQQI")
-# The most records that are read at once.
+# The largest number of records that are read at once.
 _MAX_RECORDS = 16
 WATCHED_SECONDS = 200e-6
 
@@ -50,10 +50,10 @@ WATCHED_SECONDS = 200e-6
 class SharedMemoryTransport:
     """The messages of one rank of ``group`` along ``edges``, which are the same on all ranks.
 
-    Creating it is a collective. ``held_bytes`` is the memory allocated here for incoming
-    messages, ``moved_bytes`` the total this rank has written. If ``polls`` is True, a wait
-    polls for a moment before it sleeps; that is the default if each rank has a core of its own,
-    since otherwise it would take the core from another rank.
+    Creating it is a collective: every rank must do so. ``held_bytes`` is the memory allocated here
+    for incoming messages, ``moved_bytes`` the total this rank has written. If ``polls`` is True, a
+    wait polls for a moment before it sleeps. This is the default if each rank has a core of its
+    own; otherwise, polling would take the core from another rank.
     """
 
     expects: ClassVar[str] = "ranks of one host, user and process namespace"
@@ -69,7 +69,7 @@ class SharedMemoryTransport:
         self._step = 0
         self._rooms: dict[int, Room] = {}
         self._outlets: dict[int, Outlet] = {}
-        # By rank: the pipes of the ranks this one reads from, and of those it sends to.
+        # By rank: the pipes of the ranks that this rank reads from, and of those that it sends to.
         self._from: dict[int, From] = {}
         self._to: dict[int, To] = {}
         self._arrived: dict[tuple[int, int, int], int] = {}
@@ -97,7 +97,7 @@ class SharedMemoryTransport:
     # --- meeting
 
     def _meet(self, files: list[FileIO]) -> None:
-        """Allocate the slots for incoming messages, and open those of the other ranks."""
+        """Allocate the slots for incoming messages, and open the slots of the other ranks."""
         own_offer, failure = self._offer_type(), None
         try:
             own_offer = self._allocate(files)
@@ -120,8 +120,8 @@ class SharedMemoryTransport:
             except NotReachable as unreachable:
                 failure = str(unreachable)
         failures = gathered(failure, str | None, group=self._group)
-        # The others have opened these by now. Only when this rank has closed its own copies does a
-        # pipe show that the other rank has ended.
+        # The others have opened these by now. A pipe shows that the other rank has ended only if
+        # this rank has closed its own copies.
         for file in files:
             if file.fileno() in own_offer.given_descriptors:
                 file.close()
@@ -138,7 +138,7 @@ class SharedMemoryTransport:
 
     @property
     def _offer_type(self) -> "type[Offered]":
-        """The type of each rank's offer to the others."""
+        """The type of the offer that each rank makes to the others."""
         return Offered
 
     def _allocate(self, files: list[FileIO]) -> "Offered":
@@ -151,7 +151,7 @@ class SharedMemoryTransport:
         return self._offer(files, Offered, rooms=rooms)
 
     def _offer(self, files: list[FileIO], kind: "type[O]", **made: Any) -> "O":
-        """Return this rank's offer, with the pipe ends that others write to."""
+        """Return this rank's offer, with the pipe ends that other ranks write to."""
         bells: dict[int, int] = {}
         credit_ends: dict[int, int] = {}
         for edge in self._edges:
@@ -196,8 +196,9 @@ class SharedMemoryTransport:
     # --- sending
 
     def place(self, index: int, number: int, position: int, like: Like) -> torch.Tensor | None:
-        """Return a place to compute a value of a message before it is sent; None if no slot is
-        free, a message waits for one, or another message has reserved one."""
+        """Return a place in which to compute a value of a message before it is sent. Return None if
+        no slot is free, if a message waits for one, or if another message has reserved one.
+        """
         return self._outlet(index).place(number, position, *like)
 
     def send(self, index: int, number: int, values: Sequence[torch.Tensor]) -> None:
@@ -234,7 +235,7 @@ class SharedMemoryTransport:
             to.num_sent += 1
 
     def _read_credits(self, rank: int) -> None:
-        """Read which slots ``rank`` has given back."""
+        """Read the notifications of slots that ``rank`` has given back."""
         for index, slot in CREDIT.iter_unpack(_read_records(self._to[rank], CREDIT.size)):
             self._outlets[index].take_back(slot)
 
@@ -250,13 +251,15 @@ class SharedMemoryTransport:
         slot = self._arrived.pop(key)
         values = room.tensors(slot, likes, self._give_back(index, slot))
         if room.is_full:
-            # Avoid a deadlock: the sender would wait for slots in use here, and this rank for it.
+            # Avoid a deadlock, in which the sender waits for slots in use here, and this rank for
+            # the sender.
             values = [value.clone() for value in values]
         return values
 
     def _await_filled(self, index: int, slot: int, deadline: float) -> None:
         """Wait until the writer's device has written the slot; a CPU has done so before it
-        notifies."""
+        notifies.
+        """
 
     def _give_back(self, index: int, slot: int) -> GiveBack:
         credit = self._from[self._rooms[index].edge.source].credit
@@ -272,7 +275,7 @@ class SharedMemoryTransport:
         self._push_all()
 
     def _push_all(self) -> None:
-        """Write messages that have waited for a slot."""
+        """Write messages that are waiting for a slot."""
         for index, outlet in self._outlets.items():
             if outlet.waiting:
                 self._push(index)
@@ -311,7 +314,7 @@ class SharedMemoryTransport:
                 f"message {order} of rank {rank} is not {source.num_received}"
             )
             source.num_received += 1
-            if step < self._step:  # from a step that was interrupted here
+            if step < self._step:  # left over from a step that was interrupted here
                 self._give_back(index, slot)()
             else:
                 self._arrived[step, index, number] = slot
@@ -336,16 +339,16 @@ class SharedMemoryTransport:
 
 
 class NotReachable(Exception):
-    """Another rank's memory or pipes cannot be used from this one."""
+    """The error if another rank's memory or pipes cannot be used from this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offered:
-    """The offer of a rank: the file descriptors of its memory, by edge, and of the pipe ends for
+    """The offer of a rank: file descriptors of its memory, by edge, and of its pipe ends for
     notifications and returned slots, by rank.
 
-    ``cores`` are those it may run on. ``has_cores`` is True if its control group has one core for
-    each rank.
+    ``cores`` are the cores on which it may run. ``has_cores`` is True if its control group has one
+    core for each rank.
     """
 
     host: str = ""
@@ -370,7 +373,8 @@ class Offered:
 
     def pipe(self, numbers: Mapping[int, int], rank: int, *, host: str) -> FileIO:
         """Open the write end of the pipe that this rank made for ``rank``. The file descriptor
-        comes from another rank: a file that is not a pipe must not even be opened for writing."""
+        comes from another rank, so a file that is not a pipe is not even opened for writing.
+        """
         path = self._path(numbers, rank, host=host)
         if not path.is_fifo():
             raise NotReachable("another rank offered a file that is not a pipe")
@@ -389,7 +393,9 @@ O = TypeVar("O", bound=Offered)
 
 @dataclass(slots=True)
 class _End:
-    """The read end of a pipe. ``is_closed`` when no process has the write end open."""
+    """The read end of a pipe. ``is_closed`` means that no process has the write end open any
+    more.
+    """
 
     file: FileIO
     is_closed: bool = False
@@ -397,8 +403,9 @@ class _End:
 
 @dataclass(slots=True)
 class From(_End):
-    """The pipes of a rank that this one reads from: notifications arrive here, ``num_received``
-    so far, and ``credit`` returns slots."""
+    """The pipes of a rank that this rank reads from. Notifications arrive here (``num_received`` so
+    far), and ``credit`` returns slots.
+    """
 
     credit: FileIO | None = None
     num_received: int = 0
@@ -406,23 +413,25 @@ class From(_End):
 
 @dataclass(slots=True)
 class To(_End):
-    """The pipes of a rank that this one sends to: returned slots arrive here, and ``bell`` takes
-    notifications, ``num_sent`` so far."""
+    """The pipes of a rank that this rank sends to. Returned slots arrive here, and ``bell`` takes
+    notifications (``num_sent`` so far).
+    """
 
     bell: FileIO | None = None
     num_sent: int = 0
 
 
 def host() -> str:
-    """Identify the memory-sharing domain: one kernel, one PID namespace and one network
-    namespace. Processes in different namespaces count as two hosts."""
+    """Return an identifier of the processes that can share memory: kernel, PID namespace and
+    network namespace. Processes in different namespaces count as two hosts.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = Path("/proc/self/ns")
     return " ".join((boot, *(str((spaces / kind).readlink()) for kind in ("pid", "net"))))
 
 
 def pipe(files: list[FileIO]) -> tuple[FileIO, FileIO]:
-    """Make a pipe; return both ends. This rank keeps the read end, which does not block."""
+    """Make a pipe and return both ends. This rank keeps the read end, which does not block."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     ends = FileIO(read, "r"), FileIO(write, "w")

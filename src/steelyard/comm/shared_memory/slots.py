@@ -1,4 +1,4 @@
-"""The slots of an edge between two ranks, in shared memory: messages are written into them, and
+"""The slots of an edge between two ranks, in shared memory. Messages are written into them, and
 read from them without a copy.
 
 Not for the notifications between ranks: see same_host.py.
@@ -31,8 +31,9 @@ Like = tuple[Sequence[int], torch.dtype]
 
 
 def allocate_shared(nbytes: int) -> FileIO:
-    """Allocate shared memory and commit it: a process that writes to memory that is only reserved
-    is killed if there is none."""
+    """Allocate shared memory and commit it. Memory that is only reserved may be missing later, and
+    the kernel would kill the process that writes to it.
+    """
     file = FileIO(os.memfd_create(f"steelyard {next(_FILES)}"), "r+")
     try:
         os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -62,8 +63,9 @@ class Room(ABC):
     def tensors(
         self, slot: int, likes: Sequence[Like], give_back: "GiveBack"
     ) -> list[torch.Tensor]:
-        """Return the tensors of a message on the slot itself; the slot is given back when the
-        last of them is freed."""
+        """Return the tensors of a message, as views of the slot; the slot is given back when the
+        last of them is freed.
+        """
 
         def on_freed(_: object) -> None:
             del self._leases[slot]
@@ -80,11 +82,11 @@ class Room(ABC):
 
     @abstractmethod
     def bytes_at(self, whole: Any, offset: int, nbytes: int) -> torch.Tensor:
-        """Return some bytes of it as a tensor with a storage of its own."""
+        """Return some of its bytes as a tensor with a storage of its own."""
 
     @abstractmethod
     def release(self, slot: int) -> None:
-        """The reader is done with the slot; the sender has not been notified yet."""
+        """Mark the slot as read; the sender has not been notified yet."""
 
     def _views_on(self, whole: Any, likes: Sequence[Like]) -> Iterator[torch.Tensor]:
         sizes = self.edge.sizes
@@ -106,7 +108,7 @@ class SharedRoom(Room):
         self._slots = [whole[n * size : (n + 1) * size] for n in range(edge.count)]
 
     def lease(self, slot: int) -> memoryview:
-        return self._slots[slot][:]  # a new object, whose lifetime is this message's
+        return self._slots[slot][:]  # a new object, which lives as long as this message
 
     def bytes_at(self, whole: memoryview, offset: int, nbytes: int) -> torch.Tensor:
         if not nbytes:
@@ -114,14 +116,14 @@ class SharedRoom(Room):
         return torch.frombuffer(whole, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def release(self, slot: int) -> None:
-        """Do nothing: a CPU has completed all its reads by then."""
+        """Do nothing: a CPU has already completed all its reads."""
 
 
 class Outlet:
     """The slots of an edge on the writer's side.
 
-    ``waiting`` are messages that the reader has not been notified of. A slot can be reserved
-    before its message is sent, so that the values can be computed in place. ``whole`` has the
+    ``waiting`` are messages of which the reader has not been notified. A slot can be reserved
+    before its message is sent, so that values can be computed in place. ``whole`` contains the
     bytes of all slots.
     """
 
@@ -152,7 +154,7 @@ class Outlet:
     def place(
         self, number: int, position: int, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Return the place of a value in the slot reserved for this message, or None."""
+        """Return the place of a value in the slot that is reserved for this message, or None."""
         if self._reserved is None and self.free and not self.waiting:
             self._reserved = number, self.free.popleft()
         if self._reserved is None or self._reserved[0] != number:
@@ -166,8 +168,9 @@ class Outlet:
         self.waiting.append((number, tuple(values), slot))
 
     def write_next(self) -> tuple[int, int, int] | None:
-        """Write the next message that can get a slot; return its number, the slot and its bytes,
-        or None if no waiting message can get one."""
+        """Write the next message that can get a slot. Return its number, the slot and its bytes, or
+        None if there is no such message.
+        """
         self.refresh_free()
         sendable = (
             n for n, (_, _, slot) in enumerate(self.waiting) if slot is not None or self.free
@@ -187,7 +190,7 @@ class Outlet:
         return number, slot, sum(value.nbytes for value in values)
 
     def take_back(self, slot: int) -> None:
-        """Mark a slot as given back: its reader is done with it."""
+        """Record that the reader has given a slot back."""
         self.free.append(slot)
 
     def refresh_free(self) -> None:
@@ -199,7 +202,7 @@ class Outlet:
         return False
 
     def mark_filled(self, slot: int) -> None:
-        """All of a message is in the slot; the reader has not been notified yet."""
+        """Mark the message as completely written; the reader has not been notified yet."""
 
     def _view(
         self, slot: int, position: int, shape: torch.Size, dtype: torch.dtype

@@ -21,8 +21,9 @@ from steelyard.ir.message_slots import SlotSpec
 def shared_memory_transport(
     edges: Sequence[SlotSpec], *, group: dist.ProcessGroup, device: torch.device = CPU
 ) -> SharedMemoryTransport:
-    """Return the transport for tensors on ``device``. A collective: every rank of the group must
-    call it with the same edges."""
+    """Return the transport for tensors on ``device``. This is a collective: every rank of the group
+    must call it with the same edges.
+    """
     if device.type == "cuda":
         return CudaIpcTransport(edges, group=group, gpu=Gpu(device))
     abilities = gathered((host(), is_able()), tuple[str, bool], group=group)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from steelyard.ir.graph import CountedMean, Graph, OutputKind, Ref, Role
 
-# The last one is the divisor of the first when its sum is computed in slices.
+# The last one is the divisor of the first if its sum is computed in slices.
 _COUNTED_MEANS = (
     "aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default", "steelyard.nll_loss_weight",
 )  # fmt: skip

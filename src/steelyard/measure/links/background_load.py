@@ -1,10 +1,10 @@
-"""Background load while operators are measured, as other ranks will cause in a run.
+"""Background load during the measurement of operators, similar to that of other ranks in a run.
 
-Ranks share caches and memory bandwidth, so an operator takes longer with other ranks at work than
-alone. One process per other rank, each on its share of the cores, therefore repeats the operators
-of the step while something is measured. These processes are controlled over anonymous socket
-pairs, which no other process can access. Hosts may also share a machine without knowing it: hosts
-that wait for a plan are asked to work through ``OTHER_HOSTS``. Not for measuring: see
+Ranks share caches and memory bandwidth, so an operator takes longer if other ranks are at work.
+While something is measured, one process for each other rank therefore repeats the operators of the
+step on that rank's share of the cores. These processes are controlled over anonymous socket pairs,
+which no other process can access. Hosts may also share a machine without knowing it, so
+``OTHER_HOSTS`` makes hosts that wait for a plan work too. Not for measuring: see
 measure/operators/benchmark.py.
 """
 
@@ -32,7 +32,8 @@ from steelyard.measure.links.json_graph import from_json, to_json
 from steelyard.measure.malloc import is_kept, keep_freed_memory
 from steelyard.measure.operators.benchmark import BackgroundWork, make_load
 
-# Time limit to start, to prepare the arguments of operators, and to call each operator once.
+# The time limit for a process to start, to prepare the arguments of operators, and to call each
+# operator once.
 _SECONDS = 120.0
 # A process that is idle for this long ends: memory is needed for training.
 _PATIENCE_SECONDS = 15.0
@@ -43,7 +44,7 @@ _IDLE = (
 _ALONE = "operators were measured while the other hosts were idle"
 # Puts the other hosts to work, if some of them wait for the measurements of this host.
 OTHER_HOSTS: ContextVar[BackgroundWork | None] = ContextVar("other hosts", default=None)
-# Makes all hosts that met measure the links between them, from the given device.
+# Makes all hosts that have met measure the links between them, from the given device.
 ALL_HOSTS: ContextVar[Callable[[torch.device], None] | None] = ContextVar("hosts", default=None)
 
 
@@ -94,13 +95,13 @@ class _JsonSocket:
 class BackgroundLoad:
     """The load of the other ranks of this machine, or of all ranks of the other ``hosts``.
 
-    A single rank has none. If this process itself is one of several ranks, no processes are
-    started: the other ranks measure at the same time.
+    A single rank has no such load. If this process itself is one of several ranks, no processes are
+    started, because the other ranks measure at the same time.
     """
 
     def __init__(self, num_ranks: int, device: Device, *, hosts: int = 1) -> None:
         self.num_ranks, self._device = num_ranks, device
-        # Measurements without load from other hosts are cached as those of one host.
+        # Measurements without load from other hosts are cached as those of a single host.
         self.hosts = hosts if OTHER_HOSTS.get() is not None or _is_a_rank() else 1
         self.notes: tuple[str, ...] = (_ALONE,) if hosts > self.hosts else ()
         self._processes: dict[int, _LoadProcess] = {}
@@ -137,7 +138,7 @@ class BackgroundLoad:
                 process.tell(False)
 
     def dismiss(self) -> None:
-        """End the processes until the load is needed again."""
+        """End the processes; they are started again when the load is needed."""
         for process in self._processes.values():
             process.end()
         self._processes.clear()
@@ -151,7 +152,7 @@ class BackgroundLoad:
                 self._processes[rank].tell(work)
             for rank in waiting:
                 self._processes[rank].tell(True)
-            # An idle process may have ended just now; it is started again.
+            # An idle process may have ended by itself just now; it is started again.
             waiting = [rank for rank in waiting if not self._processes[rank].has_begun()]
         if any(process.is_idle for process in self._processes.values()):
             self.notes = (_IDLE,)
@@ -163,7 +164,7 @@ def _is_a_rank() -> bool:
 
 
 class _LoadProcess:
-    """A process that works on request, and ends when no request comes any more."""
+    """A process that works on request, and ends if it gets no request for some time."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.is_idle = False
@@ -185,12 +186,12 @@ class _LoadProcess:
         return self._process.poll() is not None
 
     def tell(self, request: "_Work | bool") -> None:
-        """Send the work, and then True to start working or False to pause."""
+        """Send the work; afterwards, send True to start working or False to pause."""
         with contextlib.suppress(OSError):  # the process has ended, which has_begun reports
             self._socket.send(request)
 
     def has_begun(self) -> bool:
-        """Wait until it works; False if it ended for idleness before it received work."""
+        """Wait until it works; return False if it ended as idle before it received work."""
         try:
             if not self._socket.poll(_SECONDS):
                 raise TimeoutError(f"no answer within {_SECONDS:.0f} s")

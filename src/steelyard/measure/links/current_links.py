@@ -27,16 +27,16 @@ from steelyard.measure.links.exchange_timing import (
 )
 from steelyard.measure.links.link_figures import ALMOST_ZERO, DOUBT
 
-# Exchanges that take this long show a rate well above the time of small messages.
+# Exchanges of this duration are dominated by the rate, not by the latency.
 _SHORT_SECONDS = 0.02
 
 
 def measured_now(before: Link, *, hosts: int = 1, torch_device: torch.device = CPU) -> Link:
     """Return the current link of this group, measured between two steps of a run.
 
-    All ranks call this together and get the same result. The CPU cost of an exchange is taken
-    from ``before``. It takes some tenths of a second on any link, since the size grows only until
-    the exchange takes long enough.
+    All ranks call this together and get the same result. The CPU cost of an exchange is taken from
+    ``before``. The measurement takes some tenths of a second on any link, because the size grows
+    only until the exchange takes long enough.
     """
     num_ranks, sizes = dist.get_world_size(), sizes_of(torch_device, hosts)
     with torch.no_grad(), on_device(torch_device):
@@ -59,7 +59,7 @@ def measured_now(before: Link, *, hosts: int = 1, torch_device: torch.device = C
 
 
 def rates_now(*, hosts: int) -> tuple[float, ...]:
-    """Return the bytes per second between the first host and each further one, measured in turn.
+    """Return the bytes per second between the first host and every other one, measured in turn.
 
     All ranks call this together between two steps of a run and get the same result.
     """
@@ -88,7 +88,7 @@ def _message_seconds(nbytes: int, other: int) -> float:
 def probe_link(torch_device: torch.device = CPU) -> tuple[float, float]:
     """Return the minimum seconds of a small and a larger all-reduce over all hosts.
 
-    The result is the same on all ranks. It shows within a moment if a link has changed.
+    The result is the same on all ranks. It quickly shows whether a link has changed.
     """
     with torch.no_grad(), on_device(torch_device):
         best, sizes = [], sizes_of(torch_device, 2)[:2]

@@ -9,7 +9,7 @@ import torch
 
 
 class ExchangeSizes(NamedTuple):
-    """Byte sizes of exchanges: negligible, enough to show a rate, and larger than caches."""
+    """Byte sizes of exchanges: negligible, large enough to show a rate, and larger than caches."""
 
     small: int
     middle: int
@@ -23,5 +23,5 @@ SIZES = {
 
 
 def sizes_of(torch_device: torch.device, hosts: int) -> ExchangeSizes:
-    """Return CPU sizes for several hosts, since large GPU sizes would take minutes on a network."""
+    """Return the sizes for CPUs if there are several hosts: those for GPUs would take minutes."""
     return SIZES["cpu" if hosts > 1 else torch_device.type]

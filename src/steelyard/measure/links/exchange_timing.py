@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 ROUNDS, FEW_ROUNDS = 9, 3
-# Exchanges that take longer show nothing more about the slowdown they cause.
+# Longer exchanges tell nothing more about the slowdown that they cause.
 LONG_SECONDS = 0.2
 MATRIX, MATRIX_ON_GPU = 256, 4096
 
@@ -33,7 +33,9 @@ def is_on_gpu() -> bool:
 
 
 def ones(*shape: int) -> torch.Tensor:
-    """Return float32 ones, four bytes each, whatever default dtype the training script sets."""
+    """Return float32 ones, which take four bytes each, whatever default dtype the training script
+    sets.
+    """
     return torch.ones(shape, dtype=torch.float32)
 
 
@@ -47,7 +49,7 @@ def elapsed(work: Callable[[], object], group: dist.ProcessGroup | None = None) 
 
 
 def max_over_ranks(seconds: float) -> float:
-    """Return the maximum over all ranks."""
+    """Return the maximum of this value over all ranks."""
     most = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return float(most)
@@ -61,7 +63,7 @@ def all_reduce_seconds(
 
 
 def send(x: torch.Tensor, other: int, *, is_back: bool = False) -> list[dist.Work]:
-    """Send from rank 0 to ``other``, or in reverse with ``is_back``; a no-op on other ranks."""
+    """Send from rank 0 to ``other``, or back with ``is_back``; other ranks do nothing."""
     rank = dist.get_rank()
     if rank not in (0, other):
         return []
@@ -81,7 +83,7 @@ def slowdown(
     product_seconds = median(
         elapsed(lambda: torch.mm(matrix, matrix), group) for _ in range(ROUNDS)
     )
-    # Compute for longer than the exchange, so that it can be hidden completely.
+    # Compute for longer than the exchange takes, so that it can be hidden completely.
     count = max(1, round(2 * alone / product_seconds))
 
     def computing() -> None:

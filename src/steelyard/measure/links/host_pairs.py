@@ -1,8 +1,8 @@
-"""Measure links between pairs of hosts, and collectives among the best-connected hosts.
+"""Measures links between pairs of hosts, and collectives among the best-connected hosts.
 
 A collective among all hosts shows only the slowest link. Here the first ranks of two hosts send
-each other messages, with disjoint pairs at the same time. Where some hosts are clearly better
-connected than all of them, a collective among these is timed too. All ranks of the group take
+each other messages, with disjoint pairs at the same time. If some hosts are clearly better
+connected than all hosts together, a collective among them is timed too. All ranks of the group take
 part. Not for collectives among all ranks: see worker.py.
 """
 
@@ -28,10 +28,11 @@ from steelyard.measure.links.exchange_timing import (
 from steelyard.measure.links.link_figures import ALMOST_ZERO
 from steelyard.predict.rank_subsets import best_joined, better_joined
 
-# Message sizes of a pair: the last one is used only if the one before is quick.
+# Message sizes for a pair; the last one is used only if the one before it is fast.
 _SMALL, _MIDDLE, _LARGE = 4096, 256 << 10, 1 << 20
 _QUICK_SECONDS = 0.1
-# Up to this many hosts, every pair is timed; beyond, each host with those at growing distances.
+# Up to this many hosts, every pair is timed. With more, each host is timed with those at growing
+# distances.
 _MOST_WITH_ALL = 16
 
 
@@ -40,9 +41,9 @@ def measure_host_links(
 ) -> dict[str, float]:
     """Return figures of host pairs and of the best-connected subsets, the same on every rank.
 
-    They are latency and rate of each timed pair, and seconds of all-reduces for each number of
-    hosts whose best subset is better connected than all hosts. ``speeds`` are those of the hosts,
-    with ``each`` ranks per host.
+    The figures are the latency and rate of each timed pair, and the seconds of all-reduces for each
+    number of hosts whose best subset is better connected than all hosts. ``speeds`` are those of
+    the hosts, which have ``each`` ranks.
     """
     hosts = len(speeds)
     found = _pair_figures(hosts, each)
@@ -55,7 +56,7 @@ def measure_host_links(
 
 
 def pair_seconds(found: Mapping[str, float], hosts: int) -> list[list[float]]:
-    """Return the seconds of a message of 1 MiB between each two hosts.
+    """Return the seconds of a message of 1 MiB between every two hosts.
 
     A pair that was not timed gets the slower of the two hosts' best times.
     """
@@ -102,17 +103,19 @@ def rate_of(host: int, other: int) -> str:
 
 
 def name_of(number: int, what: str) -> str:
-    """Return the cache key of a figure of collectives among ``number`` hosts."""
+    """Return the cache key of a figure for collectives among ``number`` hosts."""
     return f"{what} among {number} hosts"
 
 
 def rounds_of_pairs(hosts: int) -> list[list[tuple[int, int]]]:
     """Return rounds of disjoint pairs.
 
-    With few hosts each pair occurs once; with many, each host meets those 1, 2, 4 ... after it.
+    With few hosts, each pair occurs once; with many, each host is paired with those 1, 2, 4 ...
+    after it.
     """
     if hosts <= _MOST_WITH_ALL:
-        # The circle method: one host stays, the others move on by one place each round.
+        # The circle method: one host stays in place, and the others move on by one place each
+        # round.
         seats: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
         rounds = []
         for _ in range(len(seats) - 1):
@@ -142,8 +145,8 @@ def rounds_of_pairs(hosts: int) -> list[list[tuple[int, int]]]:
 def _all_reduce_figures(ranks: Sequence[int], sizes: ExchangeSizes) -> dict[str, float]:
     """Return all-reduce figures of some ranks of the group, as the maximum over these ranks.
 
-    The figures are the seconds of all-reduces of a small, a middle and a large tensor, the
-    slowdown of concurrent computation, and the minimum seconds of the first two, by which a later
+    The figures are the seconds of all-reduces of a small, a medium and a large tensor, the slowdown
+    of concurrent computation, and the minimum seconds of the first two. From the last ones, a later
     run detects a changed link. All ranks of the group call this and get the same result.
     """
     names = (*sizes._fields, "disturbs", *(f"least {name}" for name in sizes._fields[:2]))

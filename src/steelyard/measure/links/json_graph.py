@@ -1,4 +1,4 @@
-"""JSON encoding of graphs, devices and their parts, to send them to a child process.
+"""Encodes graphs, devices and their parts as JSON, to send them to a child process.
 
 Not for the files of users, which have their own formats: see plan_files/plan_file.py and
 plan_files/prediction_file.py.
@@ -50,7 +50,7 @@ def to_json(value: Any, *, kinds: Kinds = KINDS) -> str:
 def from_json(text: str | bytes, *, kinds: Kinds = KINDS) -> Any:
     """Return the value that ``to_json`` encoded; raise ValueError for anything else.
 
-    No classes but these kinds are built.
+    It creates no objects of other classes.
     """
     try:
         return _decode(json.loads(text), kinds)
@@ -59,7 +59,9 @@ def from_json(text: str | bytes, *, kinds: Kinds = KINDS) -> Any:
 
 
 def _encode(value: Any, kinds: Kinds) -> Any:
-    """Encode tuples as arrays, and other values that JSON lacks as objects named by their kind."""
+    """Encode tuples as arrays, and other values that JSON lacks as objects with the name of their
+    kind.
+    """
     if isinstance(value, Enum):
         return {type(value).__name__: value.value}
     if value is None or isinstance(value, bool | int | float | str):

@@ -21,12 +21,12 @@ MESSAGES = ("hop", "hand", "hand rate", "hand disturbs")
 SLOTS = ("slot hop", "slot rate", "slot hand")
 # Figures of collectives through slots in shared memory.
 SLOT_COLLECTIVES = ("slotted call", "slotted hop", "slotted rate")
-# Figures among ranks of one host, if there are several hosts.
+# Figures for the ranks of one host, if there are several hosts.
 WITHIN_HOST = ("near", "near rate", "near disturbs")
-# Arrival skew: the wait for the last rank, and the compute time before it. It is missing for GPUs
+# Arrival skew: the wait for the last rank, and the compute time before it. This is missing for GPUs
 # and in older cache entries.
 SKEW = ("skew short", "skew short after", "skew long", "skew long after")
-# For hosts: a hash of their names, and the probe that detects a changed link.
+# For hosts: a hash of their names, and the link probe that detects a changed link.
 NAMES_KEY, PROBE = "hosts", ("small look", "middle look")
 
 
@@ -34,10 +34,10 @@ NAMES_KEY, PROBE = "hosts", ("small look", "middle look")
 class LinkMeasurement:
     """The links between ranks of a group, and the compute speed of each rank.
 
-    ``link`` is for collectives and ``handing`` for messages from one rank to another; ``slotted``
-    and ``slots`` are the same through shared memory, where it is possible. ``near`` joins ranks
-    of one host, if there are several hosts. ``speeds`` are relative to the fastest rank, and
-    empty if they do not differ by more than the doubt.
+    ``link`` is for collectives and ``handing`` for messages from one rank to another. ``slotted``
+    and ``slots`` are the same links through shared memory, if that is possible. ``near`` joins
+    ranks of one host, if there are several hosts. ``speeds`` are relative to the fastest rank, and
+    empty if the differences may be noise.
     """
 
     link: Link
@@ -47,7 +47,7 @@ class LinkMeasurement:
     slots: Link | None
     slotted: Link | None
     skew: Skew | None
-    # The best ranks for each smaller number of ranks, where they are not simply the first ones.
+    # The best ranks for each smaller number of ranks, if they are not simply the first ones.
     subsets: Mapping[int, "Joined"] = field(default_factory=dict)
     # Bytes per second of each host's link, where known.
     host_rates: tuple[float, ...] = ()
@@ -55,7 +55,7 @@ class LinkMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A subset of the ranks, with its links where these are better than those of all ranks."""
+    """A subset of the ranks, with its links if these are better than those of all ranks."""
 
     ranks: tuple[int, ...]
     link: Link | None = None
@@ -85,8 +85,8 @@ def to_measurement(figures: Mapping[str, float], num_ranks: int, *, kind: str) -
         bytes_per_second=figures["slot rate"],
         doubt=DOUBT,
         call_seconds=figures["slot hand"],
-        # The sender writes the message itself. To another host a device writes it, from a local
-        # copy.
+        # The sender writes the message itself. If the other rank is on another host, a device
+        # writes it from a local copy.
         disturbs=min(1.0, figures.get("slot copied", 1.0)),
         is_remote="slot copied" in figures,
         is_even=kind == BETWEEN_GPUS,
@@ -146,5 +146,7 @@ def speed_of(rank: int) -> str:
 
 
 def names_hash(names: Sequence[str]) -> float:
-    """Return a hash of the names that a float represents exactly, since the cache stores floats."""
+    """Return a hash of the names that a float can represent exactly, because the cache stores
+    floats.
+    """
     return 1.0 + int(sha256("\n".join(names).encode()).hexdigest()[:12], 16)

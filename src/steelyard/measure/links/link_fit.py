@@ -16,7 +16,8 @@ from steelyard.measure.links.link_figures import (
     speed_of,
 )
 
-# Speeds of ranks on equal cores differ by up to this share, from other load on the machine.
+# The measured speeds of ranks on equal cores differ by up to this share, because of other load on
+# the machine.
 ALIKE_SHARE = 0.15
 
 
@@ -29,9 +30,9 @@ def fitted(
 ) -> dict[str, float]:
     """Return figures fitted to the slowest rank's times.
 
-    One line is fitted through the times of a small and two large all-reduces, as a ring executes
-    them, and another through those of messages from one rank to the next. With ``each`` ranks per
-    host, the all-reduces within a host have the sizes ``near``.
+    One line is fitted through the times of a small and two large all-reduces in a ring, and another
+    through those of messages from one rank to the next. With ``each`` ranks per host, the
+    all-reduces within a host have the sizes ``near``.
     """
     num_ranks, speeds = len(rank_figures), relative_speeds(rank_figures, each)
     timed = {name: max(one[name] for one in rank_figures) for name in rank_figures[0]}
@@ -74,7 +75,9 @@ def latency_and_rate(
 def _largest_slowdown(
     name: str, rank_figures: Sequence[Mapping[str, float]], speeds: Sequence[float]
 ) -> float:
-    """Return the largest slowdown, scaled by speed, since slow ranks' costs are scaled up later."""
+    """Return the largest slowdown, times the rank's speed, since costs of slow ranks are scaled up
+    later.
+    """
     most = max(one[name] * speed for one, speed in zip(rank_figures, speeds, strict=True))
     return min(1.0, max(most, ALMOST_ZERO))
 
@@ -114,7 +117,7 @@ def _slot_figures(timed: Mapping[str, float], sizes: ExchangeSizes) -> dict[str,
 
 
 def _copy_share(timed: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Return the local copy of a message as a share of its transfer time to another host."""
+    """Return the time of a message's local copy as a share of its transfer time to another host."""
     if "slot copy" not in timed:
         return {}
     return {"slot copied": max(timed["slot copy"] / seconds, ALMOST_ZERO)}
@@ -139,17 +142,19 @@ def _slot_collective_figures(
 
 
 def _mean_waits(rank_figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of the waits that the ranks measured; the last to arrive does not wait."""
+    """Return the mean of the waits that the ranks measured; the last rank to arrive does not
+    wait.
+    """
     if any(name not in one for one in rank_figures for name in SKEW):
         return {}
     return {name: max(fmean(one[name] for one in rank_figures), ALMOST_ZERO) for name in SKEW}
 
 
 def relative_speeds(rank_figures: Sequence[Mapping[str, float]], each: int) -> list[float]:
-    """Return speeds relative to the fastest rank; those within the doubt count as equally fast.
+    """Return speeds relative to the fastest rank; differences that may be noise count as none.
 
-    With several hosts, all ranks of a host get its best speed, since they disturb each other for
-    moments.
+    With several hosts, all ranks of a host get its best speed, because they disturb each other now
+    and then.
     """
     products = [one["product"] for one in rank_figures]
     of_host = [min(products[n : n + each]) for n in range(0, len(products), each)]

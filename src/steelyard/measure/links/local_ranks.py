@@ -66,6 +66,8 @@ def measure_local_ranks(num_ranks: int, torch_device: torch.device) -> list[dict
 def command_of(
     rank: int, *, folder: str, num_ranks: int, torch_device: torch.device = CPU
 ) -> Sequence[str]:
-    """Return Python's arguments for a rank that writes figures, for ``fitted``, to the folder."""
+    """Return Python's arguments for a rank that writes its results, for ``fitted``, to the
+    folder.
+    """
     module = "steelyard.measure.links.worker"
     return ["-m", module, folder, str(num_ranks), str(rank), torch_device.type]

@@ -47,8 +47,8 @@ def measured_ranks(
 ) -> LinkMeasurement:
     """Return the links and speeds of ``num_ranks`` ranks, measured once and then cached.
 
-    On one host the ranks are started for it; if ``torch_device`` is a GPU, each on its own GPU.
-    Ranks of several hosts must have met before. ``speeds`` override the measured ones.
+    On one host, the ranks are started for the measurement; if ``torch_device`` is a GPU, each gets
+    its own GPU. Ranks of several hosts must have met before. ``speeds`` override the measured ones.
     """
     context = context_of(num_ranks, hosts=hosts, torch_device=torch_device)
     found = cache.read_rates(context) if cache and hosts == 1 else {}
@@ -69,7 +69,7 @@ def measured_ranks(
     if not is_whole(found, num_ranks):
         found = fitted(measure_local_ranks(num_ranks, torch_device), sizes=SIZES[torch_device.type])
         if cache:
-            # Another process may have stored its figures first.
+            # Another process may already have stored its figures.
             found = {**found, **cache.read_rates(context)}
             cache.write_rates(context, found)
     local_kind = "loopback" if torch_device.type == "cpu" else BETWEEN_GPUS
@@ -93,9 +93,9 @@ def remember_hosts(
 ) -> None:
     """Store the figures of ranks that met, whose hosts have these ``names``.
 
-    ``session`` is the link probe to compare with at their next meeting. ``joins`` are figures of
-    pairs and subsets of the hosts. Each subset that a plan may use is also stored, as if it had
-    met alone.
+    ``session`` is the link probe with which their next meeting is compared. ``joins`` are figures
+    of pairs and subsets of the hosts. Each subset that a plan may use is also stored, as if these
+    hosts had met alone.
     """
     context = context_of(len(names), hosts=hosts, torch_device=torch_device)
     link_probe = dict(zip(PROBE, session, strict=True))
@@ -116,7 +116,7 @@ def remember_hosts(
 def measured_joins(
     rank_figures: Sequence[Mapping[str, float]], *, hosts: int, torch_device: torch.device = CPU
 ) -> dict[str, float]:
-    """Return figures of host pairs and of the best-connected subsets; a collective call."""
+    """Return figures of host pairs and of the best-connected subsets; all ranks must call this."""
     each = len(rank_figures) // hosts
     return measure_host_links(
         relative_speeds(rank_figures, each)[::each], each=each, sizes=sizes_of(torch_device, hosts)
@@ -129,7 +129,7 @@ def remembered_probe(
     """Return the link probe of the last meeting of these hosts; None if it is unknown."""
     num_ranks = len(names)
     found = cache.read_rates(context_of(num_ranks, hosts=hosts, torch_device=torch_device))
-    # Since pairs are timed, entries for more than two hosts must contain them.
+    # Pairs have been timed since this format, so entries for more than two hosts must contain them.
     required = {*PROBE, *([rate_of(0, 1)] if hosts > 2 else [])}
     is_known = is_whole(found, num_ranks, hosts=hosts) and required <= found.keys()
     if not is_known or found.get(NAMES_KEY) != names_hash(names):

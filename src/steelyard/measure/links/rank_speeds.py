@@ -35,10 +35,10 @@ def quick_product_seconds(each: int) -> float:
 
 
 def host_product_seconds(each: int, computing_seconds: float = 0.0) -> float:
-    """Return the seconds of fixed work on this rank's cores: the minimum over a while.
+    """Return the seconds of fixed work on this rank's cores: the minimum of runs in some time.
 
-    The result is scaled up if the quota that all ranks of the host share is smaller than their
-    cores.
+    The result is scaled up if the quota that all ranks of the host share allows fewer cores than
+    they have.
     """
     dist.barrier()
     end = time.perf_counter() + (computing_seconds or _COMPUTING_SECONDS)
@@ -52,15 +52,14 @@ def host_product_seconds(each: int, computing_seconds: float = 0.0) -> float:
 
 
 def cpu_product_seconds() -> float:
-    """Return the CPU seconds of fixed work while all ranks do it.
+    """Return the CPU seconds of fixed work that all ranks do at the same time.
 
-    The result is scaled up if the quota of this rank's control group is smaller than its cores.
-    CPU time excludes short preemptions by other processes, which would differ the next time. For
-    the same reason this is the minimum of several runs. Equal cores without a quota are not timed
-    at all: a core whose hyperthread sibling is busy looks like half a core for as long as that
-    lasts. With a quota, other processes use the withheld cores and their caches: then steps take
-    longer than the minimum, and the median depends on the momentary load, so the lower quartile
-    is used.
+    The result is scaled up if the quota of this rank's control group allows fewer cores than it
+    has. CPU time excludes short preemptions by other processes, which would differ the next time.
+    For the same reason this is the minimum of several runs. Equal cores without a quota are not
+    timed at all: while the hyperthread sibling of a core is busy, the core looks like half a core.
+    With a quota, other processes use the remaining cores and their caches. Steps then take longer
+    than the minimum, and the median depends on the momentary load, so the lower quartile is used.
     """
     cores = len(os.sched_getaffinity(0))
     withheld, alike = max(1.0, cores / quota_cores()), are_cores_alike()
@@ -80,7 +79,7 @@ def cpu_product_seconds() -> float:
 
 
 def gpu_product_seconds() -> float:
-    """Return the minimum seconds of a product if the GPUs are of several kinds, else 1."""
+    """Return the minimum seconds of a product if the GPUs are of different kinds, otherwise 1."""
     names = gathered(torch.cuda.get_device_name(default_device()), str)
     if len(set(names)) == 1:
         return 1.0

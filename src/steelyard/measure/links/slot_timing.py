@@ -38,7 +38,7 @@ def slot_message_figures(
         pinned = slots(edges, group=dist.group.WORLD)
     except BadInput:
         return {}
-    # Do not poll: this measures the CPU cost, and messages after a long wait.
+    # Do not poll: this measures the CPU cost, and messages that arrive after a long wait.
     pinned.polls = False
     pinned.begin()
     rank, found = dist.get_rank(), {}
@@ -94,7 +94,7 @@ def slot_all_reduce_figures(
 ) -> dict[str, float]:
     """Measure all-reduces through slots; empty if these ranks share no memory.
 
-    The large tensor is exchanged part by part, so that, as with gradients, no part is in a cache.
+    The large tensor is exchanged part by part, so that no part is in a cache, as with gradients.
     """
     part = SIZES[default_device().type].middle
     parts = large.split(part // 4)

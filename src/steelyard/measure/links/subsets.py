@@ -28,7 +28,7 @@ from steelyard.predict.rank_subsets import best_joined
 
 
 def best_groups(found: Mapping[str, float], hosts: int, each: int) -> Mapping[int, tuple[int, ...]]:
-    """Return the best subset of each size from two to all but one; empty without timed pairs."""
+    """Return the best subset of each size from two to all but one; empty if no pairs were timed."""
     if hosts < 3 or rate_of(0, 1) not in found:
         return {}
     speeds = [found[speed_of(host * each)] for host in range(hosts)]
@@ -69,10 +69,10 @@ def subset_figures(
     each: int,
     sizes: ExchangeSizes,
 ) -> dict[str, float]:
-    """Return the figures as these hosts would have measured them without the others.
+    """Return the figures that these hosts would have measured without the others.
 
-    If their own collectives were not measured there is no link probe, so that they measure again
-    when they meet.
+    If their own collectives were not measured, there is no link probe; they then measure again when
+    they meet.
     """
     number, hosts = len(group), len(names) // each
     ranks = [host * each + n for host in group for n in range(each)]
@@ -104,9 +104,9 @@ def subset_figures(
 def _subset_link_figures(
     found: Mapping[str, float], group: Sequence[int], *, hosts: int, each: int, sizes: ExchangeSizes
 ) -> dict[str, float]:
-    """Return the link figures of a subset of hosts; empty if only the set of all hosts covers it.
+    """Return the link figures of a subset of hosts; empty if only the set of all hosts contains it.
 
-    They come from the collectives of the smallest measured subset that is at least as large.
+    They are those of collectives in the smallest measured subset that is at least as large.
     """
     numbers = range(len(group), hosts)
     number = next((n for n in numbers if name_of(n, "small") in found), None)

@@ -50,12 +50,12 @@ from steelyard.measure.links.slot_timing import (
     slot_message_figures,
 )
 
-# Several ranks per core on a shared machine have taken more than two minutes.
+# On a shared machine, several ranks per core have taken more than two minutes.
 SECONDS = 600
 _WINDOWS = 3
-# For arrival skew: the compute seconds between two exchanges, and the number of exchanges.
+# For arrival skew: the seconds of computing between two exchanges, and the number of exchanges.
 _SKEW_ROUNDS = {"short": (0.004, 60), "long": (0.04, 24)}
-# Longer waits than this quantile are caused by other load on the machine.
+# Waits that are longer than this quantile are caused by other load on the machine.
 _USUAL_WAITS = 0.9
 
 
@@ -82,19 +82,18 @@ def main(folder: str, num_ranks: int, rank: int, device: str) -> None:
 
 
 def figures_of_this_rank(*, hosts: int = 1, torch_device: torch.device = CPU) -> dict[str, float]:
-    """Return the figures of this rank, measured while all ranks of the group do the same.
+    """Return the figures of this rank; all ranks of the group measure at the same time.
 
-    With several hosts, slots are written by NIXL if it is available and each host has one rank;
-    between GPUs of several hosts there are no slots. Cores of different hosts are never assumed
-    to be equal.
+    With several hosts, NIXL writes the slots if it is available and each host has one rank; GPUs of
+    different hosts have no slots. Cores of different hosts are never assumed to be equal.
     """
     take_turns()  # as in a step
     with torch.no_grad(), on_device(torch_device):
         each = dist.get_world_size() // hosts
         product_seconds = cpu_product_seconds
         if hosts > 1:
-            # The load of neighbours during a few seconds differs some seconds later, so this uses
-            # the minimum.
+            # The load that neighbours cause varies from one second to the next, so this uses the
+            # minimum.
             product_seconds = partial(host_product_seconds, each)
         slots: MakesSlots | None = (
             SharedMemoryTransport if hosts == 1 else shared_memory_transport if each == 1 else None
@@ -124,7 +123,7 @@ def _figures(sizes: ExchangeSizes, *, slots: MakesSlots | None, receiver: int) -
     if is_on_gpu():  # waiting for a GPU occupies a core
         seconds["call"] = median(_issue_seconds(small) for _ in range(calls))
     seconds["middle"] = all_reduce_seconds(middle, calls)
-    # All ranks must make the same choice, so it is made by the slowest.
+    # All ranks must make the same choice, so the slowest one decides.
     is_long = {"middle": max_over_ranks(seconds["middle"]) > LONG_SECONDS}
     few = FEW_ROUNDS if is_long["middle"] else calls
     seconds["large"] = all_reduce_seconds(large, min(few, ROUNDS))
@@ -150,8 +149,8 @@ def _figures(sizes: ExchangeSizes, *, slots: MakesSlots | None, receiver: int) -
 def _figures_within_host(each: int) -> dict[str, float]:
     """Measure all-reduces within this host, while the other hosts do the same.
 
-    Hosts do not synchronize for it: a message to another host may take longer than the whole
-    measurement.
+    Hosts do not synchronize for this, because a message to another host may take longer than the
+    whole measurement.
     """
     host_group = None
     for first in range(0, dist.get_world_size(), each):
@@ -177,9 +176,10 @@ def _figures_within_host(each: int) -> dict[str, float]:
 
 
 def _arrival_skew() -> dict[str, float]:
-    """Measure the wait at an exchange after short and long computing, and these durations.
+    """Measure the wait at an exchange after short and after long computing, and the durations of
+    both.
 
-    All ranks compute the same. The quickest exchange counts as no wait.
+    All ranks compute the same. The fastest exchange is taken as one without any wait.
     """
     matrix, word = ones(MATRIX, MATRIX), ones(1)
     product_seconds = max_over_ranks(
@@ -205,9 +205,9 @@ def _arrival_skew() -> dict[str, float]:
 
 
 def _message_figures(name: str, x: torch.Tensor, rounds: int, other: int) -> dict[str, float]:
-    """Measure messages from rank 0 to another, as between pipeline stages: half a round trip.
+    """Measure messages from rank 0 to another rank, as between pipeline stages: half a round trip.
 
-    For small messages it also returns the CPU seconds of a rank.
+    For small messages, the result includes the CPU seconds of a rank.
     """
     seconds, begin = [], 0.0
     for turn in range(rounds + 1):
@@ -230,7 +230,7 @@ def _message_figures(name: str, x: torch.Tensor, rounds: int, other: int) -> dic
 
 
 def _issue_seconds(x: torch.Tensor) -> float:
-    """Return the seconds until an all-reduce is issued and this rank can continue."""
+    """Return the seconds that issuing an all-reduce takes before this rank can continue."""
     begin = time.perf_counter()
     work = dist.all_reduce(x, async_op=True)
     seconds = time.perf_counter() - begin

@@ -1,10 +1,10 @@
-"""Time each distinct operator of a step and meter its workspace on the local device, once.
+"""Times each distinct operator of a step and meters its workspace on the local device, once.
 
-An operator timed alone, over and over on the same tensors, runs on a warm cache and may take half
-of its time in a step. The operators therefore run interleaved, in step order, and each input is
-first made as warm in the caches as it is in the step. The sum of such times is within a few
-hundredths of the time of a whole step. measure/step_calibration.py corrects the rest. Not for
-storing costs: see measure/cache.py.
+An operator that is timed alone, over and over on the same tensors, finds its inputs in the caches
+and may take half the time that it takes in a step. Therefore all operators are timed in turn, in
+the order of the step, and before each call its inputs are brought to the cache levels where they
+are in the step. The sum of such times differs from the time of a whole step by a few hundredths.
+measure/step_calibration.py corrects the rest. Not for storing costs: see measure/cache.py.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ _MOST_ROUNDS = 15
 # Time budget for preparing the operators of a background load.
 _BUSY_SECONDS = 10.0
 _FEWEST_ROUNDS = 3
-# One call to warm up, one to meter and one timed round; fewer calls are no measurement.
+# One call to warm up, one to meter, and one timed round; fewer calls are not a measurement.
 _FEWEST_CALLS = 3
-# Large operators must leave this share of the time budget to the many small, cheap ones.
+# Large operators must leave this share of the time budget to the many small, fast ones.
 _SHARE_OF_SMALL = 0.2
 _SMALL = 0.01
 # Rounds that took this long in total have sampled enough of the machine's noise.
@@ -47,16 +47,17 @@ _ROUNDS_SECONDS = 2.0
 # operator.
 _SHARE_OF_GROUP = 0.3
 _SHARE_ALONE = 0.6
-# More argument bytes than this do not make a round more like a step; they only take time to fill.
+# With more argument bytes than this, a round is no more like a step; they only take time to fill.
 _MOST_GROUP_BYTES = 4 << 30
 # Smaller differences are rounding inside the kernel.
 _PAGE_BYTES = 4096
 # The CUDA caching allocator leaves up to this much of a larger block unsplit.
 _GPU_SLACK_BYTES = 1 << 20
-# Uncertainty of scaling a few slices up to all: each slice finds slightly different caches.
+# The uncertainty of scaling a few slices up to all: each slice finds the caches in a slightly
+# different state.
 _PART_SHARE = 0.25
 Calls = Callable[[Sequence[str]], Mapping[str, Callable[..., object]]]
-# A context in which the other sharers of this machine run their background load.
+# A context in which the others that share this machine run their background load.
 BackgroundWork = Callable[[], contextlib.AbstractContextManager[None]]
 _COLLECTIVES = ("_c10d_functional.", "steelyard.all_gather")
 
@@ -79,7 +80,7 @@ class _Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _BoundCall:
-    """An operator bound to its arguments, and the cache preparation to run before each call."""
+    """An operator bound to its arguments, with the cache preparation to run before each call."""
 
     run: Callable[[], object]
     prepare: Callable[[], None]
@@ -98,10 +99,10 @@ def measure_operators(
     hosts: int = 1,
     beside: BackgroundWork = contextlib.nullcontext,
 ) -> tuple[CostTable, Survey]:
-    """Return each operator's cost on ``device``: cached, measured or else declared.
+    """Return each operator's cost on ``device``: cached, measured, or otherwise declared.
 
-    ``calls`` makes implementations for signatures that no torch operator covers. The machine is
-    shared by ``sharers`` ranks and is one of ``hosts`` hosts.
+    ``calls`` makes implementations for signatures that are not torch operators. ``sharers`` ranks
+    share the machine, which is one of ``hosts`` hosts.
     """
     begin = time.perf_counter()
     subjects = [s for s in distinct(graphs) if is_wanted(s.node)]
@@ -109,7 +110,7 @@ def measure_operators(
     known = cache.read(context, [s.node.signature for s in subjects]) if cache else {}
     new = [s for s in subjects if s.node.signature not in known]
     custom_calls = calls([s.node.signature for s in new])
-    # Collectives are not timed here, so they alone do not start the background load.
+    # Collectives are not timed here, so they are no reason to start the background load.
     is_timed = any(not s.node.op.startswith(_COLLECTIVES) for s in new)
     with beside() if is_timed else contextlib.nullcontext():
         table = _Table(
@@ -121,8 +122,8 @@ def measure_operators(
         )
         if is_timed and is_profiled(is_quick=True):
             new = table.give_up_timed(new, Missing.PROFILED)
-        # An operator that reads offload memory would run with its operand in device memory, so
-        # only a part of it is measured, which fits.
+        # An operator that reads offload memory would be run with its operand in device memory. Only
+        # a part of it that fits there is measured.
         table.measure([s for s in new if not s.node.is_fetch_matmul])
         table.measure_parts([s for s in new if s.node.body is not None])
     found = cache.settle(context, table.costs) if cache and table.costs else table.costs
@@ -144,16 +145,16 @@ def make_load(
 ) -> Callable[[Callable[[], bool]], None] | None:
     """Return a function that runs operators of ``graphs`` as background load until stopped.
 
-    The load repeats the operators with the largest expected share of the step time. The argument
-    of the function is polled and ends the load when it returns true. None if there is no room for
-    any operator.
+    The load repeats the operators with the largest expected share of the step time. The function
+    takes a callable, which it polls; the load ends when that returns True. None is returned if
+    there is no room for any operator.
     """
     table = _Table(device, torch.device("cpu"), _BUSY_SECONDS, {}, sharers=sharers)
     return table.make_load([s for s in distinct(graphs) if not s.node.is_fetch_matmul])
 
 
 def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
-    """Return one subject for each signature that computes, in step order."""
+    """Return one subject for each signature that computes something, in step order."""
     found: dict[str, _Subject] = {}
     for graph in graphs:
         for node in graph.nodes:
@@ -172,7 +173,9 @@ def distinct(graphs: Sequence[Graph]) -> list[_Subject]:
 
 
 def context_of(device: Device, *, sharers: int = 1, hosts: int = 1) -> str:
-    """Return the cache context: everything except its signature that decides an operator's cost."""
+    """Return the cache context: everything that decides an operator's cost besides its
+    signature.
+    """
     sharing = f", one of {sharers} at work" if sharers > 1 else ""
     sharing += f", one of {hosts} hosts at work" if hosts > 1 else ""
     return "|".join(
@@ -180,8 +183,8 @@ def context_of(device: Device, *, sharers: int = 1, hosts: int = 1) -> str:
             f"torch {torch.__version__}",
             f"{device.kind}{sharing}",
             f"heap kept {is_kept()}",
-            # Gradient codecs pack their codes into words; costs of the older byte format must not
-            # be reused.
+            # Gradient codecs now pack their codes into words, so costs of the older byte format
+            # must not be reused.
             "codes in words",
             f"threads {torch.get_num_threads()}",
             f"matmul {torch.get_float32_matmul_precision()}",
@@ -192,7 +195,9 @@ def context_of(device: Device, *, sharers: int = 1, hosts: int = 1) -> str:
 
 
 class _Table:
-    """Measures subjects until the deadline, largest expected share of the step time first."""
+    """Measures subjects until the deadline, those with the largest expected share of the step
+    first.
+    """
 
     def __init__(
         self,
@@ -240,7 +245,9 @@ class _Table:
         return work if calls else None
 
     def _groups(self, subjects: list[_Subject]) -> Iterator[list[_Subject]]:
-        """Yield groups of subjects whose arguments fit into memory together, costliest first."""
+        """Yield groups of subjects whose arguments fit into memory together, the costliest
+        first.
+        """
         free = free_bytes(self._device) // self._sharers
         group_bytes = min(int(free * _SHARE_OF_GROUP), _MOST_GROUP_BYTES)
         fitting = [s for s in subjects if self._fits(s, int(free * _SHARE_ALONE))]
@@ -248,7 +255,9 @@ class _Table:
         return _groups(fitting, group_bytes)
 
     def give_up_timed(self, subjects: Sequence[_Subject], why: Missing) -> list[_Subject]:
-        """Give up all subjects except collectives, which are not timed here; return those."""
+        """Give up all subjects except collectives, which are not timed here; return the
+        collectives.
+        """
         for subject in subjects:
             if not subject.node.op.startswith(_COLLECTIVES):
                 self._give_up(subject, why)
@@ -257,8 +266,8 @@ class _Table:
     def measure_parts(self, subjects: list[_Subject]) -> None:
         """Measure one or two slices of each sliced operator and scale them up to all slices.
 
-        This covers operators that take too long as a whole, or whose operands never fit into
-        device memory as a whole.
+        These are operators that take too long as a whole, or whose operands do not fit into device
+        memory as a whole.
         """
         late = {u.signature for u in self.unmeasured if u.why is Missing.NO_TIME}
         for subject in subjects:
@@ -300,13 +309,15 @@ class _Table:
         return False
 
     def _prepare(self, subject: _Subject, group: list[_Subject]) -> bool:
-        """Fill the arguments, call once to warm up and once to meter; False on failure."""
+        """Fill the arguments, then call once to warm up and once to meter; return False on
+        failure.
+        """
         if not self._has_time_for(subject, group):
             self._give_up(subject, Missing.NO_TIME)
             return False
         try:
-            # The first call also builds the permanent state of kernels, which is neither timed
-            # nor metered.
+            # The first call also builds permanent state of kernels, which is neither timed nor
+            # metered.
             subject.call = self._warm_call(subject)
             begin = time.perf_counter()
             metered = meter_once(subject.call.run, device=self._device)
@@ -333,7 +344,7 @@ class _Table:
         return _GPU_SLACK_BYTES if has_slack else _PAGE_BYTES
 
     def _has_time_for(self, subject: _Subject, group: list[_Subject]) -> bool:
-        """True if this subject and one round of the prepared ones would end before the deadline."""
+        """True if one round of this subject and the prepared ones would end before the deadline."""
         declared = self._roofline.declared_seconds(subject.node).value
         ready = [s for s in group if s.wall_seconds]
         pending = sum(s.wall_seconds for s in ready)
@@ -399,7 +410,9 @@ def _result_bytes(subject: _Subject) -> int:
 
 
 def _layout_matches(results: object, node: Node) -> bool:
-    """True if the results have the layout the graph assumes, so that views of them are free."""
+    """True if the results have the layout that the graph assumes, so that views of them are
+    free.
+    """
     tensors = [t for t in _torch.tree_leaves(results) if isinstance(t, torch.Tensor)]
     return len(tensors) != len(node.outputs) or all(
         _significant_strides(tuple(real.shape), real.stride())
@@ -409,7 +422,7 @@ def _layout_matches(results: object, node: Node) -> bool:
 
 
 def _significant_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    """Return the strides that affect an element's address."""
+    """Return the strides that affect the address of an element."""
     return [step for size, step in zip(shape, stride) if size > 1] if 0 not in shape else []
 
 

@@ -12,8 +12,8 @@ import torch
 
 from steelyard.ir.graph import Graph
 
-# Reuse distances in bytes. Below the first, a value is still in its core's own cache; below the
-# second, in the cache that cores share. The sizes fit a server core of the 2020s.
+# Reuse distances in bytes. Below the first, a value is still in the core's own cache; below the
+# second, it is in the cache that cores share. The sizes are those of a server core of the 2020s.
 _OWN_CACHE_DISTANCE = 512 << 10
 _SHARED_CACHE_DISTANCE = 32 << 20
 _OWN_CACHE_BYTES = 1 << 20
@@ -21,9 +21,9 @@ _NEVER = 1 << 62
 
 
 def distances(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
-    """Return each signature's reuse distances: bytes moved since each input was last touched.
+    """Return each signature's reuse distances: the bytes moved since each input was last used.
 
-    This is the median over the calls of one signature. First touches are infinitely distant.
+    A distance is the median over the calls with this signature; it is infinite at the first use.
     """
     found: dict[str, list[list[int]]] = defaultdict(list)
     for graph in graphs:
@@ -69,6 +69,8 @@ def preparation(inputs: Sequence[tuple[torch.Tensor, int]]) -> Callable[[], None
 
 
 def _bytes_under(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage as bytes, writable even where strides make elements overlap."""
+    """Return the whole storage as bytes, which can be written even if strides make elements
+    overlap.
+    """
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

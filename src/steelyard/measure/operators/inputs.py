@@ -14,7 +14,8 @@ from steelyard.operators import live, operator_named
 
 _NEGATED = operator_named("aten._neg_view.default")
 
-# Random values are drawn once and copied from this pool: drawing costs more than most operators.
+# Random values are drawn once and copied from this pool, because drawing them takes longer than
+# most operators.
 _POOL = 1 << 20
 _RUN = 64
 
@@ -34,7 +35,8 @@ class InputFactory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._generator = torch.Generator().manual_seed(0)
-        # Between 0.1 and 1: a valid probability, variance, logarithm, divisor and step count.
+        # Values from 0.1 to 1 are valid as probability, variance, argument of a logarithm, divisor
+        # and step count.
         self._floats = (
             torch.rand(_POOL, generator=self._generator, device="cpu").mul_(0.9).add_(0.1)
         )
@@ -49,7 +51,7 @@ class InputFactory:
         return _with_tensors(node, tensors)
 
     def produced_arguments(self, graph: Graph, node: Node) -> Arguments:
-        """Return ``arguments``, but compute elements of tuples instead of drawing them.
+        """Return ``arguments``, but compute elements of tuples instead of drawing random values.
 
         Under mixed precision a kernel may save statistics in another dtype than the graph says
         (torch 2.13: native_layer_norm), and its backward requires the saved dtype.
@@ -65,7 +67,9 @@ class InputFactory:
         return _with_tensors(node, tensors)
 
     def tensor(self, like: Tensor, *, below: int = 1) -> torch.Tensor:
-        """Return a tensor with the shape, strides and dtype of ``like``, on a minimal storage."""
+        """Return a tensor with the shape, strides and dtype of ``like``, on as small a storage as
+        possible.
+        """
         dtype = dtype_named(like.dtype)
         extent = extent_of(like)
         flat = torch.empty(extent, dtype=dtype, device=self._device)
@@ -85,8 +89,8 @@ class InputFactory:
         pool = self._pools.get(dtype)
         if pool is None:
             if dtype is torch.bool:
-                # Masks in models are triangles and padding. With random masks the branches cannot
-                # be predicted, and masked_fill takes three times as long.
+                # Masks in models are triangles and padding. With random masks, branches cannot be
+                # predicted and masked_fill takes three times as long.
                 pool = torch.arange(_POOL, device="cpu") // _RUN % 2 == 0
             elif dtype.is_floating_point or dtype.is_complex:
                 pool = self._floats.to(dtype)
@@ -119,13 +123,13 @@ def extent_of(tensor: Tensor) -> int:
 
 
 def nbytes_of(graph: Graph, node: Node) -> int:
-    """Return the bytes that the arguments and results of this node need outside the step."""
+    """Return the bytes that the arguments and results of this node need when it runs alone."""
     tensors = [graph.by_name[name].outputs[0] for name in node.inputs] + list(node.outputs)
     return sum(extent_of(t) * dtype_named(t.dtype).itemsize for t in tensors)
 
 
 def shortened(graph: Graph, node: Node, *, parts: int) -> Graph:
-    """Return a graph of this call alone, on ``parts`` slices with inputs in device memory."""
+    """Return a graph of this call alone, on ``parts`` slices whose inputs are in device memory."""
     body = node.body
     assert body is not None
     count = body.calls[-1][0]
@@ -161,14 +165,16 @@ def shortened(graph: Graph, node: Node, *, parts: int) -> Graph:
 
 
 def index_bounds(graph: Graph, node: Node) -> dict[str, int]:
-    """Return exclusive upper bounds of integer inputs by name; inputs not listed take zeros."""
+    """Return exclusive upper bounds for integer inputs by name; inputs that are missing are
+    zeros.
+    """
     if node.body is not None:
         return _bounds_within(node.body)
     return _bounds(node, {name: graph.by_name[name].outputs[0].shape for name in node.inputs})
 
 
 def _bounds_within(body: Body) -> dict[str, int]:
-    """Return the smallest bound that any call sets; row counts are those of the whole value."""
+    """Return the smallest bound that any call sets; the row counts are those of the whole value."""
     shapes = {take.name: take.tensor.shape for take in body.takes}
     found: dict[str, int] = {}
     for node in body.calls[0][1]:
@@ -211,7 +217,7 @@ class _Shapes:
         return argument if isinstance(argument, int) else 0
 
     def classes(self, position: int) -> int:
-        """Return dim 1 of scores (N, C, ...), or the only dim of (C)."""
+        """Return the size of dim 1 of scores (N, C, ...), or of the only dim of (C)."""
         shape = self._shapes[self.name(position)]
         return shape[min(1, len(shape) - 1)] if shape else 1
 
@@ -220,22 +226,22 @@ _Bounds = Callable[[_Shapes], list[tuple[str, int]]]
 
 
 def _dim_bound(position: int) -> _Bounds:
-    """op(self, dim, index, ...)"""
+    """Return the bounds for op(self, dim, index, ...)."""
     return lambda s: [(s.name(position + 2), s.size(position, s.number(position + 1)))]
 
 
 def _indices(s: _Shapes) -> list[tuple[str, int]]:
-    """index(self, [index or None per dim], ...)"""
+    """Return the bounds for index(self, [index or None per dim], ...)."""
     return [(name, s.size(0, dim)) for dim, name in enumerate(s.names(1)) if name]
 
 
-# Zeros are always valid, but if all indices hit one row, neither the memory traffic of a lookup
-# nor the work of its backward pass is realistic.
+# Zeros are always valid. But if all indices refer to one row, neither the memory traffic of a
+# lookup nor the work of its backward pass is realistic.
 _BOUNDS: dict[str, _Bounds] = {
     "aten.embedding": lambda s: [(s.name(1), s.size(0, 0))],
     "aten.embedding_dense_backward": lambda s: [(s.name(1), s.number(2))],
     "aten._embedding_bag": lambda s: [(s.name(1), s.size(0, 0))],
-    # Empty bags contribute nothing, so most bags should not be empty.
+    # Empty bags contribute nothing, so most bags should contain something.
     "aten._embedding_bag_backward": lambda s: [(s.name(1), s.number(6)), (s.name(4), s.size(1, 0))],
     "aten.nll_loss_forward": lambda s: [(s.name(1), s.classes(0))],
     "aten.nll_loss2d_forward": lambda s: [(s.name(1), s.classes(0))],

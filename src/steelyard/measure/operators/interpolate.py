@@ -1,4 +1,4 @@
-"""Estimate the cost of unmeasured operators from similar measured ones.
+"""Estimates the cost of unmeasured operators from similar measured ones.
 
 Not for the roofline itself: see predict/cost_table.py.
 """
@@ -11,16 +11,16 @@ from steelyard.ir.graph import Node
 from steelyard.ir.metrics import Estimate
 from steelyard.predict.cost_table import CostTable, OperatorCost
 
-# A kernel may switch algorithms between sizes of one operator; across operators differences are
+# A kernel may switch algorithms between sizes of one operator; differences between operators are
 # larger.
 _SAME_OPERATOR_SHARE = 0.5
 _OTHER_OPERATORS_SHARE = 0.8
 
 
 def declared_from(costs: CostTable, nodes: Iterable[Node]) -> dict[str, OperatorCost]:
-    """Return a scaled declared cost for each signature that ``costs`` does not contain.
+    """Return a scaled roofline cost for each signature that ``costs`` does not contain.
 
-    The scale is the median ratio of measured to declared seconds of similar measured operators.
+    The scale is the median ratio of measured to roofline seconds of similar measured operators.
     """
     nodes = list(nodes)
     ratios: dict[str, list[float]] = defaultdict(list)
@@ -49,8 +49,8 @@ def _scaled_cost(
             share = _SAME_OPERATOR_SHARE if key == node.op else _OTHER_OPERATORS_SHARE
             seconds = Estimate.within(declared.value * median(ratios[key]), share=share)
             break
-    # Use the largest workspace share: an overestimated peak costs speed, an underestimated one
-    # fails the run.
+    # Use the largest share of workspace: an overestimated peak costs speed, while an underestimated
+    # one makes the run fail.
     share = max(workspaces.get(node.op, [0.0]))
     return OperatorCost(
         seconds=seconds, workspace_bytes=round(share * node.moved_bytes), is_measured=False

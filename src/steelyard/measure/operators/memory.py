@@ -1,6 +1,6 @@
 """Peak allocator bytes of one call, and the bytes that the call leaves allocated.
 
-On the CPU they come from the profiler's memory events, on CUDA from the allocator's statistics.
+On the CPU, the profiler's memory events give these bytes; on CUDA, the allocator's statistics do.
 Not for the process as the operating system sees it: see measure/process.py.
 """
 
@@ -16,18 +16,18 @@ from torch.profiler import ProfilerActivity, profile
 from steelyard import _torch
 from steelyard.torch_version import minor_version
 
-# The first severity at which libkineto (torch 2.13) prints nothing for each start and stop; it
-# reads the variable when the first profiler of the process starts.
+# The lowest severity at which libkineto (torch 2.13) does not print a line for each start and stop.
+# It reads the variable when the first profiler of the process starts.
 _QUIET = ("KINETO_LOG_LEVEL", "6")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metered:
-    """Bytes above the allocated level at the beginning of the call.
+    """Bytes above the level that was allocated at the beginning of the call.
 
     ``freed_bytes`` were allocated before the call and freed inside it. If it is not zero, the
-    initial level was not clean (old gradients, an old loss): the peak then counts all allocations
-    of the call, which is more than it added.
+    initial level was not clean (old gradients, an old loss). The peak then counts all allocations
+    of the call, which is more than the call added.
     """
 
     peak_bytes: int
@@ -44,12 +44,12 @@ def meter(
 ) -> Metered:
     """Meter ``call`` after ``warmups`` calls, starting from the level at which a step starts.
 
-    Allocations of a first call alone (kernel caches, packed weights, gradients that persist) are
-    not metered. Memory that a warm-up left and ``call`` then frees is reported as freed.
+    Allocations that only a first call makes (kernel caches, packed weights, gradients that persist)
+    are not metered. Memory that a warm-up leaves and ``call`` then frees is reported as freed.
     """
     for _ in range(warmups):
-        # Warm-ups are metered too: only a block whose allocation was seen can be reported as
-        # freed.
+        # Warm-ups are metered too, because a block is reported as freed only if its allocation was
+        # seen.
         meter_once(call, device=device)
     gc.collect()
     return meter_once(call, device=device)
@@ -86,7 +86,8 @@ def begin_metering(*, device: torch.device | None = None) -> Callable[[], Metere
 
 
 def trace(call: Callable[[], object]) -> list[tuple[float, int]]:
-    """Return when the call allocated or freed memory on the CPU, and the level from then on.
+    """Return the times of allocations and frees on the CPU during the call, with the level after
+    each.
 
     Seconds count from the first such event, bytes from the level at the beginning of the call. The
     profiler makes the call slower. Must not run while ``is_profiled()``.
@@ -100,7 +101,7 @@ def trace(call: Callable[[], object]) -> list[tuple[float, int]]:
 
 
 def is_profiled(device: torch.device | None = None, *, is_quick: bool = False) -> bool:
-    """True if another profiler is active, whose events metering on ``device`` would consume."""
+    """True if another profiler is active whose events metering on ``device`` would take away."""
     return (device is None or device.type == "cpu") and _torch.profiler_is_on(is_quick=is_quick)
 
 
@@ -113,9 +114,9 @@ def replay(events: Iterable[tuple[int, int]]) -> Metered:
 
 
 def _levels(events: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the level after each event, and the bytes from before the first one that were freed.
+    """Yield the level after each event, and how many bytes from before the first event were freed.
 
-    Frees by a gloo thread produce no event. A new allocation at an address therefore means that
+    If a gloo thread frees memory, there is no event. So a new allocation at an address means that
     the previous block there was freed.
     """
     born: dict[int, int] = {}
@@ -153,7 +154,8 @@ def _quiet_profiler() -> Any:
     name, level = _QUIET
     if name not in os.environ:
         os.environ[name] = level
-    # Before torch 2.13 a profiler without acc_events warns of later cycles; this one has no others.
+    # Before torch 2.13, a profiler without acc_events warns about later cycles; this one has no
+    # later cycles.
     warns = minor_version(torch.__version__) < (2, 13)
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=warns)
 
@@ -167,8 +169,8 @@ def _begin_on_cuda(device: torch.device) -> Callable[[], Metered]:
         torch.cuda.synchronize(device)
         level = torch.cuda.memory_allocated(device) - before["allocated_bytes.all.current"]
         peak = torch.cuda.max_memory_allocated(device) - before["allocated_bytes.all.current"]
-        # The statistics show how far the level fell, but not which block was freed: a lower
-        # bound.
+        # The statistics show how far the level fell, but not which block was freed. The result is
+        # therefore a lower bound.
         return Metered(peak_bytes=peak, left_bytes=max(level, 0), freed_bytes=max(-level, 0))
 
     return end

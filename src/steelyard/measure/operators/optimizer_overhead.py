@@ -1,4 +1,4 @@
-"""Measure the Python overhead of an optimizer between two operators of its step.
+"""Measures the Python overhead of an optimizer between two operators of its step.
 
 In small models it is most of the step. Not for the operators: see benchmark.py.
 """
@@ -25,10 +25,10 @@ def update_call_seconds(
     """Return the optimizer's Python seconds per operator, from steps on one-element parameters.
 
     Such a step computes next to nothing, so the rest is Python. ``dims`` are the numbers of
-    dimensions of the parameters, which some optimizers branch on.
+    dimensions of the parameters; some optimizers treat them differently.
 
-    On a CPU the price of ``calls`` trivial operators is subtracted, since operator costs already
-    include it. On a GPU operator costs contain no host time, and nothing is subtracted.
+    On a CPU, the time of ``calls`` trivial operators is subtracted, because operator costs already
+    include it. On a GPU, operator costs contain no host time, and nothing is subtracted.
     """
     parameters = [nn.Parameter(torch.zeros((1,) * count, device=device)) for count in dims]
     for parameter in parameters:

@@ -1,6 +1,6 @@
-"""Time single calls on a device with little influence of other load on the machine.
+"""Times single calls on a device, with little influence of other load on the machine.
 
-Not for deciding what to call, or how often: see benchmark.py and measure/step_calibration.py.
+Not for choosing the calls or their number: see benchmark.py and measure/step_calibration.py.
 """
 
 import time
@@ -13,7 +13,7 @@ from steelyard import _torch
 from steelyard.ir.metrics import Estimate
 
 Seconds = float
-# Half a millisecond of a GPU at 2 GHz; enqueueing an operator takes a tenth of that.
+# Half a millisecond of a GPU at 2 GHz; enqueueing an operator takes a tenth of this.
 _BUSY_CYCLES = 10**6
 
 
@@ -32,7 +32,7 @@ class Clock:
     def seconds(self, call: Callable[[], object]) -> Seconds:
         if self.device.type == "cuda":
             return self._on_cuda(call)
-        # With one thread, its CPU time equals the wall time on an idle machine. Several threads
+        # With one thread, its CPU time equals the wall time of an idle machine. Several threads
         # also wait for each other.
         now = time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
         begin = now()
@@ -63,7 +63,7 @@ def backlog_seconds(call: Callable[[], object], device: torch.device) -> Seconds
 
 
 class Laps:
-    """Durations of successive steps; a GPU is synchronized only when ``seconds`` is read."""
+    """Durations of consecutive steps; a GPU is only synchronized when ``seconds`` is read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -100,7 +100,9 @@ class Laps:
 
 
 def spread(samples: list[float]) -> Estimate:
-    """Return the median, bounded by the tenth and ninetieth percentiles of the samples."""
+    """Return the median, with the tenth and ninetieth percentiles of the samples as its
+    interval.
+    """
     ordered = sorted(samples)
     last = len(ordered) - 1
     tenth = round(0.1 * last)

@@ -1,10 +1,10 @@
 """Compressed all-reduce of gradients: encode, exchange, sum and decode, all as graph nodes.
 
-Replaces the all-reduces that passes/data_parallel/all_reduce.py put into the graph. Linear codecs
-are all-reduced directly, as are the two factors of a low-rank matrix, one after the other. For the
-other codecs, two ranks all-gather their codes. More ranks use an all-to-all: each rank sums one
-part, encodes the sum and all-gathers it, so the bytes sent per rank do not grow with the number of
-ranks. Not for the codecs: see ir/gradient_codec.py.
+It replaces the all-reduces that passes/data_parallel/all_reduce.py put into the graph. The codes of
+linear codecs are all-reduced directly. So are the two factors of a low-rank matrix, one after the
+other. For the other codecs, two ranks all-gather their codes. More ranks use an all-to-all: each
+rank sums one part, encodes the sum and all-gathers it, so the bytes sent per rank do not grow with
+the number of ranks. Not for the codecs: see ir/gradient_codec.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,8 @@ def compressed(
 ) -> Graph:
     """Return the graph with the gradients of these parameters sent by their codecs.
 
-    Uncompressed gradients of the same buckets are all-reduced in one bucket after the last.
+    The other gradients of the same buckets stay uncompressed; they are all-reduced together in one
+    bucket at the end.
     """
     editor = GraphEditor(graph)
 
@@ -151,7 +152,9 @@ class _Sending:
     def _low_rank(
         self, members: Sequence[BucketMember], rank: int, *, name: str, after: str
     ) -> Node:
-        """Send low-rank factors: all-reduce the left, then the right, and multiply them."""
+        """Send low-rank factors: all-reduce the left ones, then the right ones, and multiply
+        them.
+        """
         flats = [member.flat for member in members]
         shapes = tuple(matrix_of(member.tensor) for member in members)
         numel = sum(rows * columns for rows, columns in shapes)
@@ -196,7 +199,7 @@ class _Sending:
         return self._state(name, blocks * BLOCK, like) if codec.has_residual else None
 
     def _state(self, name: str, numel: int, like: Node) -> Node:
-        """Add an input that keeps its value from step to step."""
+        """Add an input whose value is kept from step to step."""
         editor = self._editor
         tensor = editor.tensor((numel,), "float32")
         editor.storages[tensor.storage] = Storage(nbytes=tensor.nbytes, role=Role.STATE)

@@ -1,6 +1,6 @@
-"""All-reduce gradients in buckets over data-parallel ranks.
+"""All-reduces gradients in buckets over data-parallel ranks.
 
-As DistributedDataParallel does (Li et al., VLDB 2020), but as nodes of the graph. Not for
+This is what DistributedDataParallel does (Li et al., VLDB 2020), but as nodes of the graph. Not for
 overlapping the waits: see overlap.py.
 """
 
@@ -14,7 +14,7 @@ from steelyard.ir.parallel_layout import DATA
 from steelyard.ir.program import LOSS_SO_FAR, SO_FAR
 from steelyard.passes.graph_editor import GraphEditor, call, issue, issue_in_place, view, wait
 
-# The input that is the weight of a rank's loss in the loss of all ranks.
+# The name of the input that is the weight of a rank's loss within the loss of all ranks.
 SHARE = "share"
 
 
@@ -30,7 +30,7 @@ def with_whole_loss(
     """Replace the loss of a rank by the weighted sum over all ranks.
 
     The weight is an input of the step, because it may depend on the batch. With several
-    micro-batches, the last one returns the loss of all.
+    micro-batches, the last one returns the total loss.
     """
     editor = GraphEditor(graph)
     (loss,) = (graph.by_name[o.node] for o in graph.outputs if o.kind is OutputKind.LOSS)
@@ -61,8 +61,8 @@ def with_whole_loss(
     )  # fmt: skip
     arrived = wait(sent, transport)
     for node in (*own, sent, arrived):
-        # These are no calls of the user's model, so they get no number (nth) that a rule could
-        # name.
+        # These calls are not part of the user's model, so they get no number (nth) that a rule
+        # could name.
         editor.put_after(loss.name, replace(node, nth=-1))
     outputs = (
         replace(o, node=arrived.name) if o.kind is OutputKind.LOSS else o for o in graph.outputs
@@ -80,11 +80,11 @@ def bucketed_all_reduce(
     stride: int = 1,
     repeats: int = 1,
 ) -> Graph:
-    """All-reduce every gradient over the ranks, in the order in which the backward makes them.
+    """All-reduce every gradient over the ranks, in the order in which the backward pass makes them.
 
     A bucket is issued right after its last gradient and waited for immediately. Gradients that
-    already result from a collective over this axis are skipped. With ``repeats`` micro-batches,
-    the last one sends the sums of all, each bucket after the last addition to it.
+    already result from a collective over this axis are skipped. With ``repeats`` micro-batches, the
+    last one sends the sums over all of them, each bucket after the last addition to it.
     """
     editor = GraphEditor(graph)
 
@@ -123,7 +123,7 @@ def bucketed_all_reduce(
 
 
 def _sum_input(editor: GraphEditor, name: str, like: Node) -> Node:
-    """Make an input for the sum over earlier micro-batches."""
+    """Make an input for the sum over the earlier micro-batches."""
     (tensor,) = like.outputs
     total = replace(tensor, storage=len(editor.storages))
     editor.storages.append(Storage(nbytes=tensor.nbytes, role=Role.GRADIENT))
@@ -133,13 +133,15 @@ def _sum_input(editor: GraphEditor, name: str, like: Node) -> Node:
 
 
 def _last_reader(graph: Graph, gradients: Sequence[Node]) -> str:
-    """Return the last node among these gradients and their readers; the sums are complete then."""
+    """Return the last node among these gradients and their readers; after it, the sums are
+    complete.
+    """
     names = {name for g in gradients for name in (g.name, *graph.users[g.name])}
     return max(names, key=graph.position.__getitem__)
 
 
 def why_not_reduced(graph: Graph) -> str | None:
-    """Return why some gradient cannot be all-reduced; None if all can."""
+    """Return the reason why some gradient cannot be all-reduced; None if all can."""
     for output in graph.outputs:
         if output.kind is OutputKind.GRADIENT:
             try:
@@ -150,7 +152,9 @@ def why_not_reduced(graph: Graph) -> str | None:
 
 
 def _buckets(graph: Graph, bucket_bytes: int, axis: str) -> list[list[int]]:
-    """Return buckets of indices into ``graph.outputs``; a gradient may be larger than a bucket."""
+    """Return buckets as indices into ``graph.outputs``; a single gradient may be larger than a
+    bucket.
+    """
     places = [
         place
         for place, output in enumerate(graph.outputs)
@@ -170,7 +174,7 @@ def _buckets(graph: Graph, bucket_bytes: int, axis: str) -> list[list[int]]:
 
 
 def _collective_axis(graph: Graph, name: str) -> str:
-    """Return the axis of the collective whose result this is, or is a view of; else empty."""
+    """Return the axis of the collective whose result, or a view of it, this is; otherwise empty."""
     node = graph.by_name[name]
     while node.is_view:
         node = graph.by_name[node.inputs[0]]
@@ -186,9 +190,9 @@ def _reduced(
     transport: Transport,
     collective: Callable[[int], Collective],
 ) -> Node:
-    """Issue one bucket ``after`` this node and wait; return the waiting node."""
+    """Issue one bucket ``after`` this node and wait for it; return the node that waits."""
     given = gradients[-1]
-    # A sum over micro-batches is the parameter's own gradient tensor, which others refer to. The
+    # A sum over micro-batches is the parameter's own gradient tensor, to which others refer. The
     # flat view of it is also a line that is never moved before the last addition.
     if len(gradients) > 1 or given.is_input or not given.outputs[0].is_contiguous:
         flat = [
@@ -200,7 +204,8 @@ def _reduced(
             given = editor.put_after(after, _joined(editor, flat, number))
     tensor, name = given.outputs[0], f"bucket_{number}_reduced"
     if len(gradients) > 1 or gradients[0].is_input or editor.has_own_storage(gradients[0].name):
-        # Nothing else reads the bucket, so it is reduced in place: a copy costs time and memory.
+        # Nothing else reads the bucket, so it is reduced in place, without the time and memory of a
+        # copy.
         issued = issue_in_place(collective(tensor.nbytes), given, name=name)
     else:
         issued = issue(
@@ -226,7 +231,7 @@ def _flattened(tensor: Tensor) -> Tensor:
 
 
 def _dense(graph: Graph, output: Output) -> Tensor:
-    """Return the gradient's tensor; raise BadInput if it has gaps, in any order of dims."""
+    """Return the gradient's tensor; raise BadInput if it has gaps in every order of dims."""
     tensor = graph.by_name[output.node].outputs[0]
     by_stride = sorted(zip(tensor.stride, tensor.shape, strict=True))
     ordered = replace(

@@ -1,6 +1,6 @@
-"""Find the gradient buckets that are already all-reduced in a graph, and replace their members.
+"""Finds the gradient buckets that are already all-reduced in a graph, and replaces their members.
 
-Used by passes that send gradients in another way (passes/compression/compressed_all_reduce.py,
+Passes that send gradients in another way use it (passes/compression/compressed_all_reduce.py,
 sparse_embedding_grads.py). Not for filling buckets: see all_reduce.py.
 """
 
@@ -19,8 +19,8 @@ Sized = Callable[[Exchange, int], Collective]
 class BucketMember:
     """One gradient of a bucket.
 
-    ``place`` is its index in the graph's outputs, ``flat`` the flat value that is sent, and
-    ``tensor`` the shape and strides of the gradient.
+    ``place`` is its index in the graph's outputs, ``flat`` is the flat value that is sent, and
+    ``tensor`` has the shape and strides of the gradient.
     """
 
     place: int
@@ -39,7 +39,7 @@ class Bucket:
 
 
 def buckets(graph: Graph, axis: str = DATA) -> list[Bucket]:
-    """Return the buckets of gradients all-reduced over this axis, in graph order."""
+    """Return the buckets of gradients that are all-reduced over this axis, in graph order."""
     waits = {node.waits_for: node for node in graph.nodes if node.waits_for}
     outputs_on: dict[int, list[int]] = {}
     for place, output in enumerate(graph.outputs):
@@ -88,7 +88,7 @@ def assign_views(
     *,
     after: str,
 ) -> None:
-    """Make each member's gradient a view of the flat sum, and set the output to it."""
+    """Make each member's gradient a view of the flat sum, and change the output to it."""
     (summed,) = whole.outputs
     start = summed.offset
     for member in members:

@@ -1,7 +1,7 @@
-"""Overlap collectives with computation: issue them earlier and wait for them later.
+"""Overlaps collectives with computation: issues them earlier and waits for them later.
 
-A later wait hides more of a collective but keeps its buffers alive longer. Moves lines of a
-program, without torch. Not for choosing the window: that has a price, see search/.
+A later wait hides more of a collective, but keeps its buffers alive longer. The lines of a program
+are moved, without torch. Not for choosing the window, which affects time and memory: see search/.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,9 +15,10 @@ from steelyard.ir.program import SO_FAR, Instruction, Program
 def waits_within(program: Program, window: int | None) -> Program:
     """Wait for each collective only after the issue of the ``window``-th collective after it.
 
-    The wait stays before the first line that computes with the result; a window of None has no
-    other limit. Views of the result move along. For compressed gradients, the lines that decode
-    the result or send it on move along too, and the second collective gets a window of its own.
+    The wait stays before the first line that computes with the result; with a window of None, this
+    is the only limit. Views of the result move with the wait. For compressed gradients, the lines
+    that decode the result or send it on also move, and the second collective gets a window of its
+    own.
     """
     depths = _collective_depths(program)
     for depth in range(max(depths.values(), default=-1) + 1):
@@ -26,7 +27,7 @@ def waits_within(program: Program, window: int | None) -> Program:
 
 
 def _delay_waits(program: Program, window: int | None, values: Collection[str]) -> Program:
-    """Delay the waits of the collectives that are issued as one of these values."""
+    """Delay the waits for the collectives that are issued as one of these values."""
     lines = [i for i in program.instructions if i.sink is None]
     bare = _without_sinks(program, lines)
     exchanges = bare.exchanges
@@ -45,7 +46,7 @@ def _delay_waits(program: Program, window: int | None, values: Collection[str]) 
 
 
 def _collective_depths(program: Program) -> dict[str, int]:
-    """Return, for each collective, the number of collectives whose results it sends on."""
+    """Return each collective's depth: how many collectives its data has already passed through."""
     nodes, found = program.graph.by_name, dict[str, int]()
     reached: dict[str, int] = {}
     for line in program.instructions:
@@ -67,9 +68,9 @@ def _collective_depths(program: Program) -> dict[str, int]:
 def issued_ahead(program: Program, count: int, room: Sequence[int] = ()) -> Program:
     """Issue each collective up to ``count`` computing lines earlier, within its pass.
 
-    It moves only to a line where its arguments exist; a parameter shard always exists, and the
-    line that joins several shards moves along. ``room`` lists the free bytes at each line: if
-    given, a collective moves only past lines with enough room for its buffers.
+    It moves only to a line where its arguments exist. (A parameter shard always exists, and the
+    line that joins several shards moves with the collective.) If ``room``, the free bytes at each
+    line, is given, a collective only moves past lines with enough room for its buffers.
     """
     lines = [i for i in program.instructions if i.sink is None]
     bare = _without_sinks(program, lines)
@@ -95,7 +96,7 @@ def issued_ahead(program: Program, count: int, room: Sequence[int] = ()) -> Prog
 
 
 def sent_first(program: Program) -> Program:
-    """Reorder the backward pass to compute first what the next collective sends.
+    """Reorder the backward pass so that the data of the next collective is computed first.
 
     The collective then overlaps the rest, such as the gradient of a layer's input. Waits, and the
     lines that depend on them, stay in place.
@@ -124,7 +125,7 @@ def sent_first(program: Program) -> Program:
 def _take_needed(
     issue: Instruction, waiting: dict[str, Instruction], gradient_of_sum: Mapping[str, str]
 ) -> list[Instruction]:
-    """Remove from ``waiting`` and return the lines that this collective depends on."""
+    """Return the lines on which this collective depends, and remove them from ``waiting``."""
     needed = {
         *issue.inputs,
         *(gradient_of_sum[name] for name in issue.inputs if name in gradient_of_sum),
@@ -150,7 +151,9 @@ _Place = tuple[int, int, int]
 def _with_joining_line(
     lines: list[Instruction], issue: int, nodes: Mapping[str, Node], born: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the issuing line, preceded by the line that joins the tensors it sends, if any."""
+    """Return the line that issues it, preceded by the line that joins the tensors it sends, if
+    any.
+    """
     makers = [born[value] for value in lines[issue].inputs if value in born]
     joining = [index for index in makers if nodes[lines[index].node].op == PACK_ROWS]
     return (*joining, issue)
@@ -178,7 +181,7 @@ def _without_sinks(program: Program, lines: list[Instruction]) -> Program:
 
 
 def _live_bytes(graph: Graph, nodes: Sequence[Node]) -> int:
-    """Return the bytes live from these lines on: their results and the backend's buffers."""
+    """Return the bytes that these lines keep alive: their results and the backend's buffers."""
     storages = {storage for node in nodes for storage in graph.storages_of(node.name)}
     backend_bytes = (node.collective.held_bytes for node in nodes if node.collective is not None)
     return sum(graph.storages[storage].nbytes for storage in storages) + sum(backend_bytes)
@@ -192,15 +195,16 @@ def _reordered(program: Program, lines: list[Instruction], places: Iterable[_Pla
 
 
 def _gradient_sums(graph: Graph) -> list[tuple[str, str]]:
-    """Return pairs of a gradient and the micro-batch sum that it is added to as an output."""
+    """Return pairs of a gradient and the micro-batch sum to which it is added as an output."""
     return [(o.node, f"{SO_FAR}{o.target}") for o in graph.outputs if o.kind is OutputKind.GRADIENT]
 
 
 def _followers(program: Program, lines: list[Instruction], wait: int) -> tuple[list[int], int]:
     """Return the lines that move with a wait, and the first line that must stay after it.
 
-    The wait moves with the views of its result and the lines that pass compressed gradients on.
-    The first other reader, or reader of a sum that the result is added to, must stay after it.
+    The wait moves together with views of its result and the lines that pass compressed gradients
+    on. The first other line that reads the result, or a sum to which the result is added, must stay
+    after it.
     """
     graph, nodes = program.graph, program.graph.by_name
     added = _gradient_sums(graph)

@@ -1,7 +1,7 @@
-"""Shard parameters over ranks: all-gather them to be read, reduce-scatter their gradients.
+"""Shards parameters over ranks: all-gathers them before they are read, reduce-scatters gradients.
 
-As ZeRO's third stage does (Rajbhandari et al., SC 2020), but as nodes of the graph. Not for
-overlapping the waits: see overlap.py.
+This is what ZeRO's third stage does (Rajbhandari et al., SC 2020), but as nodes of the graph. Not
+for overlapping the waits: see overlap.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,12 +33,12 @@ def gathered(
     regathered: Collection[str] = (),
     together: Mapping[str, int] = MappingProxyType({}),
 ) -> Graph:
-    """Return the step on one shard of each of the parameters, along the first dimension.
+    """Return the step on one shard of each of these parameters, along the first dimension.
 
-    Each is gathered before its first reader and stays resident from there on. Parameters in
-    ``regathered`` are freed after the forward pass and gathered a second time before their first
-    reader in the backward pass. ``together`` maps parameters to bucket sizes in bytes: consecutive
-    parameters are gathered in one bucket of at most that size, and so are their gradients.
+    Each is gathered before its first reader and then stays resident. Parameters in ``regathered``
+    are freed after the forward pass and gathered a second time before their first reader in the
+    backward pass. ``together`` maps parameters to bucket sizes in bytes: consecutive parameters are
+    gathered in one bucket of at most that size, and so are their gradients.
     """
     editor = GraphEditor(graph)
 
@@ -96,7 +96,7 @@ def _reroute_late(
     second: Node,
     late: Sequence[str],
 ) -> None:
-    """Let the backward readers ``late`` read the second gather, with new views of it."""
+    """Make the backward readers ``late`` read the second gather, with new views of it."""
     before, after = arrived.outputs[0].storage, second.outputs[0].storage
 
     def reading_second(node: Node) -> Node:
@@ -152,7 +152,7 @@ class _Exchanges:
         self._ranks, self._together = num_ranks, together
 
     def gathered(self, first: Mapping[str, str], suffix: str) -> dict[str, Node]:
-        """Gather each parameter before the ``first`` reader of any parameter of its bucket."""
+        """Gather each parameter before the ``first`` reader of any parameter in its bucket."""
         graph = self._editor.before
         in_order = sorted(first, key=lambda parameter: graph.position[first[parameter]])
         tensors = {p: graph.by_name[p].outputs[0] for p in in_order}
@@ -175,7 +175,9 @@ class _Exchanges:
         return self._put_before(first, sent, wait(sent, self._transport))
 
     def _gather_bucket(self, bucket: Sequence[tuple[str, str]], suffix: str) -> dict[str, Node]:
-        """Gather one joined row per rank; each parameter is copied out before its first reader."""
+        """Gather one joined row per rank; each parameter is copied out of it before its first
+        reader.
+        """
         editor = self._editor
         (name, first), graph = bucket[0], editor.before
         wholes = {p: graph.by_name[p].outputs[0] for p, _ in bucket}
@@ -224,7 +226,7 @@ class _Exchanges:
         }
         in_order = sorted(gradients, key=lambda target: graph.position[gradients[target].name])
         tensors = {target: gradients[target].outputs[0] for target in in_order}
-        # The rows of other gradients are not contiguous, so they cannot be scattered directly.
+        # The rows of other gradients are not contiguous, so these cannot be scattered directly.
         able = {
             p: n for p, n in self._together.items() if p in tensors and tensors[p].is_contiguous
         }
@@ -276,7 +278,7 @@ class _Exchanges:
 
 
 def _buckets(tensors: Mapping[str, Tensor], together: Mapping[str, int]) -> Iterable[list[str]]:
-    """Group consecutive tensors of one dtype and bucket size, up to that size in bytes."""
+    """Group consecutive tensors of equal dtype and bucket size, up to that size in bytes."""
     bucket: list[str] = []
     filled, kind = 0, (0, "")
     for name, tensor in tensors.items():

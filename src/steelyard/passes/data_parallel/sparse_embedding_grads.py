@@ -1,8 +1,8 @@
 """Sparse embedding gradients: send the rows that were looked up instead of the whole table.
 
-Ranks all-gather the row gradients and their indices, and every rank computes the gradient of all.
-Exact but for the order of sums. The gradient is removed from its all-reduce bucket. Not for other
-gradients: see passes/compression/compressed_all_reduce.py.
+Ranks all-gather the row gradients and their indices, and every rank computes the total gradient.
+The result is exact except for the order of sums. The gradient is removed from its all-reduce
+bucket. Not for other gradients: see passes/compression/compressed_all_reduce.py.
 """
 
 from collections.abc import Collection, Iterator
@@ -38,7 +38,9 @@ class Table:
 
 
 def tables(graph: Graph) -> list[Table]:
-    """Return the tables whose summed gradient has, at least in part, the gradients of rows."""
+    """Return the tables whose summed gradient comes, at least in part, from rows that were looked
+    up.
+    """
     return [
         _table(graph, member.target, made, reason)
         for bucket in buckets(graph)
@@ -48,7 +50,9 @@ def tables(graph: Graph) -> list[Table]:
 
 
 def _from_rows(graph: Graph, made: Node) -> Iterator[tuple[Node, str]]:
-    """Yield the embedding backward that makes a gradient, and why it cannot be sent as rows."""
+    """Yield the embedding backward that makes a gradient, and the reason if it cannot be sent as
+    rows.
+    """
     if made.op == _EMBEDDING_BACKWARD:
         yield made, _why_whole(graph, made)
         return
@@ -140,7 +144,7 @@ def in_rows(
             place = next(p for p, o in enumerate(graph.outputs) if _is_same(o, given))
             outputs[place] = replace(given, node=summed.name)
             if place != member.place:
-                # Each micro-batch's gradient is of all ranks already, and so is their sum.
+                # Each micro-batch's gradient already covers all ranks, and so does their sum.
                 obsolete.add(member.place)
             dropped |= {made.name, *_aliases(graph, made), *_aliases(graph, member.flat)}
     remaining = [output for place, output in enumerate(outputs) if place not in obsolete]
@@ -155,7 +159,9 @@ def _gathered_gradient(
     transport: Transport,
     collective: Sized,
 ) -> Node:
-    """Insert, after the embedding backward of one rank, the one of all ranks' rows."""
+    """Insert, after one rank's embedding backward, the embedding backward for the rows of all
+    ranks.
+    """
     gathered = []
     for name, kind in zip(made.inputs, ("rows", "places"), strict=True):
         value = editor[name]

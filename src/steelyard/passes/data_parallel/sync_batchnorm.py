@@ -1,9 +1,9 @@
 """Synchronised BatchNorm for data parallelism: statistics over the whole batch.
 
-Exact, as on one device: every rank normalises by the mean and variance of all samples, and the
-backward pass accounts for each sample's effect on both. Each BatchNorm adds two small collectives,
-one in each pass, which are not overlapped. Plain data. Not for deciding if a batch can be
-split: see capture/batch/splitting.py.
+The result is exact, as on one device: every rank normalises by the mean and variance of all
+samples, and the backward pass accounts for each sample's effect on both. Each BatchNorm adds two
+small collectives, one in each pass, which do not overlap with computation. Not for deciding if a
+batch can be split: see capture/batch/splitting.py.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _DTYPES = ("float32", "float64")
 def normalising(graph: Graph) -> list[Node]:
     """Return the calls that take statistics over samples.
 
-    InstanceNorm is not among them: it views the samples as channels of a single sample.
+    InstanceNorm is not among them, because it treats the samples as channels of a single sample.
     """
     return [
         node
@@ -37,7 +37,7 @@ def normalising(graph: Graph) -> list[Node]:
 
 
 def why_not_synchronised(graph: Graph) -> str:
-    """Return why some BatchNorm cannot be synchronised; empty if all can."""
+    """Return the reason why some BatchNorm cannot be synchronised; empty if all can."""
     for node in normalising(graph):
         if node.op not in (_WITH_BUFFERS, _WITHOUT):
             return f"{node.op} in {node.path} computes its statistics over the whole batch"
@@ -51,7 +51,7 @@ def is_synchronised(graph: Graph) -> bool:
 
 
 def synchronised(graph: Graph, *, layout: ParallelLayout, transport: Transport) -> Graph:
-    """Return the graph of a rank's share of the batch, with statistics of all shares."""
+    """Return the graph for a rank's share of the batch, with statistics over all shares."""
     norms = normalising(graph)
     if not norms:
         return graph
@@ -81,7 +81,7 @@ class _Synchronising:
         self._graph, self._layout, self._transport = graph, layout, transport
         self._editor = GraphEditor(graph)
         self._replaced: set[str] = set()
-        # The new value and the new storage of each replaced value.
+        # The new value and the new storage for each replaced value.
         self._replacement: dict[str, str] = {}
         self._new_storage: dict[int, int] = {}
 
@@ -98,7 +98,9 @@ class _Synchronising:
         return graph
 
     def _rerouted(self, node: Node) -> Node:
-        """Return the node reading the new values, with its views moved to the new storages."""
+        """Return the node with the new values as inputs, and with its views moved to the new
+        storages.
+        """
         outputs = tuple(
             replace(t, storage=self._new_storage[t.storage])
             if t.storage in self._new_storage
@@ -169,7 +171,7 @@ class _Synchronising:
         self._substitute(node, results)
 
     def _substitute(self, node: Node, results: Mapping[int, Node]) -> None:
-        """Let the readers of each result of ``node`` read its replacement."""
+        """Make the readers of each result of ``node`` read its replacement."""
         self._replaced.add(node.name)
         for name in self._graph.users[node.name]:
             self._replaced.add(name)

@@ -1,6 +1,6 @@
 """Backward products that read an offloaded activation slice by slice, never as a whole.
 
-Each such product fetches the slices itself. Not for choosing activations or the number of slices:
+Each such product fetches its slices itself. Not for choosing activations or the number of slices:
 see trades/. Not for executing the products: see offload/.
 """
 
@@ -36,7 +36,7 @@ class Read:
 class InSlices:
     """A program in which products read some values in slices; ``reads`` are given by value.
 
-    Views of these values in the backward pass are removed from ``lines``.
+    ``lines`` no longer contain views of these values in the backward pass.
     """
 
     graph: Graph
@@ -45,7 +45,7 @@ class InSlices:
 
 
 def sliceable_inputs(program: Program, values: Iterable[str]) -> dict[str, tuple[Product, ...]]:
-    """Return the values that the backward pass reads only in products that sum over their rows.
+    """Return the values that the backward pass only reads in products that sum over their rows.
 
     The result maps each such value to those products.
     """
@@ -65,7 +65,7 @@ def sliceable_inputs(program: Program, values: Iterable[str]) -> dict[str, tuple
 def with_inputs_in_slices(
     program: Program, slices: Mapping[str, int], slots: Mapping[str, int]
 ) -> InSlices:
-    """Let backward products read these values in slices, from ``slots`` of offload memory."""
+    """Make backward products read these values in slices, from ``slots`` of offload memory."""
     looks = OffloadedViews(program, slices)
     lines = _lines(program, looks)
     late = first_backward_line(lines)
@@ -107,13 +107,15 @@ def with_inputs_in_slices(
 
 
 def _lines(program: Program, looks: OffloadedViews) -> Sequence[Instruction]:
-    """Return the lines without views of these values in the backward pass: none is resident."""
+    """Return the lines without backward views of these values, because no value is resident as a
+    whole.
+    """
     lines = [i for i in program.instructions if i.sink is None]
     late = first_backward_line(lines)
     return [line for k, line in enumerate(lines) if k < late or line.value not in looks.of]
 
 
 def _product(graph: Graph, line: Instruction, looks: OffloadedViews) -> Product | None:
-    """Return the product of this line if it is a sum over the rows of one of these values."""
+    """Return the matrix product of this line if it sums over the rows of one of ``values``."""
     product = Product.of(graph.by_name[line.node], graph, looks)
     return None if product is None or product.by_columns else product

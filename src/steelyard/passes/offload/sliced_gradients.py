@@ -1,4 +1,5 @@
-"""Gradients that are made and offloaded some rows at a time, so they are never resident whole.
+"""Gradients that are made and offloaded a few rows at a time, so that they are never resident
+whole.
 
 Not for choosing the number of slices: see trades/. Not for computing them: see offload/.
 """
@@ -13,7 +14,7 @@ from steelyard.passes.offload.transfer_nodes import Calls, Running, interleave
 
 
 def made_by_products(program: Program, parameters: Iterable[str]) -> frozenset[str]:
-    """Return the parameters whose gradient is made by one product and read by nothing else."""
+    """Return the parameters whose gradient is made by one product and not read by anything else."""
     return frozenset(_gradient_products(program, parameters))
 
 
@@ -29,7 +30,7 @@ def with_gradients_in_slices(
     """Replace each gradient product by one that makes and sends slices of rows.
 
     The last slice is freed ``lag`` operators later. With several micro-batches, the sum so far is
-    fetched ``lag`` operators ahead and added to.
+    fetched ``lag`` operators earlier, and the new rows are added to it.
     """
     calls = Calls(program.graph, Phase.BACKWARD)
     lines = program.instructions

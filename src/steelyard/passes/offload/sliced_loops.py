@@ -1,9 +1,9 @@
 """Loops over slices: products with an offloaded weight or activation, fused with pointwise work.
 
-A product ``x @ W.T`` that reads slices of the rows of ``W`` makes columns of its result; pointwise
-operators that follow run on those columns while they are in the cache. Products whose results meet
-in such an operator share one loop. Not for fetching: see sliced_weight_matmuls.py and
-sliced_activation_matmuls.py.
+A product ``x @ W.T`` that reads the rows of ``W`` in slices makes some columns of its result at a
+time. Pointwise operators that follow run on those columns while they are in the cache. Products
+whose results meet in such an operator share one loop. Not for fetching: see
+sliced_weight_matmuls.py and sliced_activation_matmuls.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,9 +33,9 @@ class Product:
     """An ``mm`` or ``addmm`` whose ``operand`` is offloaded.
 
     ``matrix`` describes the operand row-major, as it is stored in offload memory. The operand is
-    the right side (the product is a sum over its rows), the transposed right side (its rows are
-    columns of the result) or the transposed left side (a sum over its rows). ``is_transposed``
-    marks the transposed cases.
+    the right side (the product sums over its rows), the transposed right side (its rows become
+    columns of the result) or the transposed left side (the product sums over its rows).
+    ``is_transposed`` marks the transposed cases.
     """
 
     node: Node
@@ -76,7 +76,8 @@ class Product:
         return self.place == len(self.node.inputs) - 1
 
 
-# Positions of the operands of a product among its inputs. The input that addmm adds is none.
+# Positions of the operands of a product among its inputs. The input that addmm adds is not an
+# operand.
 _PLACES = {"aten.mm.default": (0, 1), "aten.addmm.default": (2,)}
 
 
@@ -97,8 +98,8 @@ class Loop:
     """Lines of a program that are executed as one loop over slices.
 
     ``lines`` are line numbers, the first of them a product; ``products`` maps the numbers of all
-    products. The loop replaces its last line. The lines ``deferred``, which read a result of the
-    loop before its last line, move after it.
+    products. The loop takes the place of its last line. The lines ``deferred`` read a result of the
+    loop before its last line, so they move after it.
     """
 
     lines: tuple[int, ...]
@@ -153,7 +154,7 @@ class Loops:
         self._found[number] = Loop.single(number, product, self._slices[product.operand])
 
     def _extend(self, number: int) -> None:
-        """Add this line to the loop whose columns it reads, merging loops if it reads several."""
+        """Add this line to the loop whose columns it reads; merge loops if it reads several."""
         line = self._lines[number]
         read = [self._producer[name] for name in line.inputs if name in self._producer]
         met = [
@@ -187,7 +188,8 @@ class Loops:
         )
 
     def _deferred(self, members: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the lines between ``members`` that depend on them and must move after the last.
+        """Return the lines between ``members`` that depend on them, and so must move after the
+        last.
 
         None if a member depends on such a line, or if the move would change the order of random
         draws or writes.
@@ -215,9 +217,9 @@ class Loops:
         return None if others.intersection(deferred) else tuple(deferred)
 
     def _has_unique_inputs(self, members: Sequence[int]) -> bool:
-        """True if no node stands for two values, among outside inputs and the loop's own lines.
+        """True if each node is only one value, among inputs from outside and the loop's own lines.
 
-        The calls of a loop refer to values by the name of their node.
+        The calls of a loop refer to values by node name, so these names must be unique.
         """
         inside = set(members)
         nodes: dict[str, str] = {}
@@ -246,7 +248,7 @@ def _have_equal_slices(loops: Sequence[Loop]) -> bool:
 class LoopCall:
     """A loop as one call of the program: the node, its line, and the lines of its results.
 
-    Offloaded operands are plain arguments: the slot number from ``slots``, else the name.
+    Offloaded operands are plain arguments: the slot number from ``slots``, otherwise the name.
     """
 
     def __init__(
@@ -285,7 +287,7 @@ class LoopCall:
         return tuple(product.operand for product in self._loop.products.values())
 
     def results(self) -> list[tuple[Node, Instruction]]:
-        """Return the getitem nodes and lines of the results, under the value names in use."""
+        """Return the getitem nodes and lines for the results, with the names of values in use."""
         found = []
         for place, line in enumerate(self._results):
             node = Node(
@@ -303,7 +305,7 @@ class LoopCall:
         return found
 
     def lines(self) -> list[Instruction]:
-        """Return the lines of the call, of its results and of the views of its results."""
+        """Return the lines of the call, of its results, and of the views of its results."""
         inputs = tuple(value for value, _ in self._takes.values())
         phase = next(iter(self._lines.values())).phase
         call = _line_of(self.node, self.node.name, tuple(dict.fromkeys(inputs)), phase)
@@ -370,11 +372,14 @@ class LoopCall:
         return [*transpose, node.reading(renamed)]
 
     def _sliced_dim(self, product: Product, place: int, name: str) -> int | None:
-        """Return the dim along which another argument is sliced, or None if it is read whole."""
+        """Return the dim along which another argument is sliced, or None if it is read as a
+        whole.
+        """
         if not product.is_right:
             return 0
         is_added = place < product.place - 1
-        # A product that makes columns slices the added input; a sum slices the left operand.
+        # A product that makes columns slices the added input; a product that sums slices the left
+        # operand.
         is_cut = product.by_columns == is_added and self._is_in_columns(name)
         return -1 if is_cut else None
 
@@ -395,7 +400,7 @@ class LoopCall:
     def _add_input(self, name: str, value: str, *, along: int | None) -> str:
         """Register an input of the loop and return its name in the calls of the body.
 
-        The same value may be read whole and in columns, under two names.
+        The same value may be read as a whole and in columns; it then has two names.
         """
         called = {None: name, -1: f"{name}.columns", 0: f"{name}.rows"}[along]
         tensor = self._graph.by_name[name].outputs[0]
@@ -416,8 +421,8 @@ class LoopCall:
             ),
             inputs=tuple(dict.fromkeys(name for name, _ in self._takes)),
             outputs=tuple(given.tensor for given in self.body.gives),
-            # Not of the forward phase: names and counts of forward nodes refer to the captured
-            # step.
+            # This is not in the forward phase, because names and counts of forward nodes refer to
+            # the captured step.
             phase=Phase.BACKWARD,
             path=nodes[0].path,
             line=nodes[0].line,

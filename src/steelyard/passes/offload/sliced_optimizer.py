@@ -1,4 +1,4 @@
-"""Optimizer updates of one parameter some rows at a time, with the optimizer states of those rows.
+"""Optimizer updates on a few rows of a parameter at a time, with the optimizer state of those rows.
 
 Not for choosing the number of slices: see trades/. Not for calling the optimizer: see offload/.
 """
@@ -15,10 +15,11 @@ from steelyard.passes.offload.transfer_nodes import Calls, rows_in_slice
 def update_in_slices(
     calls: Calls, graph: Graph, own: Sequence[Instruction], names: Sequence[str], count: int
 ) -> list[Instruction]:
-    """Return the lines of one parameter's update in slices; ``own`` are those of a whole update.
+    """Return the lines of one parameter's update in slices; ``own`` are the lines of the whole
+    update.
 
-    Each line stands for all slices and so takes as long as before, but buffers and temporaries
-    have the size of slices.
+    Each line represents all slices and takes as long as before, but buffers and temporaries have
+    the size of a slice.
     """
     (tensor,) = graph.by_name[names[0]].outputs
     rows = rows_in_slice(tensor, count)
@@ -29,7 +30,7 @@ def update_in_slices(
             if output.storage not in given and output.shape == tensor.shape:
                 nbytes = graph.storages[output.storage].nbytes
                 calls.shrink(output.storage, rows * nbytes // tensor.shape[0])
-    # Gradients are only read and stay resident until the optimizer returns.
+    # Gradients are only read, and stay resident until the optimizer returns.
     read = [name for name in names if name.startswith(GRADIENT)]
     last = replace(own[-1], inputs=(*own[-1].inputs, *read))
     return [*transfers.before, *own[:-1], last, *transfers.after]
@@ -42,9 +43,9 @@ def counts_of(update: Program) -> dict[str, int]:
 
 
 def why_whole(update: Program, *, is_pointwise: Callable[[str], bool]) -> dict[str, str]:
-    """Return the reason why a parameter cannot be updated in slices, by parameter.
+    """Return, for each parameter that cannot be updated in slices, the reason.
 
-    Either an operator of its update is not elementwise, or an optimizer state has another shape.
+    Either an operator of the update is not elementwise, or an optimizer state has another shape.
     """
     graph, found = update.graph, dict[str, str]()
     owner, states_of = owners(graph), states(graph)
@@ -70,7 +71,7 @@ def why_whole(update: Program, *, is_pointwise: Callable[[str], bool]) -> dict[s
 
 
 def _why_shapes_differ(graph: Graph, names: Sequence[str]) -> str:
-    """Return why weight, gradient and states are not all row-major matrices of one dtype.
+    """Return why weight, gradient and states are not all row-major matrices of the same dtype.
 
     States of one element are allowed. Empty if there is no reason.
     """

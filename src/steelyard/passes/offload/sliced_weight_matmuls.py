@@ -1,7 +1,7 @@
 """Products that read an offloaded weight slice by slice, so that it is never resident as a whole.
 
-Not for choosing the number of slices: see trades/. Not for the loops: see sliced_loops.py; nor for
-executing them: see offload/.
+Not for choosing the number of slices (see trades/), for the loops (see sliced_loops.py) or for
+executing them (see offload/).
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from steelyard.passes.slicing.row_rules import IsPointwise
 
 
 def sliceable(program: Program, parameters: Iterable[str]) -> frozenset[str]:
-    """Return the parameters whose weights are read only by products that can be sliced.
+    """Return the parameters whose weights are only read by products that can be sliced.
 
     The weight must be the right operand or the transposed left operand.
     """
@@ -47,7 +47,7 @@ def with_sliced_weight_products(
     *,
     is_pointwise: IsPointwise,
 ) -> Program:
-    """Replace each product with these weights, and the pointwise work after it, by a sliced loop.
+    """Replace each product with these weights, and the pointwise work after it, with a sliced loop.
 
     Fetching begins ``lead`` operators before a loop; its buffer is freed right after it.
     """
@@ -83,9 +83,9 @@ def with_sliced_weight_products(
 def _with_independent_empties(
     graph: Graph, lines: list[Instruction]
 ) -> tuple[Graph, list[Instruction]]:
-    """Replace ``empty_like`` by ``new_empty``, so that it does not depend on the value.
+    """Replace ``empty_like`` with ``new_empty``, so that it does not depend on the value.
 
-    A mask to be drawn needs only the value's shape, and may then be allocated before the loop.
+    A random mask only needs the value's shape, so it can then be allocated before the loop.
     """
     nodes: dict[str, Node] = {}
     found = []
@@ -109,7 +109,7 @@ def _with_independent_empties(
     return replace(graph, nodes=(*graph.nodes, *nodes.values())), found
 
 
-# The tangent is used only for its device.
+# Only the device of the tangent is used.
 _LIKE, _TANGENT = "aten.empty_like.default", "tangent"
 
 

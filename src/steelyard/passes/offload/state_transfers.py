@@ -1,8 +1,9 @@
-"""Offload weights, gradients and optimizer states: put transfers into the program.
+"""Offloads weights, gradients and optimizer states: puts transfers into the program.
 
 A pass fetches each weight for the lines that read it, and sends each gradient once it is complete.
-The update fetches the states of one parameter after another and sends back what it changed. Not
-for choosing states or lead times: see trades/. Not for the transfers themselves: see offload/.
+The update fetches the states of one parameter after another and sends back the ones that it
+changed. Not for choosing states or lead times: see trades/. Not for the transfers themselves: see
+offload/.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,9 @@ def with_offloaded_states(
     """Rewrite an optimizer update to fetch, update and send one parameter after another.
 
     ``offloaded`` maps each parameter to the names of its offloaded states. ``leads`` is a number of
-    parameters: a fetch begins that much earlier, and a sent state is freed that much later.
-    Gradients are not sent back. Parameters in ``slices`` are updated some rows at a time.
+    parameters: a fetch begins that many updates earlier, and a sent state is freed that many
+    updates later. Gradients are not sent back. Parameters in ``slices`` are updated some rows at a
+    time.
     """
     owner = owners(update.graph)
     assert owner is not None
@@ -108,8 +110,8 @@ def with_gradients_far(
     """Rewrite a pass to send each of these gradients once complete; it is freed ``lag`` later.
 
     ``lag`` counts operators. With several micro-batches, the sum so far is fetched ``lag``
-    operators ahead and added to. Gradients with more than one slice are sent slice by slice, each
-    as soon as it is made.
+    operators earlier, and the gradient is added to it. Gradients with more than one slice are sent
+    slice by slice, each as soon as it is made.
     """
     if sliced := {p: count for p, count in slices.items() if count > 1}:
         program = with_gradients_in_slices(program, sliced, lags)

@@ -27,8 +27,8 @@ from steelyard.ir.program import Instruction, Program
 class Calls:
     """Makes transfer calls and collects their nodes for the rewritten graph.
 
-    The first fetched copy of a tensor takes the name of the replaced node, so its readers need no
-    change.
+    The first fetched copy of a tensor takes the name of the replaced node, so that the readers of
+    that node need no change.
     """
 
     def __init__(self, graph: Graph, phase: Phase) -> None:
@@ -47,11 +47,13 @@ class Calls:
         return self._fetched(name, self._graph.by_name[name].outputs[0], number)
 
     def drop(self, names: frozenset[str]) -> None:
-        """Declare that nothing reads these any more, so they are not resident."""
+        """Declare that nothing reads these inputs any more, so that they are not resident."""
         self._dropped = names
 
     def slices(self, weight: str, number: int, count: int) -> tuple[Instruction, Instruction]:
-        """Return the lines that begin fetching slices into a buffer for two, and free it."""
+        """Return the lines that begin to fetch slices into a buffer for two, and that free the
+        buffer.
+        """
         (tensor,) = self._graph.by_name[weight].outputs
         buffer, link = slices_of(tensor, count, storage=len(self._storages))
         self._storages.append(Storage(nbytes=buffer.nbytes, role=Role.ACTIVATION))
@@ -61,7 +63,7 @@ class Calls:
         return self._first_line(begin), self._last_line(replace(end, waits_for=begin.name))
 
     def made_in_slices(self, gradient: str, value: str, count: int) -> "MadeInSlices":
-        """Make a value some rows at a time and send each slice, with a buffer for two slices."""
+        """Make a value a few rows at a time and send each slice, with a buffer for two slices."""
         (tensor,) = self._graph.by_name[value].outputs
         buffer = self._buffer(tensor, rows_in_slice(tensor, count), slices=2)
         begin = self._begin(
@@ -99,8 +101,8 @@ class Calls:
         """Fetch some rows of each state, update them and send them back.
 
         Each state has a buffer for two slices. Gradients are not sent back. The buffer exists
-        before the first fetch arrives, because the updating lines run concurrently with the fetch
-        of most slices and before the send of most.
+        before the first fetch arrives, because most slices are fetched and sent while the updating
+        lines run.
         """
         before: list[Instruction] = []
         after: list[Instruction] = []
@@ -135,7 +137,7 @@ class Calls:
         return replace(node, args=(name, count), collective=link)
 
     def _leave(self, name: str, nbytes: int) -> Node:
-        """Begin sending: each slice goes on the link as soon as it is complete."""
+        """Begin to send: each slice is transferred as soon as it is complete."""
         node = self._call("leave", name, f"{name}.leave", ())
         return replace(node, collective=_over(OFFLOAD_OUT, Exchange.SEND, nbytes))
 
@@ -148,7 +150,7 @@ class Calls:
         self._last.update((node.name, node) for node in nodes)
 
     def fetch_sum(self, name: str, value: str) -> tuple[Instruction, Instruction]:
-        """Fetch the sum that this value is added to, into a new buffer."""
+        """Fetch the sum to which this value is added, into a new buffer."""
         (tensor,) = self._graph.by_name[value].outputs
         self._storages.append(Storage(nbytes=tensor.nbytes, role=Role.ACTIVATION))
         tensor = replace(tensor, storage=len(self._storages) - 1)
@@ -183,7 +185,8 @@ class Calls:
         reads: tuple[str, ...],
         outputs: tuple[Tensor, ...] = (),
     ) -> Node:
-        # Not of the forward phase: names and counts of forward nodes refer to the captured step.
+        # This is not in the forward phase, because names and counts of forward nodes refer to the
+        # captured step.
         return Node(
             name=node_name,
             op=f"{OFFLOAD_CALLS}{kind}_{_KINDS.get(name.partition(':')[0], 'state')}",
@@ -304,7 +307,7 @@ class Running:
         return number if not count else self._at[max(0, place)] if self._at else number
 
     def after(self, number: int, count: int) -> int:
-        """Return the last line after this one with at most ``count`` operators between."""
+        """Return the last line after this one with at most ``count`` operators in between."""
         place = self._so_far[number] + count
         return self._at[place] - 1 if place < len(self._at) else self._end
 
@@ -318,7 +321,7 @@ class Running:
 
 
 class OffloadedViews:
-    """The views of offloaded values; they are repeated on each fetched copy."""
+    """The views of offloaded values, which are repeated on each fetched copy."""
 
     def __init__(self, program: Program, far: Iterable[str]) -> None:
         graph = program.graph
@@ -327,7 +330,7 @@ class OffloadedViews:
         for node in graph.nodes:
             if node.inputs and graph.is_alias(node) and node.inputs[0] in self._source:
                 self._source[node.name] = self._source[node.inputs[0]]
-        # By value name, so that copies of a view map to the same node.
+        # The key is the value name, so that copies of a view map to the same node.
         self.of = {i.value: i.node for i in program.instructions if i.node in self._source}
         self._number: dict[str, int] = {}
         # The value that currently stands for an offloaded node or a view of it.
@@ -343,7 +346,9 @@ class OffloadedViews:
         return found
 
     def offloaded_source(self, value: str) -> str:
-        """Return the offloaded value that this is, or is a view of; else an empty string."""
+        """Return the offloaded value that this is, or of which it is a view; otherwise an empty
+        string.
+        """
         return self._source.get(self.of.get(value, value), "")
 
     @property
@@ -351,7 +356,7 @@ class OffloadedViews:
         return frozenset(self._source)
 
     def use_copy(self, source: str, number: int) -> None:
-        """Let the following lines read this fetched copy."""
+        """Make the following lines read this fetched copy."""
         self._number[source] = number
         self._current = {n: v for n, v in self._current.items() if self._source[n] != source}
         self._current[source] = _numbered(source, number)
@@ -399,12 +404,12 @@ def rows_in_slice(tensor: Tensor, count: int) -> int:
 def rows_of_slice(rows: int, row_bytes: int, count: int) -> int:
     """Return the rows of each slice but the last.
 
-    Each slice begins on a page of offload memory, and its rows, as columns of a result, are a
-    multiple of the kernels' vector length.
+    Each slice begins on a page of offload memory. The number of its rows is a multiple of the
+    kernels' vector length, because they become columns of a result.
     """
     step = lcm(OFFLOAD_PAGE_BYTES // gcd(row_bytes, OFFLOAD_PAGE_BYTES), _VECTOR)
     return min(rows, -(-rows // (count * step)) * step)
 
 
-# Kernels take another code path for the remainder of a row modulo this number of elements.
+# Kernels take another code path for the rest of a row beyond a multiple of this number of elements.
 _VECTOR = 64

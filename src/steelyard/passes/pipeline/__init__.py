@@ -1,4 +1,4 @@
-"""Choose boundaries between pipeline stages, and find values that can be written in place.
+"""Chooses boundaries between pipeline stages, and finds values that can be written in place.
 
 Not for splitting the graph: see capture/pipeline_stages.py.
 """

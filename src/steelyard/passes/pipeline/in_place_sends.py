@@ -1,4 +1,4 @@
-"""Find values to send that their operator can write directly into the shared send buffer.
+"""Finds values to be sent that their operator can write directly into the shared send buffer.
 
 Not for the memory itself: see comm/shared_memory/slots.py.
 """
@@ -19,8 +19,8 @@ _GRAD_INPUT = (
     "avg_pool2d_backward", "elu_backward", "gelu_backward", "leaky_relu_backward",
     "sigmoid_backward", "silu_backward", "tanh_backward", "threshold_backward",
 )  # fmt: skip
-# Maps an operator to its out variant and the keyword of the output. Only operators of torch 2.13
-# whose CPU kernels write into the output directly; the others copy their result into it
+# Maps an operator to its out variant and to the keyword for the output. It contains only operators
+# of torch 2.13 whose CPU kernels write into the output directly; others copy their result into it
 # (tests/torch/test_private_names.py).
 WRITING: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -37,8 +37,8 @@ WRITING: Mapping[str, tuple[str, str]] = MappingProxyType(
 def written_in_place(part: Graph, sent: Sequence[str], *, kept: Collection[str]) -> dict[str, str]:
     """Map each value of ``sent`` that can be written in place to the node that writes it.
 
-    No other input or output may share its storage: once the other rank has read the message, the
-    memory is reused for another one.
+    No other input or output may share its storage, because the memory is reused for another message
+    once the other rank has read it.
     """
     found = {}
     for value in sent:

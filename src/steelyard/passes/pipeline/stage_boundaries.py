@@ -1,4 +1,4 @@
-"""Choose the boundaries of pipeline stages: possible ends, and the most balanced ones.
+"""Chooses the boundaries of pipeline stages: possible ends, and the most balanced ones.
 
 Not for splitting the graph: see capture/pipeline_stages.py.
 """
@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from steelyard.ir.graph import Graph, Node, OutputKind, Phase
 
-# For a model with more modules, the innermost ones are not considered.
+# In a model with more modules than this, the innermost ones are not considered.
 _MOST = 128
 
 
@@ -40,7 +40,7 @@ def balanced_ends(
     """Return the stage ends that minimise the weight of the heaviest of ``count`` stages.
 
     The weight of a stage includes sending and receiving its boundary values (``handing``), and the
-    backward pass of its modules. Empty if there are too few modules.
+    backward pass of its modules. The result is empty if there are too few modules.
     """
     ends = possible_ends(graph)
     if len(ends) < count - 1:
@@ -50,7 +50,7 @@ def balanced_ends(
     place = {path: max(i for i, n in enumerate(nodes) if _is_in(n, path)) for path in ends}
     crossing = _crossing(graph, nodes)
     so_far = [0.0, *accumulate(weights)]
-    # Cumulative weight before each end, and last before the loss.
+    # The cumulative weight before each end; the last entry is that before the loss.
     at = [0.0, *(so_far[place[path] + 1] for path in ends), so_far[-1]]
     hands = [0.0, *(handing(crossing[place[path]]) for path in ends), 0.0]
     chosen = _lightest(at, hands, count)

@@ -1,4 +1,4 @@
-"""Rules for calls on a slice of columns (the last dim of a value), for any leading dims.
+"""Rules for calls on a slice of columns (the last dim of a value), with any leading dims.
 
 Not for rows: see row_rules.py.
 """
@@ -14,7 +14,8 @@ _COPIES = ("aten.clone.default", "aten._to_copy.default")
 def in_columns(
     graph: Graph, node: Node, *, columns: int, is_pointwise: IsPointwise
 ) -> dict[str, bool] | None:
-    """Map each input to True if a slice of the result reads only its columns, False if all of it.
+    """Map each input to True if a slice of the result reads only its columns, or False if all of
+    it.
 
     None if the result cannot be computed column by column.
     """
@@ -43,7 +44,7 @@ def in_columns(
 
 
 def on_columns(node: Node, count: int) -> Node:
-    """Return the call on ``count`` columns; a reshape gets its size argument adjusted."""
+    """Return the call on ``count`` columns; the size argument of a reshape is adjusted."""
     if node.op not in RESHAPES:
         return node
     return replace(node, args=(node.args[0], (*node.outputs[0].shape[:-1], count)))

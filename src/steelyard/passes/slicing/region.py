@@ -1,8 +1,8 @@
-"""Find the region of a step that must be sliced together with one large value.
+"""Finds the region of a step that must be sliced together with one large value.
 
-The region grows from the node that makes the value: it takes in every node, forward and backward,
-that makes or reads large values in the same rows. Not for calls on slices (row_rules.py), nor for
-rewriting the step: see trades/.
+The region grows from the node that makes the value: it includes every node, forward and backward,
+that makes or reads large values in the same rows. Not for calls on slices (see row_rules.py) or for
+rewriting the step (see trades/).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ class SlicedRegion:
     """The nodes of a region in order, their slicing rules, and its inputs and outputs by kind.
 
     ``means`` are mean losses. Their terms are summed slice by slice and divided by a count that is
-    known before, so ``nodes`` contains them as sums, under the same names.
+    already known, so ``nodes`` contains them as sums, under the same names.
     """
 
     rows: int
@@ -49,7 +49,9 @@ def region_around(graph: Graph, maker: Node, *, is_pointwise: IsPointwise) -> Sl
 
 
 def _view_shapes(graph: Graph, maker: Node) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of views of the value: tokens may be viewed as samples of tokens."""
+    """Yield the shapes of views of the value: a dim of tokens may be viewed as samples by
+    tokens.
+    """
     pending = [maker.name]
     while pending:
         views = [graph.by_name[u] for u in graph.users[pending.pop()] if graph.by_name[u].is_view]
@@ -66,7 +68,7 @@ class _RegionBuilder:
         self._is_pointwise = is_pointwise
         self._large = _LARGE_SHARE * maker.outputs[0].nbytes
         self._means: dict[str, Node] = {}
-        # For each mean, the value that is the count (total weight) of all rows.
+        # For each mean: the value that is the count (total weight) of all rows.
         self._counts: set[str] = set()
         self._inside = {maker.name}
         self._acts: dict[str, Acts] = {}
@@ -95,7 +97,9 @@ class _RegionBuilder:
         return [n.name for n in self._graph.nodes if n.name in self._inside]
 
     def _grow(self) -> None:
-        """Infer the kinds from the first node to the last, then add neighbours by large values."""
+        """Infer the kinds from the first node to the last, then add neighbours that share large
+        values.
+        """
         self._acts.clear()
         for name in self._ordered():
             node = self._node(name)
@@ -125,7 +129,9 @@ class _RegionBuilder:
         return any(t.nbytes >= self._large for t in node.outputs)
 
     def _node(self, name: str) -> Node:
-        """Return the node; a mean loss becomes a sum, since the count to divide by is known."""
+        """Return the node. A mean loss becomes a sum, because the count to divide by is already
+        known.
+        """
         node = self._graph.by_name[name]
         if node.op != _MEAN or node.args[3] not in (1, 2):
             return node
@@ -168,7 +174,9 @@ class _RegionBuilder:
         return gives
 
     def _pull_between(self, takes: Mapping[str, SliceKind]) -> None:
-        """Add nodes between outputs and inputs of the region: they must be sliced as well."""
+        """Add nodes that lie between outputs and inputs of the region: they must be sliced as
+        well.
+        """
         graph = self._graph
         later = set(self._inside)
         for node in graph.nodes:
@@ -188,7 +196,9 @@ class _RegionBuilder:
         self._inside |= needed
 
     def _check(self, takes: Mapping[str, SliceKind]) -> None:
-        """Raise Unsliceable if the region cannot run at its first call, before the backward."""
+        """Raise Unsliceable if the region cannot run at its first call, before the backward
+        pass.
+        """
         graph = self._graph
         storages = {s for name in takes for s in graph.storages_of(name)}
         needed = set(takes)

@@ -1,7 +1,7 @@
 """Rules for calls on a slice of rows, so that a region of a step can be sliced.
 
-A value in rows is row-major. Its leading dims that together make whole rows are treated as one
-dim. Not for finding regions: see region.py; nor for executing them: see operators/.
+A value in rows is row-major. Its leading dims, which together make whole rows, are treated as one
+dim. Not for finding regions (see region.py) or for executing them (see operators/).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ class SliceKind(StrEnum):
 
 
 class Unsliceable(Exception):
-    """Raised if a call cannot run on a slice of rows; the message is shown to users."""
+    """The error if a call cannot run on a slice of rows; the message is shown to users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def acts(
 ) -> Acts:
     """Return the slice kinds of a call; raise Unsliceable if it cannot run on slices.
 
-    ``known`` are the kinds of those inputs that are computed slice by slice themselves.
+    ``known`` are the kinds of inputs that are themselves computed slice by slice.
     """
     rule = _RULES.get(node.op)
     if rule is None and is_pointwise(node.op):
@@ -147,7 +147,9 @@ class _Call:
             raise Unsliceable(f"{self.node.op} needs whole rows of its matrix")
 
     def within(self, dim: int) -> int:
-        """Return the index of ``dim`` of the first argument in a slice; it must be within rows."""
+        """Return the index in a slice of ``dim`` of the first argument; the dim must be within
+        rows.
+        """
         shape = self.shape_of(self.name(0))
         dims = leading(shape, self.rows)
         if dim % len(shape) < dims:
@@ -163,7 +165,7 @@ _Resized = Callable[[_Call, int], tuple[Argument, ...]]
 
 
 def _pointwise(call: _Call) -> Acts:
-    """Arguments with the rows of the result are in rows; broadcast arguments are whole."""
+    """The rule for arguments with the rows of the result (in rows) and broadcast ones (whole)."""
     shape, rank = call.shape, len(call.shape)
     dims = leading(shape, call.rows)
     kinds = {}
@@ -179,7 +181,7 @@ def _pointwise(call: _Call) -> Acts:
 
 
 def _row_by_row(call: _Call) -> Acts:
-    """All arguments are in rows, and the call works along a dim within rows."""
+    """The rule for calls along a dim within rows; all arguments are in rows."""
     place = next((p for p, a in enumerate(call.node.args) if isinstance(a, int)), None)
     if place is None:
         raise Unsliceable(f"{call.node.op} is called along its first dim")
@@ -196,7 +198,7 @@ def _row_by_row_resized(call: _Call, _: int) -> tuple[Argument, ...]:
 
 
 def _reshaped(call: _Call) -> Acts:
-    """A reshape keeps elements in the same order, so rows stay rows."""
+    """The rule for a reshape, which keeps elements in the same order, so that rows stay rows."""
     return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
 
 
@@ -205,7 +207,7 @@ def _reshaped_resized(call: _Call, count: int) -> tuple[Argument, ...]:
 
 
 def _expanded(call: _Call) -> Acts:
-    """An expand of one value to all rows, or of each row within itself."""
+    """The rule for an expand of one value to all rows, or of each row within itself."""
     given, shape = call.shape_of(call.name(0)), call.shape
     dims = leading(shape, call.rows)
     if len(given) == len(shape) and given[:dims] == shape[:dims]:
@@ -216,7 +218,7 @@ def _expanded(call: _Call) -> Acts:
 
 
 def _transposed(call: _Call) -> Acts:
-    """Rows of a matrix are columns of its transpose."""
+    """The rule for a transpose: rows of a matrix are columns of its transpose."""
     if len(call.shape) != 2:
         raise Unsliceable(f"{call.node.op} moves rows")
     order = call.node.args[1] if call.node.op == "aten.permute.default" else call.node.args[1:]
@@ -252,7 +254,9 @@ def _added_product(call: _Call) -> Acts:
 
 
 def _summed(call: _Call) -> Acts:
-    """A sum over dims within each row (rows), or over all rows and maybe more dims (a sum)."""
+    """The rule for a sum over dims within each row (rows), or over all rows and perhaps more dims
+    (a sum).
+    """
     shape = call.shape_of(call.name(0))
     dims = leading(shape, call.rows)
     over = [d for d in call.dims(1) if d < dims]
@@ -271,7 +275,7 @@ def _summed_resized(call: _Call, _: int) -> tuple[Argument, ...]:
 
 
 def _loss_terms(call: _Call) -> Acts:
-    """The loss summed over rows, as nll_loss_sum returns it."""
+    """The rule for the loss summed over rows, as nll_loss_sum returns it."""
     if call.node.args[3] != 2:
         raise Unsliceable("a mean is not a sum over rows")
     weight = call.node.args[2]
@@ -282,7 +286,7 @@ def _loss_terms(call: _Call) -> Acts:
 
 
 def _loss_backward(call: _Call) -> Acts:
-    """The backward of a mean or sum, whose gradient and total weight are shared by all rows."""
+    """The rule for the backward of a mean or sum; all rows share its gradient and total weight."""
     if call.node.args[4] == 0:
         raise Unsliceable("each row has a separate loss")
     kinds = dict.fromkeys(call.node.inputs, SliceKind.WHOLE)
@@ -299,7 +303,7 @@ def _filled_resized(call: _Call, count: int) -> tuple[Argument, ...]:
 
 
 def _filled_like(call: _Call) -> Acts:
-    """A fill in the dtype of the argument, whose elements are not read."""
+    """The rule for a fill in the dtype of the argument, whose elements are not read."""
     name = call.name(0)
     kind = call.known.get(name)
     if kind is None:
@@ -308,7 +312,9 @@ def _filled_like(call: _Call) -> Acts:
 
 
 def _put_within(call: _Call) -> Acts:
-    """The backward of a slice within rows: the gradient is put into its position in each row."""
+    """The rule for the backward of a slice within rows, which puts the gradient into its position
+    in each row.
+    """
     if call.number(2) % len(call.shape) < leading(call.shape, call.rows):
         raise Unsliceable(f"{call.node.op} works across rows")
     return Acts(inputs={call.name(0): SliceKind.ROWS}, output=SliceKind.ROWS)
@@ -320,7 +326,7 @@ def _put_within_resized(call: _Call, count: int) -> tuple[Argument, ...]:
 
 
 def _padded(call: _Call) -> Acts:
-    """A padding within rows; pads are listed from the last dim on."""
+    """The rule for padding within rows; pads are listed from the last dim on."""
     pads = call.node.args[1]
     assert isinstance(pads, tuple)
     if len(pads) // 2 > len(call.shape) - leading(call.shape, call.rows):

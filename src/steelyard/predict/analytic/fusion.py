@@ -1,4 +1,4 @@
-"""Kernel fusion: the calls of a step that a fusing compiler runs as one kernel, and its traffic.
+"""Kernel fusion: the calls of a step that a fusing compiler runs as one kernel, and their traffic.
 
 A kernel reads values made outside of it and writes values read outside of it. The backward pass
 counts as outside, so saved activations are written. Not for a kernel's seconds: see roofline.py.
@@ -42,7 +42,9 @@ class Fusing:
 
 
 def fused(graph: Graph, place: Callable[[Node], Hashable]) -> tuple[FusedKernel, ...]:
-    """Return the kernels of all calls that cost something, fused only within one ``place``."""
+    """Return the kernels of all calls that cost something; calls are fused only within one
+    ``place``.
+    """
     return fusing(graph, place).kernels(graph)
 
 
@@ -55,7 +57,7 @@ def fusing(graph: Graph, place: Callable[[Node], Hashable]) -> Fusing:
         if node.is_free or is_allocation(node):
             continue
         mine = kernel_of[node.name] = [node.name]
-        # If both have the same depth and place, no call outside of the kernel is between them.
+        # If both have the same depth and place, no call between them is outside of the kernel.
         for name in node.inputs if node.name in fusible else ():
             for maker in makers[name] & fusible:
                 theirs = kernel_of[maker]
@@ -73,14 +75,14 @@ def unfused(nodes: Iterable[Node]) -> tuple[FusedKernel, ...]:
 
 
 def is_allocation(node: Node) -> bool:
-    """True if the node only allocates: it launches no kernel, and its contents are not read."""
+    """True if the node only allocates: it launches no kernel, and nothing reads its contents."""
     return node.op.partition(".")[2].startswith(("empty", "new_empty"))
 
 
 def preserves_numel(graph: Graph, node: Node) -> bool:
     """True if a node is pointwise or works along rows.
 
-    It returns as many elements as it reads, and is no product.
+    Such a node returns as many elements as it reads, and is not a product.
     """
     alone = node.flops or node.collective or node.waits_for or node.body or node.mutates
     if node.is_free or alone or is_allocation(node):
@@ -91,7 +93,7 @@ def preserves_numel(graph: Graph, node: Node) -> bool:
 
 
 def _makers(graph: Graph) -> dict[str, frozenset[str]]:
-    """Map each value to the calls that computed it, seen through views and unpacked tuples."""
+    """Map each value to the calls that computed it; views and unpacked tuples are followed back."""
     found: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
         through = node.is_free and not node.is_input
@@ -128,7 +130,7 @@ def _second(pair: tuple[Hashable, int]) -> int:
 def _readers(graph: Graph) -> dict[int, set[str]]:
     """Map each storage to its readers.
 
-    Outputs of the step have ``""`` as a reader that is in no kernel.
+    Outputs of the step have the reader ``""``, which is in no kernel.
     """
     found: dict[int, set[str]] = defaultdict(set)
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""The section, recompute region and kernel of each node in a captured step of a few equal blocks.
+"""Assigns each node in a captured step of a few equal blocks to a section, region and kernel.
 
 The assignment is the same for any number of samples. Not for a section's costs: see sections.py.
 """
@@ -22,11 +22,11 @@ _CALLS = "calls of "
 class NodeAssignment:
     """The section and the recompute region of each node, by node name.
 
-    ``section_of`` is the number of a block, or "before" or "after"; ``region_of`` names the region
-    together with which a node is recomputed, or is empty. ``gatherings`` are the regions of values
-    that are gathered again, and ``calls`` those of single recomputed calls. A recomputed module
-    saves its outputs for readers outside of it; a recomputed call does not save them for its own
-    block.
+    ``section_of`` is the number of a block, or "before" or "after". ``region_of`` names the region
+    in which a node is recomputed; empty if it is not recomputed. ``gatherings`` are the regions of
+    values that are gathered again, and ``calls`` those of single recomputed calls. A recomputed
+    module saves its outputs for readers outside of it; a recomputed call does not save its output
+    for its own block.
     """
 
     section_of: Mapping[str, str]
@@ -48,14 +48,14 @@ def assign_nodes(
 ) -> NodeAssignment:
     """Assign each node of a graph to its section and recompute region.
 
-    ``blocks`` is the path of the module list that contains the captured blocks, at least three,
-    the first of them at index ``first``; it is empty if there are none.
+    ``blocks`` is the path of the module list with the captured blocks, empty if there are none. The
+    first captured block has the index ``first``; there are at least three.
     """
     work = _NodeRole(graph, layout, policy, blocks, first)
     section_of, region_of = work.section_of, work.region_of()
 
     def place(node: Node) -> tuple[str, Phase, str]:
-        # No kernel spans two sections or two passes.
+        # No kernel spans two sections, or two passes.
         return section_of.get(node.name, ""), node.phase, region_of[node.name]
 
     return NodeAssignment(
@@ -131,7 +131,9 @@ class _NodeRole:
         return self.gathered.get(node.name, "")
 
     def _inside(self, node: Node, module: str) -> str:
-        """Return the path of ``module`` in the node's block if it contains the node, else ""."""
+        """Return the path of ``module`` in the node's block if it contains the node, otherwise
+        "".
+        """
         number = self.section_of[node.name]
         path = f"{self._blocks}.{number}{'.' if module else ''}{module}"
         return path if node.path == path or node.path.startswith(f"{path}.") else ""

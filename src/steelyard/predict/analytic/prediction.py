@@ -1,4 +1,4 @@
-"""Conversion of an analytic step to a ``Prediction``: four amounts and a peak.
+"""Converts an analytic step to a ``Prediction``: four amounts and a peak.
 
 Not for the costs of stages: see step.py.
 """
@@ -22,8 +22,8 @@ def priced(
     """Return the prediction of a deep model's step on a declared cluster.
 
     Memory is that of the rank that needs most, computation that of the rank that computes longest.
-    ``costs`` is the cost model of each stage on the device it is assigned to. ``doubt`` is the
-    relative error of the step and of its computation.
+    ``costs`` contains the cost model of each stage on its device. ``doubt`` is the relative error
+    of the step and of its computation.
     """
     step = analytic_step(costs, stages)
     numbered = list(enumerate(stages))
@@ -53,7 +53,7 @@ def priced(
 def _within(seconds: float, doubt: float) -> Estimate:
     """Return an estimate with a relative error that may exceed 1.
 
-    Steps may take several times as long as predicted, but no less than no time.
+    Steps may take several times as long as predicted, but never a negative time.
     """
     low = seconds * max(0.0, 1 - doubt)
     return Estimate(value=seconds, low=low, high=seconds * (1 + doubt))

@@ -54,7 +54,7 @@ class SavedActivations:
                 yield spot
 
     def _read_later(self, region: Callable[[Node], str]) -> Iterator[tuple[Tensor, Node]]:
-        """Yield each saved tensor and the node that made it."""
+        """Yield each saved tensor, with the node that made it."""
         for node in self._graph.nodes:
             if node.is_input or node.is_free:
                 continue
@@ -66,19 +66,22 @@ class SavedActivations:
                 made_within = region(maker)
                 if made_within and made_within == within:
                     continue
-                # Recomputed for the backward pass of its own block, and saved only for others.
+                # It is recomputed for the backward pass of its own block, and saved only for other
+                # blocks.
                 of_block = (
                     self._assigned.section_of[node.name] == (self._assigned.section_of[maker.name])
                 )
                 if made_within in self._assigned.calls and of_block:
                     continue
-                # Gathered again for any reader in the backward pass.
+                # It is gathered again for any reader in the backward pass.
                 if made_within in self._assigned.gatherings and node.phase is not Phase.FORWARD:
                     continue
                 yield tensor, maker
 
     def _made_forward(self, node: Node) -> Iterator[tuple[Tensor, Node]]:
-        """Yield the inputs of ``node`` made in the forward pass, with the nodes that made them."""
+        """Yield the inputs of ``node`` that the forward pass made, with the nodes that made
+        them.
+        """
         for source in node.inputs:
             for tensor in self._graph.by_name[source].outputs:
                 maker = self.maker[tensor.storage]
@@ -89,7 +92,7 @@ class SavedActivations:
 def saved_calls(
     graph: Graph, policy: ActivationPolicy, *, blocks: str, first: int
 ) -> tuple[CallSite, ...]:
-    """Return the calls whose results the middle block saves, by modules of the model.
+    """Return the calls whose results the middle block saves, by module of the model.
 
     ``blocks`` and ``first`` are as in ``assign_nodes``.
     """

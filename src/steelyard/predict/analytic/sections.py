@@ -1,8 +1,7 @@
-"""The sections of a captured step of a few equal blocks: one block, and the code around the
-blocks.
+"""The sections of a captured step of a few equal blocks: one block, and the code around the blocks.
 
-A block's saved activations are the values that it makes and the backward pass reads; the blocks
-before and after the middle one show what it passes on. Not for a whole step: see step.py.
+A block's saved activations are the values that it makes and the backward pass reads. The neighbours
+of the middle block show what it passes on. Not for a whole step: see step.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -74,9 +73,9 @@ def sections(
 ) -> Sections:
     """Return the sections of a captured step.
 
-    ``blocks`` and ``first`` are as in ``assign_nodes``. Its result may be passed as ``assigned``,
-    since it is the same for any number of samples. Without a ``stack``, each call takes what
-    ``costs`` says.
+    ``blocks`` and ``first`` are as in ``assign_nodes``, whose result may be passed as ``assigned``,
+    since it is the same for any number of samples. Without a software ``stack``, each call takes
+    the time given by ``costs``.
     """
     assigned = assigned or assign_nodes(graph, layout, policy, blocks=blocks, first=first)
     work = _SplitSections(graph, costs, layout, policy, assigned, stack)
@@ -132,7 +131,7 @@ class _SplitSections:
         )
 
     def stream_bytes(self) -> int:
-        """Return the bytes that the next block's forward pass reads of the middle block."""
+        """Return the bytes of the middle block that the forward pass of the next block reads."""
         crossing = {
             tensor.storage: tensor.nbytes
             for node in self._graph.forward()
@@ -143,11 +142,15 @@ class _SplitSections:
         return sum(crossing.values())
 
     def _region(self, node: Node) -> str:
-        """Return the module or block with which a node is recomputed, or an empty string."""
+        """Return the module or block together with which a node is recomputed, or an empty
+        string.
+        """
         return self._assigned.region_of[node.name]
 
     def _peak_bytes(self, mine: Sequence[Node]) -> int:
-        """Return the peak bytes of these calls' results, freed after their last reader here."""
+        """Return the peak bytes of these calls' results; each is freed after its last reader
+        here.
+        """
         names = {node.name for node in mine}
         last: dict[int, int] = {}
         for place, node in enumerate(mine):
@@ -187,7 +190,7 @@ class _SplitSections:
     def _hidden_seconds(self, backward: Sequence[Node], recomputed: Sequence[Node]) -> float:
         """Return the seconds of exchanges that overlap with products of the backward pass.
 
-        Only products for gradients of weights overlap with them, which are half of all products.
+        Only products for weight gradients overlap with them; these are half of all products.
         """
         if not self._overlaps:
             return 0.0
@@ -210,7 +213,8 @@ class _SplitSections:
         )
         found = {k.nodes[0].name: kernel_seconds(k, self._costs, stack) for k in kernels}
         if self._layout.draws_parts:
-            # A random kernel writes its values only if it is not fused; each rank draws its part.
+            # A random kernel writes its values only if it is not fused, and each rank draws only
+            # its part.
             alone = (k.nodes[0] for k in kernels if len(k.nodes) == 1)
             found |= {n.name: found[n.name] / self._layout.tensor for n in alone if n.is_random}
         return found

@@ -1,8 +1,8 @@
 """One training step of a deep model on a declared cluster, from the sections of a short capture.
 
-The micro-batches take as long as the replayed table of the pipeline's schedule (see
-pipeline/duration.py). Gradients are exchanged at the end, or overlap with the last backward pass.
-Not for programs that are run: see predict/step.py.
+The time of the micro-batches is that of the pipeline schedule (see pipeline/duration.py). Gradients
+are exchanged at the end, or during the last backward pass. Not for programs that are run: see
+predict/step.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.predict.pipeline.duration import Passes, pipeline_seconds
 
 _Exchange = Callable[[Route, int], tuple[CollectiveCost, ...]]
-# Pieces of offloaded state on the device: one being fetched, one updated and one sent back.
+# Pieces of offloaded state on the device: one is fetched, one is updated and one is sent back.
 _PIECES = 3
 
 
@@ -53,7 +53,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBlocks:
-    """The blocks of one pipeline stage: the kinds of block, and how many of each it has."""
+    """The blocks of one pipeline stage: each kind of block, with the number of such blocks."""
 
     blocks: tuple[tuple[Section, int], ...]
 
@@ -66,8 +66,8 @@ class StageBlocks:
 class AnalyticStep:
     """The seconds of a step, and the memory of each stage.
 
-    ``pipeline_seconds`` are those of all micro-batches, ``exposed_seconds`` those of data parallel
-    exchanges that nothing hides, and ``update_seconds`` those of the optimizer.
+    ``pipeline_seconds`` are those of all micro-batches, ``exposed_seconds`` those of data-parallel
+    exchanges that do not overlap with computation, and ``update_seconds`` those of the optimizer.
     """
 
     pipeline_seconds: float
@@ -85,9 +85,9 @@ class AnalyticStep:
 
 
 def tensor_costs(cluster: Cluster, layout: ParallelLayout, *, first: int = 0) -> CostTable:
-    """Return the declared costs of calls, and of exchanges in a tensor parallel group.
+    """Return the declared costs of calls, and of exchanges in a tensor-parallel group.
 
-    ``first`` is the rank that begins the group.
+    ``first`` is the first rank of the group.
     """
     found = {}
     if layout.tensor > 1:
@@ -96,7 +96,7 @@ def tensor_costs(cluster: Cluster, layout: ParallelLayout, *, first: int = 0) ->
 
 
 def analytic_step(costs: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]) -> AnalyticStep:
-    """Return a step, given each stage's blocks and the cost model for its assigned device."""
+    """Return a step, given each stage's blocks and the cost model for its device."""
     numbered = list(zip(costs, enumerate(stages), strict=True))
     return AnalyticStep(
         pipeline_seconds=_pipeline_seconds(costs, stages),
@@ -123,9 +123,9 @@ def passes_by_stage(costs: "Sequence[LayoutCost]", stages: Sequence[StageBlocks]
 class LayoutCost:
     """The cost model of a layout's stages on one class of device.
 
-    ``parts`` are the sections of one tensor rank for one micro-batch; a stage may have blocks of
-    other kinds, which recompute more. ``place`` is the number of a stage on this class of device;
-    its position decides which links the model uses.
+    ``parts`` are the sections of one tensor-parallel rank for one micro-batch; a stage may have
+    blocks of other kinds, which recompute more. ``place`` is the number of a stage on this class of
+    device; its position determines which links are used.
     """
 
     def __init__(
@@ -165,17 +165,17 @@ class LayoutCost:
         return self._parts.block
 
     def stage_seconds(self, number: int, stage: StageBlocks) -> float:
-        """Return a stage's seconds for one micro-batch, forward and backward, with waits."""
+        """Return a stage's seconds for one micro-batch, forward and backward, including waits."""
         blocks = sum(count * self.in_turn(block) for block, count in stage.blocks)
         return blocks + self.ends_seconds(number)
 
     def ends_seconds(self, number: int) -> float:
-        """Return a stage's seconds for everything but its blocks."""
+        """Return a stage's seconds for everything except its blocks."""
         ends = sum(self.in_turn(part) for part in self._around(number))
         return ends + 2 * self._layout.virtual * self._send_seconds
 
     def stage_passes(self, number: int, stage: StageBlocks) -> Passes:
-        """Return a stage's forward and backward pass of one micro-batch, with waits."""
+        """Return a stage's forward and backward seconds for one micro-batch, including waits."""
         forward = backward = self._layout.virtual * self._send_seconds
         for part, count in (*stage.blocks, *((part, 1) for part in self._around(number))):
             passes = self.passes(part)
@@ -183,7 +183,9 @@ class LayoutCost:
         return forward, backward
 
     def run_passes(self, number: int, stage: StageBlocks) -> list[Passes]:
-        """Return the forward and backward pass of each run of a stage's blocks, with waits."""
+        """Return the forward and backward seconds of each run of a stage's blocks, including
+        waits.
+        """
         if self._layout.virtual == 1:
             return [self.stage_passes(number, stage)]
         blocks = [self.passes(block) for block, count in stage.blocks for _ in range(count)]
@@ -199,9 +201,9 @@ class LayoutCost:
     def _send_seconds(self) -> float:
         """The seconds that a pass of one run of blocks waits for messages.
 
-        A micro-batch arrives and is sent on, and its gradient arrives and is returned. If a stage
-        waits for one message after another, a stage with one neighbour also waits while that
-        neighbour sends to its other one.
+        A micro-batch arrives and is sent on, and its gradient arrives and is returned. If stages
+        wait for one message after another, a stage with a single neighbour also waits while that
+        neighbour communicates with its other neighbour.
         """
         if self._stack.handing is StageSendMode.BESIDE:
             return 0.0
@@ -209,7 +211,7 @@ class LayoutCost:
         return (2 if in_turn else 1) * self.message_seconds
 
     def exposed_seconds(self, number: int, stage: StageBlocks) -> float:
-        """Return the seconds of gradient exchange that nothing hides.
+        """Return the seconds of gradient exchange that do not overlap with computation.
 
         Gradients are exchanged once a step. With ZeRO stage 3 they have been exchanged block by
         block.
@@ -224,8 +226,8 @@ class LayoutCost:
         return exchanging + self._shared_table_seconds
 
     def exchanged(self, number: int, stage: StageBlocks) -> tuple[float, int]:
-        """Return one rank's seconds of all exchanges in a step, hidden or not, and its bytes
-        sent.
+        """Return one rank's exchange seconds in a step, overlapped or not, and the bytes it
+        sends.
         """
         layout = self._layout
         parts = [*stage.blocks, *((part, 1) for part in self._around(number))]
@@ -251,7 +253,9 @@ class LayoutCost:
         return seconds, nbytes
 
     def _exchanges_per_step(self, number: int, stage: StageBlocks) -> tuple[CollectiveCost, ...]:
-        """Return the exchanges of gradients, and of weights updated in shards, done once a step."""
+        """Return the exchanges that happen once per step: gradients, and weights updated in
+        shards.
+        """
         count = self._num_parameters(number, stage.num_blocks)
         gradients = count * self._formats.gradient_bytes
         if self._layout.state_stage == 0:
@@ -260,7 +264,7 @@ class LayoutCost:
         return (gathered, reduce_scatter(self._data, gradients)[0])
 
     def computing_seconds(self, number: int, stage: StageBlocks) -> float:
-        """Return one rank's seconds of computation in a step, with the optimizer's update."""
+        """Return one rank's computation seconds in a step, including the optimizer's update."""
         parts = [*stage.blocks, *((part, 1) for part in self._around(number))]
         once = sum(
             count * (part.seconds - part.exchange_seconds + self._copying_seconds(part))
@@ -275,8 +279,8 @@ class LayoutCost:
     def update_seconds(self, number: int, num_blocks: int) -> float:
         """Return the seconds of the update.
 
-        Offloaded state is streamed: one piece is updated while the next is fetched and the last is
-        sent.
+        Offloaded state is streamed: one piece is updated while the next is fetched and the previous
+        one is sent.
         """
         updating = self._updating_seconds(number, num_blocks)
         return max(updating, self._fetching_seconds(number, num_blocks))
@@ -289,7 +293,9 @@ class LayoutCost:
         )
 
     def _fetching_seconds(self, number: int, num_blocks: int) -> float:
-        """Return the seconds to fetch the state; a full-duplex link sends it back meanwhile."""
+        """Return the seconds to fetch the state; on a full-duplex link, it is sent back at the same
+        time.
+        """
         nbytes = self._offloaded_state_bytes(number, num_blocks)
         return self._host.seconds(nbytes, messages=1) if self._host and nbytes else 0.0
 
@@ -307,8 +313,8 @@ class LayoutCost:
 
     def memory(self, number: int, stage: StageBlocks) -> StageMemory:
         kept = sum(count * block.saved_bytes for block, count in stage.blocks)
-        # Before its backward pass, a recomputed block has all its activations in memory. Earlier,
-        # at the end of the model, the inputs of the loss are alive instead.
+        # Before its backward pass, a recomputed block has all its activations in memory. Before the
+        # first backward pass, at the end of the model, the inputs of the loss are alive instead.
         recomputed = max((block.recompute_bytes for block, _ in stage.blocks), default=0)
         model = self.model_memory(number, stage.num_blocks)
         return replace(
@@ -320,7 +326,7 @@ class LayoutCost:
     def model_memory(self, number: int, num_blocks: int) -> StageMemory:
         """Return the memory that does not depend on recomputation."""
         count, formats = self._num_parameters(number, num_blocks), self._formats
-        # Sharded weights are gathered for one block and for the next one; those outside of the
+        # Sharded weights are gathered for one block and for the next one; weights outside of the
         # blocks are gathered for the whole step.
         gathered = 2 * self._num_in_block + self._num_around(number)
         return StageMemory(
@@ -339,7 +345,9 @@ class LayoutCost:
         return sum(part.saved_bytes for part in self._around(number))
 
     def ending_bytes(self, number: int) -> int:
-        """Return the extra bytes at the end of a stage's forward pass, freed right after it."""
+        """Return the extra bytes at the end of a stage's forward pass, which are freed right after
+        it.
+        """
         return sum(part.peak_bytes - part.saved_bytes for part in self._around(number)[-1:])
 
     def in_turn(self, part: Section) -> float:
@@ -381,7 +389,7 @@ class LayoutCost:
     def _copying_seconds(self, part: Section) -> float:
         """Return the seconds to copy sharded gradients to a flat buffer.
 
-        They are cast to the format in which they are sent, and divided there.
+        The copy also casts them to the format in which they are sent, and divides them.
         """
         if not self._stack.flat or self._layout.state_stage < 3 or self._layout.data == 1:
             return 0.0
@@ -390,7 +398,9 @@ class LayoutCost:
         return nbytes / self._bandwidth
 
     def alive(self, number: int) -> float:
-        """Return how many micro-batches' saved activations are alive at the first backward pass."""
+        """Return the number of micro-batches whose saved activations are alive at the first
+        backward pass.
+        """
         layout = self._layout
         if layout.virtual == 1:
             return min(layout.micro_batches, layout.pipeline - number)
@@ -398,7 +408,7 @@ class LayoutCost:
         return min(layout.micro_batches * layout.virtual, ahead) / layout.virtual
 
     def _around_run(self, number: int, run: int) -> list[Section]:
-        """Return the sections other than blocks that belong to one of a stage's runs of blocks."""
+        """Return the sections besides blocks that belong to one of a stage's runs of blocks."""
         before, after = self._parts.before, self._parts.after
         first, last = (0, 0), (self._layout.pipeline - 1, self._layout.virtual - 1)
         found = [before] if (number, run) == first else []
@@ -416,9 +426,9 @@ class LayoutCost:
         return self._parts.block.num_parameters
 
     def _num_around(self, number: int) -> int:
-        """Return the parameters outside of the blocks of a stage.
+        """Return the parameters of a stage that are outside of its blocks.
 
-        A parameter that both ends read is counted once if both are in one stage.
+        A parameter that both ends of the model read counts once if both are in one stage.
         """
         around = dict(p for part in self._around(number) for p in part.parameters)
         return sum(around.values())
@@ -435,13 +445,14 @@ class LayoutCost:
     def message_seconds(self) -> float:
         """The seconds to send a micro-batch to the next stage.
 
-        Each tensor rank sends its part, and the parts are gathered there, unless the next stage
-        works on parts too (SC 2021, section 4.1).
+        Each tensor-parallel rank sends its part. The next stage gathers the parts, unless it works
+        on parts too (SC 2021, section 4.1).
         """
         layout = self._layout
         if layout.pipeline == 1:
             return 0.0
-        # From the model's own stage to the next one; the last stage sends gradients back instead.
+        # The link is that from this stage to the next one. The last stage sends only gradients,
+        # backwards.
         width = layout.tensor * layout.data
         step = width if self._first + width < width * layout.pipeline else -width
         link = self._route(sorted((self._first, self._first + step)))
@@ -453,7 +464,7 @@ class LayoutCost:
 
     @cached_property
     def _shared_table_seconds(self) -> float:
-        """The seconds to all-reduce the gradient of a table shared by both pipeline ends."""
+        """The seconds to all-reduce the gradient of a table shared by both ends of the pipeline."""
         layout = self._layout
         first, last = dict(self._parts.before.parameters), dict(self._parts.after.parameters)
         shared = sum(numel for name, numel in first.items() if name in last)
@@ -463,5 +474,6 @@ class LayoutCost:
         return all_reduce(ends, shared * self._formats.gradient_bytes)[0].seconds
 
     def _route(self, ranks: Sequence[int]) -> Route:
-        # Each tensor rank exchanges with its counterparts in other groups, all at the same time.
+        # Each tensor-parallel rank exchanges with its counterparts in other groups, all at the same
+        # time.
         return route(self._cluster.tree, ranks, at_once=self._layout.tensor)

@@ -1,7 +1,7 @@
 """A trace of a deep model's predicted step, for one rank of each stage.
 
-The schedule's table of actions is replayed with the passes of each stage, so the trace ends when
-the step is predicted to. Not for the prediction: see step.py.
+The schedule's table of actions is replayed with the passes of each stage, so the trace ends at the
+predicted end of the step. Not for the prediction: see step.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _MOST_RANKS = 64
 
 
 def analytic_spans(costs: Sequence[LayoutCost], stages: Sequence[StageBlocks]) -> tuple[Span, ...]:
-    """Return the spans of a step; ``costs`` is each stage's cost model on its assigned device."""
+    """Return the spans of a step; ``costs`` contains each stage's cost model on its device."""
     layout = costs[0].layout
     order = schedule_order(
         num_ranks=layout.pipeline, micro_batches=layout.micro_batches, virtual=layout.virtual

@@ -133,7 +133,7 @@ def _sorted(route: Route, candidates: Iterable[_Candidate]) -> tuple[CollectiveC
 def _shard_algorithms(route: Route, nbytes: int) -> list[_Candidate]:
     """Return the costs of exchanging shards once, as in an all-gather or a reduce-scatter.
 
-    An all-reduce takes this twice.
+    An all-reduce takes twice as long.
     """
     candidates = [
         (Algorithm.RING, *_ring(route, nbytes)),
@@ -145,7 +145,7 @@ def _shard_algorithms(route: Route, nbytes: int) -> list[_Candidate]:
 
 
 def _ring(route: Route, nbytes: int) -> tuple[float, int]:
-    """Return the seconds and bytes of one turn around a ring.
+    """Return the seconds and bytes of passing shards once around a ring.
 
     In each step, every member of a scope passes one shard on through its uplink.
     """
@@ -157,7 +157,7 @@ def _ring(route: Route, nbytes: int) -> tuple[float, int]:
 def _hierarchical(route: Route, nbytes: int) -> tuple[float, int]:
     """Return the seconds and bytes of a ring in each scope.
 
-    The shards of a scope then go around a ring in the next outer scope, all at once.
+    The shards of a scope then go around rings in the next outer scope, all at the same time.
     """
     seconds, sent, share = 0.0, 0, nbytes
     for stage in route.stages:
@@ -180,7 +180,8 @@ def _is_even(route: Route) -> bool:
 
 
 def _all_reduce_tree(route: Route, nbytes: int) -> tuple[float, int]:
-    """Return the seconds and bytes of a pipelined reduction up a double tree and broadcast down.
+    """Return the seconds and bytes of a pipelined reduction up a double tree and a broadcast down
+    it.
 
     Each rank is a leaf in one of the two trees.
     """
@@ -189,7 +190,7 @@ def _all_reduce_tree(route: Route, nbytes: int) -> tuple[float, int]:
 
 
 def _direct(route: Route, nbytes: int) -> tuple[float, int]:
-    """Return the seconds and bytes of sending a shard to each other rank, one after another."""
+    """Return the seconds and bytes of sending a shard to every other rank, one after another."""
     share, moving = _share(nbytes, route.num_ranks), 0.0
     for stage, uplink in _stage_uplinks(route):
         others = (route.num_ranks if uplink in stage.outward else stage.behind) - uplink.ranks
@@ -205,7 +206,7 @@ def _through_one(route: Route, *, in_bytes: int, out_bytes: int) -> _Candidate:
 
 
 def _linear(route: Route, nbytes: int) -> float:
-    """Return the seconds of sending ``nbytes`` from each other rank to one, or in reverse.
+    """Return the seconds of sending ``nbytes`` from every other rank to one rank, or the reverse.
 
     The uplinks of that one rank are the bottleneck.
     """
@@ -220,14 +221,14 @@ def _linear(route: Route, nbytes: int) -> float:
 
 
 def _incoming_seconds(route: Route, stage: RouteStage, uplink: Uplink, nbytes: int) -> float:
-    """Return the seconds of sending ``nbytes`` to a rank from each rank outside its uplink."""
+    """Return the seconds of sending ``nbytes`` to a rank from each rank outside of its uplink."""
     others = (route.num_ranks if uplink in stage.outward else stage.behind) - uplink.ranks
     messages = max(1, others)
     return route.moving_seconds(uplink, others * nbytes, streams=1, messages=messages)
 
 
 def _message_seconds(route: Route, stage: RouteStage, nbytes: int) -> float:
-    """Return the seconds of one message between two ranks that meet at this stage."""
+    """Return the seconds of one message between two ranks that meet at this level."""
     return stage.latency_seconds + max(
         route.moving_seconds(uplink, nbytes, streams=1) for uplink in stage.uplinks
     )

@@ -1,7 +1,7 @@
 """The time of collectives in groups of a declared cluster, as curves over the bytes exchanged.
 
-At each size, the fastest algorithm counts; between sizes, curves are linear. Not for the
-algorithms: see algorithms.py.
+At each size, the time is that of the fastest algorithm; between sizes, curves are linear. Not for
+the algorithms: see algorithms.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,8 @@ _ALGORITHMS: Mapping[Exchange, Callable[[Route, int], tuple[CollectiveCost, ...]
     Exchange.REDUCE_SCATTER: reduce_scatter,
     Exchange.ALL_TO_ALL: all_to_all,
 }
-# Sizes in bytes from a scalar to the gradients of a large model, each four times the previous one.
+# Sizes in bytes from a scalar to the gradients of a large model; each is four times the previous
+# one.
 _SIZES = tuple(1 << power for power in range(2, 37, 2))
 
 
@@ -39,8 +40,8 @@ def collective_curves(
 ) -> dict[tuple[str, Exchange, int, int], Link]:
     """Return the curves of each collective for groups of each size in ``numbers``.
 
-    A group begins at ``first`` and takes every ``stride``-th rank, of all ranks or of those in
-    ``among``.
+    A group begins at ``first`` and consists of every ``stride``-th rank, among all ranks or those
+    in ``among``.
     """
     found = {}
     for ranks in numbers:

@@ -1,7 +1,7 @@
 """The topology of a group of ranks: its members and their uplinks, level by level.
 
-Equal patterns of ranks are counted once, so a group over 2,048 equal nodes is no more work than
-one over two. Not for the cost of a collective: see predict/collectives/algorithms.py.
+Equal patterns of ranks are processed once, so a group on 2,048 equal nodes takes no more work than
+one on two. Not for the cost of a collective: see predict/collectives/algorithms.py.
 """
 
 from bisect import bisect_left
@@ -14,13 +14,13 @@ from steelyard.hardware.device import Device
 from steelyard.hardware.link import Link
 from steelyard.hardware.topology import LevelMember, TopologyLevel
 
-# A group is sorted, and a range if its steps are even, so that equal patterns compare equal.
+# A group is sorted, and it is a range if its steps are even, so that equal patterns compare equal.
 Group = range | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uplink:
-    """The uplink of one member of a scope, and the part of the group behind it.
+    """The uplink of one member of a scope, with the number of ranks behind it.
 
     ``devices`` counts all devices behind it, ``ranks`` those in the group. ``host_link`` is the
     link of a device to the ports of its own node.
@@ -35,11 +35,11 @@ class Uplink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """The scopes of one height in the cluster's tree that contain ranks of a group.
+    """The scopes at one height of the cluster's tree that contain ranks of a group.
 
-    ``members`` counts the members with ranks of the group in all scopes, ``fewest`` and ``most``
-    those in one scope. ``uplinks`` are the distinct uplinks of these members; ``outward`` are
-    those that traffic to other scopes passes too.
+    ``members`` counts the members that have ranks of the group, in all scopes together; ``fewest``
+    and ``most`` count those in one scope. ``uplinks`` are the distinct uplinks of these members;
+    ``outward`` are those that traffic to other scopes also uses.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Level:
 
     @property
     def hops(self) -> int:
-        """The number of hops through these scopes from rank to rank along the group."""
+        """The number of hops through these scopes along the group, from rank to rank."""
         return self.members - self.scopes
 
     @property
@@ -110,7 +110,7 @@ class _LevelBuilder:
 def _collect(
     scope: TopologyLevel, group: Group, *, times: int, found: dict[int, _LevelBuilder]
 ) -> int:
-    """Add a scope and those inside of it to ``found``, and return its height; devices have none."""
+    """Add a scope and the scopes inside it to ``found``; return its height. Devices have none."""
     height, joined, uplinks = 1, 0, list[tuple[Uplink, bool]]()
     for begin, member in scope.blocks():
         for count, inner in _patterns(_part(group, begin, member.num_devices), member.size):
@@ -146,7 +146,9 @@ def _uplink(member: LevelMember, link: Link, ranks: int) -> Uplink:
 
 
 def _part(group: Group, begin: int, count: int) -> Group:
-    """Return the ranks among the ``count`` from ``begin`` on, counted from ``begin``."""
+    """Return which of the ``count`` ranks from ``begin`` on are in the group, counted from
+    ``begin``.
+    """
     chosen = group[bisect_left(group, begin) : bisect_left(group, begin + count)]
     return _shifted(chosen, begin)
 
@@ -158,10 +160,11 @@ def _shifted(group: Group, begin: int) -> Group:
 
 
 def _patterns(group: Group, size: int) -> Iterator[tuple[int, Group]]:
-    """Yield the distinct patterns of ranks in members of that size, with their numbers of members.
+    """Yield the distinct patterns of ranks in members of that size, with the number of such
+    members.
 
-    Members without a rank are left out. A range of ranks gives equal patterns in all equal members
-    but the first and the last.
+    Members without a rank are left out. For a range of ranks, all equal members except the first
+    and the last have equal patterns.
     """
     if not group:
         return
@@ -182,7 +185,7 @@ def _patterns(group: Group, size: int) -> Iterator[tuple[int, Group]]:
 
 
 def _evenly(group: Group) -> Group:
-    """Return the group as a range, from its first rank to its last plus one, if it is one."""
+    """Return the group as a range, from its first rank to one past its last, if it is a range."""
     if not group:
         return range(0)
     step = group[1] - group[0] if len(group) > 1 else 1

@@ -1,7 +1,7 @@
-"""Traffic between hosts that have equally many ranks each: the bytes that leave the busiest host.
+"""Traffic between hosts with equal numbers of ranks: the bytes that leave the busiest host.
 
-The ranks of a host share its one uplink, and do not need it among themselves. Not for the speed of
-links: see hardware/link.py.
+The ranks of a host share its single uplink, and do not need it to communicate with each other. Not
+for the speed of links: see hardware/link.py.
 """
 
 from collections import Counter
@@ -20,8 +20,8 @@ class RanksPerHost:
     """The distribution of ranks over hosts.
 
     Each host has ``each`` consecutive ranks, which are joined by ``near``. ``group`` is the number
-    of ranks that share tensors, in programs written for a single rank; their data parallel peers
-    are that many times further apart.
+    of ranks that shard tensors, if the program was written for one of them; data-parallel peers are
+    then that many times further apart.
     """
 
     num_ranks: int
@@ -36,7 +36,7 @@ class RanksPerHost:
     def shared(self, collective: Collective, between: Link) -> Link:
         """Return the link that determines the time of a collective.
 
-        One rank of each host alone would have all of ``between``, but other groups like this one
+        A group with one rank on each host could use all of ``between``, but other groups like it
         exchange at the same time.
         """
         leaving = self.leaving(collective)
@@ -46,7 +46,7 @@ class RanksPerHost:
         return replace(between, bytes_per_second=rate)
 
     def leaving(self, collective: Collective) -> float:
-        """Return the bytes that leave the busiest host for each byte that a rank sends."""
+        """Return how many bytes leave the busiest host for each byte that a rank sends."""
         kind, stride = collective.kind, collective.stride
         is_sum = kind is Exchange.ALL_REDUCE
         if collective.axis == PIPELINE and not is_sum:
@@ -76,9 +76,9 @@ def _groups(
 
 @lru_cache
 def _exchanged(groups: Sequence[tuple[int, ...]], each: int, *, is_ring: bool) -> float:
-    """Return how many ranks' bytes leave the busiest host.
+    """Return the traffic that leaves the busiest host, as a multiple of one rank's bytes.
 
-    On a ring, each rank sends everything to the next; otherwise it sends a part to each other
+    In a ring, each rank sends everything to the next one; otherwise it sends a part to every other
     rank.
     """
     leaving: Counter[int] = Counter()
@@ -87,7 +87,7 @@ def _exchanged(groups: Sequence[tuple[int, ...]], each: int, *, is_ring: bool) -
             to = group[(place + 1) % len(group)]
             others = [to] if is_ring else [other for other in group if other != rank]
             remote = sum(_on_different_hosts(rank, other, each) for other in others)
-            # Counted in parts, one for each other rank of a group, to stay in whole numbers.
+            # Count in parts, one for each other rank of a group, so that the numbers stay integers.
             leaving[rank // each] += remote
     parts = 1 if is_ring else len(groups[0]) - 1
     return max(leaving.values()) / parts
@@ -95,7 +95,9 @@ def _exchanged(groups: Sequence[tuple[int, ...]], each: int, *, is_ring: bool) -
 
 @lru_cache
 def _stage_traffic(each: int, places: tuple[int, ...], stride: int) -> float:
-    """Return how many ranks' bytes leave the busiest host from one stage to the next."""
+    """Return the traffic from one stage to the next that leaves the busiest host, as a multiple of
+    one rank's bytes.
+    """
     steps = ((first * stride, second * stride) for first, second in pairwise(places))
     return max(
         max(_sending(range(first, first + stride), second - first, each).values(), default=0)

@@ -1,7 +1,7 @@
 """The seconds of all micro-batches of a pipeline, from the passes of its stages.
 
-They are those of the replayed table of the schedule (replay.py), as a test holds: for 1F1B in
-closed form, for interleaved stages by the same table with nothing but its times. Messages count as
+A test verifies that they equal those of the replayed schedule (replay.py). For 1F1B there is a
+closed form; for interleaved stages, the table is replayed for its times only. Messages count as
 work of both ends. Not for memory or messages in flight: see replay.py.
 """
 
@@ -17,7 +17,7 @@ Passes = tuple[float, float]
 
 
 def pipeline_seconds(layout: ParallelLayout, passes: Sequence[Passes]) -> float:
-    """Return when the last action of the schedule ends.
+    """Return the time at which the last action of the schedule ends.
 
     ``passes`` are those of the stages in the order of the model: first one run of blocks of each
     rank, then the next.
@@ -36,11 +36,12 @@ def _one_forward_one_backward(micro_batches: int, passes: Sequence[Passes]) -> f
     """Return the longest path through the table of 1F1B.
 
     A stage with ``w`` others behind it begins with ``w + 1`` forward passes and ends with as many
-    backward passes; in between it alternates. Every longest path stays in one stage while that
-    alternates. Before, it is the longest path to the stage's first backward pass: through forward
-    passes alone, at the pace of the slowest stage so far, or through the first backward pass of the
-    next stage. After, it is the same backwards in time. With too few micro-batches a stage never
-    alternates, and its path takes one of the two detours behind it at most.
+    backward passes; in between it alternates. A longest path stays in one stage while that stage
+    alternates. Its part before that is the longest path to the stage's first backward pass: either
+    through forward passes alone, at the pace of the slowest stage so far, or through the first
+    backward pass of the next stage. Its part after that is the same, backwards in time. With too
+    few micro-batches, a stage never alternates, and its path takes at most one of the two detours
+    behind it.
     """
     last, most = len(passes) - 1, micro_batches - 1
     forward_so_far = [*accumulate(forward for forward, _ in passes)]
@@ -69,12 +70,13 @@ def _one_forward_one_backward(micro_batches: int, passes: Sequence[Passes]) -> f
 
 
 def least_pipeline_seconds(layout: ParallelLayout, *, slowest: float, total: float) -> float:
-    """Return a lower bound for all stages of which the slowest and the sum take as long.
+    """Return a lower bound for all sets of stages with the same slowest stage and the same sum.
 
-    For one stage a rank. With more micro-batches than ranks, the path of ``pipeline_seconds``
-    through the slowest stage is at least ``(m - p - 1) slowest + 2 total``, which is what equal
-    stages take. With fewer, the path through the last ``m - 1`` stages takes their time beside the
-    total, and the slowest of the other stages at least an equal share of the rest.
+    Each rank has one stage. With more micro-batches than ranks, the path of ``pipeline_seconds``
+    through the slowest stage takes at least ``(m - p - 1) slowest + 2 total``, which is the time of
+    equal stages. With fewer micro-batches, the path through the last ``m - 1`` stages takes their
+    time in addition to the total, and the slowest of the other stages takes at least an equal share
+    of the rest.
     """
     ranks, micro_batches = layout.pipeline, layout.micro_batches
     slowest = max(slowest, total / ranks)
@@ -87,21 +89,22 @@ def least_pipeline_seconds(layout: ParallelLayout, *, slowest: float, total: flo
 def least_interleaved_seconds(
     layout: ParallelLayout, *, slowest: float, last: float, first_runs: float
 ) -> float:
-    """Return a lower bound for several stages a rank.
+    """Return a lower bound if each rank has several stages.
 
     ``slowest`` and ``last`` are the seconds of all stages of the slowest and of the last rank. The
-    last rank begins and ends with its first stage, after and before the ``first_runs``: the first
-    stages of all other ranks.
+    last rank begins with its first stage, after the first stages of all other ranks
+    (``first_runs``), and ends with it, before theirs.
     """
     return max(layout.micro_batches * slowest, layout.micro_batches * last + first_runs)
 
 
 @lru_cache(maxsize=32)
 def _table(num_ranks: int, virtual: int, micro_batches: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the actions in an order in which each follows what it waits for.
+    """Return the actions in an order in which each one comes after those that it waits for.
 
-    An action is the index of its seconds, that of the action before it on its rank, and that of the
-    action on a neighbouring stage that it reads. Index 0 is the begin of the step.
+    An action consists of three indices: that of its seconds, that of the previous action on its
+    rank, and that of the action on a neighbouring stage whose result it reads. Index 0 is the
+    beginning of the step.
     """
     order = schedule_order(num_ranks=num_ranks, micro_batches=micro_batches, virtual=virtual)
     last = num_ranks * virtual - 1

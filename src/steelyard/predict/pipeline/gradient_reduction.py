@@ -2,8 +2,8 @@
 
 After the micro-batches, ranks of one pipeline all-reduce the gradients of weights that several
 stages share. Replicas of the pipeline all-reduce all gradients and the loss. Before the
-micro-batches, replicas all-gather the weights that they hold in shards. Not for the passes in
-between: see step.py.
+micro-batches, replicas all-gather weights of which each has a shard. Not for the passes in between:
+see step.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ Seconds = Callable[[Collective], float]
 
 
 class Trained(NamedTuple):
-    """The bytes of a gradient; that of a sharded weight is reduce-scattered by rows."""
+    """The bytes of a gradient; the gradient of a sharded weight is reduce-scattered by rows."""
 
     nbytes: int
     is_shared: bool
@@ -42,11 +42,11 @@ class GradientReductions:
     transport: Transport = GLOO
 
     def begin(self, seconds: Seconds) -> float:
-        """Return when the last rank has gathered its weights."""
+        """Return the time at which the last rank has gathered its weights."""
         return max(sum(map(seconds, self._gathers(rank))) for rank in range(len(self.gathered)))
 
     def ends(self, ends: Sequence[float], seconds: Seconds) -> list[float]:
-        """Return when each rank is done, given when each was done with its passes."""
+        """Return the time at which each rank is done, given when it was done with its passes."""
         found = list(ends)
         for ranks, nbytes in self.shared:
             reduced = max(found[rank] for rank in ranks) + seconds(self._among(ranks, nbytes))

@@ -1,4 +1,4 @@
-"""The messages between the stages of a pipeline: their seconds, the work of both ends, and slots.
+"""The messages between the stages of a pipeline: their seconds, the work at both ends, and slots.
 
 Not for messages in flight: see replay.py. Not for collectives of gradients: see
 gradient_reduction.py.
@@ -24,14 +24,14 @@ from steelyard.predict.pipeline.replay import StageCost
 from steelyard.predict.timeline import Pick, value
 
 # Overhead of torch's and our schedule for an action, as a multiple of the measured time of a call
-# that sends a message: 0.13 to 0.16 ms where such a call takes 0.028 (docs/log.md, 2026-11-25).
+# that sends a message: 0.13 to 0.16 ms if such a call takes 0.028 ms (docs/log.md, 2026-11-25).
 _CALLS_OF_ACTION = 5
 
 
 def message_of(layout: ParallelLayout, nbytes: int) -> Collective:
-    """Return a message of ``nbytes`` between stages, over the slowest of the links among them.
+    """Return a message of ``nbytes`` between stages, over the slowest of the links between them.
 
-    It is priced as an all-gather of two ranks, which takes as long.
+    It is priced as an all-gather of two ranks, which takes the same time.
     """
     return Collective(
         kind=Exchange.ALL_GATHER, axis=PIPELINE, num_ranks=2, sent_bytes=nbytes, hops=1,
@@ -41,7 +41,7 @@ def message_of(layout: ParallelLayout, nbytes: int) -> Collective:
 
 
 class StageMessages:
-    """The messages of one pipeline; ``slots`` are those in memory that ranks share, if any."""
+    """The messages of one pipeline; ``slots`` are the slots in memory that ranks share, if any."""
 
     def __init__(self, layout: ParallelLayout, pipeline: Pipeline, costs: CostTable) -> None:
         self._layout, self._costs = layout, costs
@@ -81,7 +81,7 @@ class StageMessages:
 
     @property
     def disturbs(self) -> float:
-        """Return by what share a message in flight slows the work of both ranks.
+        """Return the share by which a message in flight slows down the work of both ranks.
 
         Messages through slots do not: each rank copies into them itself.
         """
@@ -89,7 +89,9 @@ class StageMessages:
         return 0.0 if link_class is None or self.slots else link_class.disturbs
 
     def _copied(self, stage: PipelineStage, work: ActionKind, sent: Sequence[str]) -> Sequence[str]:
-        """Return the sent values that are not computed in their slot, and so are copied there."""
+        """Return the sent values that are not computed in their slot, and so must be copied to
+        it.
+        """
         if not sent or not self.slots:
             return sent
         key = stage.index, work
@@ -107,10 +109,10 @@ class StageMessages:
     def _overhead(
         self, reads: Sequence[str], sends: Sequence[str], link_class: Link, *, copied: Sequence[str]
     ) -> float:
-        """Return the device time of an action apart from its own work.
+        """Return the device time of an action in addition to its own work.
 
-        Through slots, all values are one message, and the sender copies those not computed in
-        place.
+        If there are slots, all values form one message, and the sender copies those that were not
+        computed in place.
         """
         received, sent = self._sizes(reads), self._sizes(sends)
         if not self.slots:
@@ -188,7 +190,7 @@ class StageMessages:
     def communication_seconds(self, sizes: Sequence[int], copied: Sequence[int]) -> float:
         """Return the seconds in which messages are sent.
 
-        Through slots on one host, only the sender's copies take time.
+        With slots on one host, only the sender's copies take time.
         """
         if not self.slots:
             return self.send_seconds(sizes, value)
@@ -198,7 +200,8 @@ class StageMessages:
     def edges(self) -> list[tuple[int, int, list[int], list[int]]]:
         """Return the edges from one rank to another.
 
-        An edge is both ranks, the bytes of each value, and the bytes of each value that is copied.
+        An edge consists of both ranks, the bytes of each value, and the bytes of each value that is
+        copied.
         """
         found = []
         last = len(self._stages) - 1

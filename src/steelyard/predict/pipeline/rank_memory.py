@@ -1,4 +1,4 @@
-"""The memory of one rank of a pipeline, and what its peak consists of.
+"""The memory of one rank of a pipeline, and the parts of its peak.
 
 Not for the schedule of its work: see step.py.
 """
@@ -15,7 +15,7 @@ from steelyard.predict.liveness import Liveness, alive_at
 class RankBytes:
     """The bytes of one rank.
 
-    ``pass_bytes`` are those of the passes above the resident ones, including gradients and the
+    ``pass_bytes`` are the bytes of the passes beyond the resident ones, including gradients and the
     ``gathered`` weights.
     """
 

@@ -1,4 +1,4 @@
-"""Replay of a pipeline schedule: the begin, end and memory of each action.
+"""Replays a pipeline schedule to get the begin, end and memory of each action.
 
 The schedule is torch's own table of actions, so no formula per schedule is needed. Not for
 choosing a schedule: see search/ranks/pipeline_search.py.
@@ -15,8 +15,8 @@ from steelyard.ir.pipeline_schedule import AHEAD, Action, ActionKind, Order, sou
 GIVE_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACK_TO_WEIGHTS)
 
 
-# The bytes of each storage that a stage holds for one micro-batch. A key is the number of a
-# storage, or the name of a value of which a contiguous copy is sent.
+# The bytes of each storage that a stage holds for one micro-batch. The key is the number of the
+# storage; if a contiguous copy of a value is sent, it is the name of the value.
 Values = Mapping[int | str, int]
 
 
@@ -24,13 +24,13 @@ Values = Mapping[int | str, int]
 class StageCost:
     """The cost of one micro-batch in one stage.
 
-    A backward pass split in two need not take as long as the whole. ``sends`` and ``sends_back``
-    are the values sent to another rank, in ``send_seconds`` and ``send_back_seconds``; between
-    stages of one rank, ``receives`` and ``receives_back`` are passed on instead. ``kept`` is saved
-    from the forward pass for the backward pass, ``kept_between`` between the two parts of a split
-    backward pass. ``working_bytes`` are temporary while an action runs, and ``gradient_bytes``
-    stay allocated from the first gradients on. The action that allocates them needs
-    ``first_bytes``, which include the gradients, in place of ``working_bytes``.
+    A backward pass that is split in two may take another time than the whole. ``sends`` and
+    ``sends_back`` are the values sent to another rank, in ``send_seconds`` and
+    ``send_back_seconds``. Between stages of one rank, ``receives`` and ``receives_back`` are passed
+    on instead. ``kept`` is saved from the forward pass for the backward pass, ``kept_between`` from
+    the first to the second part of a split backward pass. ``working_bytes`` are temporary while an
+    action runs, and ``gradient_bytes`` stay allocated from the first gradients on. The action that
+    allocates them needs ``first_bytes``, which include the gradients, instead of ``working_bytes``.
     """
 
     seconds: dict[ActionKind, float]
@@ -70,7 +70,7 @@ class Replay:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they are idle."""
+        """The share of the total time of all ranks in which they are idle."""
         busy = sum(r.end_seconds - r.begin_seconds for ranked in self.ranks for r in ranked)
         return 1 - busy / (self.seconds * len(self.ranks))
 
@@ -89,10 +89,10 @@ def replay(
 ) -> Replay:
     """Replay a schedule and return the times and the memory of its actions.
 
-    A rank begins its next action when it is done with the last one and the inputs have arrived.
+    A rank begins its next action when it is done with the previous one and the inputs have arrived.
     Messages between two ranks are sent one after another. A message in flight slows the work of
-    both of its ranks by the share ``disturbs``. If messages go ``is_by_host``, they take no memory
-    of the ranks before they are read or after they are sent.
+    both of its ranks by the share ``disturbs``. If ``is_by_host``, messages go through host memory
+    and take no memory of the ranks before they are read or after they are sent.
     """
     rank_of, pending = order.rank_of, [list(actions) for actions in order.ranks]
     done: list[list[Replayed]] = [[] for _ in order.ranks]
@@ -131,8 +131,8 @@ def replay(
                 start(rank, begin)
                 finish(rank)
             continue
-        # Actions begin and end in order of time, since a message that is sent delays the end of the
-        # actions that run on both ranks at that time.
+        # Actions begin and end in order of time, because a message that is sent delays the end of
+        # the actions that run on both ranks at that time.
         begin, rank = min(ready, default=(inf, -1))
         end, first = min(((done[r][-1].end_seconds, r) for r in working), default=(inf, -1))
         if end <= begin:
@@ -173,7 +173,7 @@ class _MessagesInFlight:
             self._done[rank][-1] = replace(last, end_seconds=self.worked(rank, since, left))
 
     def worked(self, rank: int, begin: float, seconds: float) -> float:
-        """Return when so many seconds of work are done, if they begin at ``begin``."""
+        """Return the time at which ``seconds`` of work are done, if they begin at ``begin``."""
         for start, until, share in self._shares(rank, begin):
             if share * (until - start) >= seconds:
                 return start + seconds / share if seconds else start
@@ -181,7 +181,9 @@ class _MessagesInFlight:
         raise AssertionError("the last share is one, without an end")
 
     def _shares(self, rank: int, since: float) -> Iterator[tuple[float, float, float]]:
-        """Yield intervals of time with the share of this rank's time that is left for its work."""
+        """Yield intervals of time, with the share of this rank's time that is left for its own
+        work.
+        """
         messages = [message for message in self._messages_of[rank] if message[1] > since]
         changes = sorted({time for message in messages for time in message if time > since})
         for start, until in pairwise([since, *changes, inf]):
@@ -253,7 +255,7 @@ _Value = tuple[int, int, int | str]
 class _RankMemory:
     """The bytes that one rank has allocated as it works through its actions.
 
-    Each value is counted once, and as long as anything on this rank uses it.
+    Each value is counted only once, for as long as anything on this rank uses it.
     """
 
     def __init__(
@@ -309,9 +311,9 @@ class _RankMemory:
     def _pass_on(self, action: Action) -> None:
         """Pass the results of an action on to the next stage.
 
-        A stage of this rank frees them after use. Those sent to another rank stay allocated until
-        the step ends, or (1F1B) until the next send in the same direction, except for the first
-        send of all.
+        If the next stage is on this rank, it frees them after use. Results sent to another rank
+        stay allocated until the step ends, or (1F1B) until the next send in the same direction,
+        except for the very first send.
         """
         cost, step = self._stages[action.stage], 1 if action.work is ActionKind.FORWARD else -1
         to = replace(action, stage=action.stage + step)

@@ -1,6 +1,7 @@
-"""The cost of random numbers in a pipeline: each rank draws what one device would draw.
+"""The cost of random numbers in a pipeline, whose ranks draw the numbers that one device would
+draw.
 
-The implementation is run/pipeline/rng.py. Not for data parallel ranks, which draw independently.
+The implementation is run/pipeline/rng.py. Not for data-parallel ranks, which draw independently.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,17 +11,17 @@ from steelyard.ir.graph import Node
 from steelyard.ir.pipeline_schedule import ActionKind, Order
 from steelyard.ir.pipeline_stages import PipelineStage
 
-# A state of torch's generator on the CPU (torch 2.13): a Mersenne twister's.
+# The bytes of a state of torch's generator on the CPU (torch 2.13), which is a Mersenne twister.
 STATE_BYTES = 5056
-# Seconds of skipping numbers over those of drawing them (110 over 195 us for 32,768 numbers of
-# torch 2.13's bernoulli).
+# The time of skipping numbers relative to drawing them (110 vs. 195 us for 32,768 numbers of torch
+# 2.13's bernoulli).
 _SKIP_RATIO = 0.55
 
 
 def states_bytes(stages: Sequence[PipelineStage], order: Order, rank: int) -> int:
-    """Return the most bytes of generator states that this rank saves.
+    """Return the most bytes of generator states that this rank saves at one time.
 
-    A state is saved for each place of the sequence that the rank skipped, to draw there later.
+    A state is saved for each position of the sequence that the rank skips and will draw from later.
     """
     return STATE_BYTES * _skips(stages, order, rank)[0]
 
@@ -28,7 +29,7 @@ def states_bytes(stages: Sequence[PipelineStage], order: Order, rank: int) -> in
 def skipping_seconds(
     stages: Sequence[PipelineStage], order: Order, seconds: Callable[[Node], float]
 ) -> list[float]:
-    """Return, for each stage, the seconds that its rank spends to skip random numbers.
+    """Return the seconds that the rank of each stage spends on skipping random numbers.
 
     Before a forward pass, a rank skips the numbers that other stages drew since its own last draw.
     """
@@ -43,9 +44,10 @@ def skipping_seconds(
 def _skips(
     stages: Sequence[PipelineStage], order: Order, rank: int
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Return the most states saved at once, and all skips of a rank.
+    """Return the largest number of states saved at one time, and all skips of a rank.
 
-    A skip is the stage whose forward pass it precedes, and the stage whose numbers are skipped.
+    A skip is described by the stage before whose forward pass it happens, and the stage whose
+    numbers are skipped.
     """
     random = [bool(_random_nodes(stage)) for stage in stages]
     places = product(range(order.num_micro_batches), range(len(stages)))

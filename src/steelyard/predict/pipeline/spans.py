@@ -18,7 +18,7 @@ _NAMES = {
 
 
 def action_spans(rank: int, actions: Sequence[Replayed], *, waiting_for: str) -> Iterator[Span]:
-    """Yield the spans of a rank's actions, and of each wait before one."""
+    """Yield the spans of a rank's actions, and of the waits before them."""
     free = 0.0
     for replayed in actions:
         action, begin = replayed.action, replayed.begin_seconds

@@ -47,7 +47,7 @@ def with_seconds(
 
 
 def stage_cost(stage: PipelineStage, graph: Graph, costs: CostTable) -> StageCost:
-    """Return the cost of a stage of ``graph``, with free sends; see ``with_seconds``."""
+    """Return the cost of a stage with this ``graph``, with free sends; see ``with_seconds``."""
     parts = graphs_by_action(stage)
     trained = {o.target for o in stage.backward.outputs if o.kind is OutputKind.GRADIENT}
     cost = StageCost(
@@ -74,14 +74,14 @@ def stage_cost(stage: PipelineStage, graph: Graph, costs: CostTable) -> StageCos
 
 
 def _on(graph: Graph, names: Iterable[str]) -> dict[int | str, int]:
-    """Return the storages of these values, without those of the model and the batch."""
+    """Return the storages of these values, without those of the model and of the batch."""
     resident = {t.storage for node in graph.inputs() for t in node.outputs}
     storages = {s for name in names for s in graph.storages_of(name)} - resident
     return {s: graph.storages[s].nbytes for s in storages}
 
 
 def _sent(graph: Graph, names: Iterable[str]) -> dict[int | str, int]:
-    """Return the bytes of these values as sent; a non-contiguous value is copied first."""
+    """Return the bytes of these values when sent; a non-contiguous value is copied first."""
     sent: dict[int | str, int] = {}
     for name in names:
         outputs = graph.by_name[name].outputs

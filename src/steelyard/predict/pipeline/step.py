@@ -1,6 +1,6 @@
-"""Price a pipelined step: its schedule replayed, the bytes of each rank, and the peak explained.
+"""Prices a pipelined step: its replayed schedule, the bytes of each rank, and the peak's tensors.
 
-Not for the schedule (ir/pipeline_schedule.py), nor for the cost of a stage (stage_cost.py).
+Not for the schedule (see ir/pipeline_schedule.py) or for the cost of a stage (see stage_cost.py).
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from steelyard.predict.pipeline.spans import action_spans
 from steelyard.predict.pipeline.stage_cost import graphs_by_action, stage_cost, with_seconds
 from steelyard.predict.timeline import Pick, Playing, durations, high, low, play, value
 
-# Relative error of a predicted peak of a pipeline: benchmarks/live.py found up to 4 %.
+# Relative error of a predicted peak of a pipeline: benchmarks/live.py found errors up to 4 %.
 _PEAK_SHARE = 0.05
 
 
@@ -36,7 +36,7 @@ def pipelined(program: Program, pipeline: Pipeline, costs: CostTable) -> "Pipeli
 
 
 class PipelinePrediction:
-    """The prediction of a pipelined program, by the rank with the most of each figure."""
+    """The prediction of a pipelined program; each figure is that of the rank with the largest."""
 
     def __init__(self, program: Program, pipeline: Pipeline, costs: CostTable) -> None:
         self._program, self._pipeline, self._costs = program, pipeline, costs
@@ -68,7 +68,7 @@ class PipelinePrediction:
     def step(self) -> Estimate:
         """The seconds of the step.
 
-        The bounds have all ranks and links as fast as they may be, or as slow.
+        For the bounds, all ranks and links are as fast as they may be, or as slow.
         """
         return Estimate(
             value=max(self._ends),
@@ -101,7 +101,7 @@ class PipelinePrediction:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of the rank that computes most."""
+        """The FLOPs of the rank that computes the most."""
         return max(self._flops)
 
     @property
@@ -125,7 +125,7 @@ class PipelinePrediction:
             sum(self._graph.storages[s].nbytes for s in own if self._graph.storages[s].role is role)
             for role in (Role.PARAMETER, Role.BUFFER)
         )
-        # Parameters that no stage uses are sharded too, and never gathered.
+        # Parameters that no stage uses are sharded too, and are never gathered.
         others = sum(
             self._graph.storages[s].nbytes for s in self._replicated & self._sharded_storages
         )
@@ -144,7 +144,8 @@ class PipelinePrediction:
             others=self._graph.resident_bytes(Role.CONSTANT, Role.TANGENT)
             + self._messages.slots_bytes(number)
             + states_bytes(self._stages, self._order, number)
-            # Replicas draw different numbers, and the outer generator's state is saved meanwhile.
+            # Replicas draw different numbers, and the state of the outer generator is saved in the
+            # meantime.
             + (STATE_BYTES if draws and self._program.layout.data > 1 else 0),
             state=state,
             gradients=sum(self._gradients[name] for name in trained)
@@ -190,7 +191,7 @@ class PipelinePrediction:
         }
 
     def _replayed(self, device: Pick, link: Pick | None) -> tuple[Replay, list[float]]:
-        """Return the replay, and when each rank is done, including its update.
+        """Return the replay, and the time at which each rank is done, including its update.
 
         Without ``link``, all exchanges are free.
         """
@@ -226,7 +227,7 @@ class PipelinePrediction:
     def _work_seconds(self, part: Graph, whole: float, device: Pick, link: Pick | None) -> float:
         """Return the seconds of one action.
 
-        Tensor parallel stages wait for their exchanges, so they are played line by line.
+        Tensor-parallel stages wait for their exchanges, so they are simulated line by line.
         """
         if not part.collectives:
             nodes = (n for n in part.nodes if not n.is_input)
@@ -263,7 +264,7 @@ class PipelinePrediction:
         sent, repeats = [0] * len(self._order.ranks), self._program.repeats
         for rank, other, sizes, _ in self._messages.edges():
             sent[rank] += repeats * sum(sizes)
-            if not self._messages.slots:  # slots need no messages of gloo's protocol
+            if not self._messages.slots:  # slots need none of gloo's protocol messages
                 sent[rank] += repeats * GLOO_SENDS * len(sizes)
                 sent[other] += repeats * GLOO_GETS * len(sizes)
         for rank, exchanged in enumerate(self._exchanged):
@@ -326,7 +327,7 @@ class PipelinePrediction:
         trained = {d.action.stage for d in done[:number] if d.action.work in GIVE_GRADIENTS}
         gradients = sum(self._stage_costs[stage].gradient_bytes for stage in trained)
         live_bytes = liveness(program, self._costs, accumulating=action.stage in trained)
-        # The bytes that were allocated before the stage began this micro-batch.
+        # The bytes that were already allocated when the stage began this micro-batch.
         saved = max(0, rank.pass_bytes - rank.gathered - live_bytes.peak_bytes - gradients)
         in_flight = _micro_batches_in_flight([d.action for d in done[: number + 1]])
         what = f"saved activations of {in_flight} micro-batches"
@@ -375,7 +376,7 @@ def _delayed(cost: StageCost, seconds: float) -> StageCost:
 
 
 def _micro_batches_in_flight(done: Sequence[Action]) -> int:
-    """Return how many micro-batches have begun and do not have all their gradients yet."""
+    """Return how many micro-batches have begun but do not have all their gradients yet."""
     begun = {(a.stage, a.micro_batch) for a in done if a.work is ActionKind.FORWARD}
     over = (ActionKind.BACKWARD, ActionKind.BACK_TO_WEIGHTS)
     ended = {(a.stage, a.micro_batch) for a in done[:-1] if a.work in over}

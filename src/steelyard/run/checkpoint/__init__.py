@@ -1,4 +1,4 @@
 """Checkpoints: the state of a run in safetensors and JSON, written completely or not at all.
 
-Not for when one is written: see run/train_loop.py.
+Not for deciding when to write one: see run/train_loop.py.
 """

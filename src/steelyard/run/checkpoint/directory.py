@@ -1,7 +1,7 @@
 """A folder of checkpoints, each complete or absent, and never overwritten.
 
-A save writes a new folder under a temporary name, flushes every file, renames the folder, and
-then names it in LATEST. Not for the content of a checkpoint: see state.py.
+A save writes a new folder under a temporary name, flushes every file, renames the folder, and then
+writes its name to LATEST. Not for the content of a checkpoint: see state.py.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class CheckpointFolder:
         self._keep = keep
 
     def checkpoints(self) -> list[Path]:
-        """Return the checkpoints, oldest first; ``verify`` tells if one is complete."""
+        """Return the checkpoints, oldest first; ``verify`` checks whether one is complete."""
         if not self.path.is_dir():
             return []
         found = [p for p in self.path.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
@@ -115,7 +115,9 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder: two runs that save into it would delete each other's checkpoints."""
+        """Lock the folder: if two runs saved into it, they would delete each other's
+        checkpoints.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / _LOCK).open("w")
@@ -147,15 +149,17 @@ class CheckpointFolder:
 
     def _prune(self) -> None:
         for old in self.checkpoints()[: -self._keep]:
-            # Renamed first: a partly deleted checkpoint must not look like a damaged one.
+            # It is renamed first, because a partly deleted checkpoint must not look like a damaged
+            # one.
             unlisted = old.with_name(_UNFINISHED + old.name)
             old.rename(unlisted)
             shutil.rmtree(unlisted)
 
 
 def verify(checkpoint: Path) -> None:
-    """Raise CheckpointError unless the folder has exactly the plain files of its manifest, byte
-    for byte."""
+    """Raise CheckpointError unless the folder consists of exactly the files in its manifest, byte
+    for byte.
+    """
     try:
         if checkpoint.is_symlink() or not checkpoint.is_dir():
             raise _damaged(checkpoint, "is not a real folder")
@@ -189,8 +193,9 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _unify_modes(folder: Path) -> None:
-    """Give all files the mode of the manifest, which follows the user's umask: safetensors writes
-    0600 whatever the umask is."""
+    """Give all files the mode of the manifest, which follows the user's umask. (safetensors always
+    writes files with mode 0600.)
+    """
     mode = (folder / MANIFEST).stat().st_mode & 0o777
     for path in folder.iterdir():
         path.chmod(mode)
@@ -208,8 +213,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
     text = path.read_bytes()
     try:
         manifest = json.loads(text)
-        # A manifest in any other form than we write was changed, if only by a space or a
-        # duplicate key.
+        # A manifest in any other form than ours was changed, if only by a space or a duplicate key.
         files = manifest["files"] if canonical(manifest) == text else None
         if manifest.keys() != {"files", "format"} or manifest["format"] != _FORMAT or not files:
             raise _damaged(path, "has changed since it was saved")
@@ -230,7 +234,7 @@ def _digest(path: Path) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Flush the files of a folder, and its directory entries, to disk."""
+    """Flush the files of a folder and its directory entries to disk."""
     for path in (*(p for p in folder.iterdir() if p.is_file()), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:

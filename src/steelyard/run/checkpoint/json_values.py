@@ -1,6 +1,6 @@
-"""Encode Python values that JSON lacks (tuples, infinities) as JSON, and decode them.
+"""Encodes Python values that JSON lacks (tuples, infinities) as JSON, and decodes them.
 
-Not for tensors, and never for anything that has to be executed to be read.
+Not for tensors, and never for anything that would have to be executed when it is read.
 """
 
 import math
@@ -8,7 +8,9 @@ from typing import Any
 
 
 class Unplain(ValueError):
-    """A value other than a number, a string, or a list, tuple or dict of such values."""
+    """The error for a value other than a number, a string, or a list, tuple or dict of such
+    values.
+    """
 
 
 def to_plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Check the counters in a checkpoint that say how far its run had come; needs no torch.
+"""Checks the counters in a checkpoint that say how far its run had come; needs no torch.
 
-Impossible counters are refused before torch is imported and the step captured. Not for the rest
+Impossible counters are refused before torch is imported and the step is captured. Not for the rest
 of a checkpoint's state: see state.py.
 """
 
@@ -17,13 +17,15 @@ STATE = "state.json"
 # The largest number that fits into the name of a checkpoint.
 _MAX = 10**12 - 1
 _MIN = {"step": 1, "epoch": 0, "taken": 0}
-# The state lists every parameter; a larger file is not a state, and verify() reports it.
+# The state lists every parameter. A file that is larger than this is not a state, and verify()
+# reports it.
 _MAX_BYTES = 2**28
 
 
 def refuse_impossible(resume: Path | bool, folder: Path | None) -> None:
-    """Refuse the checkpoint to resume from if its counters are impossible; skip one that cannot
-    be read."""
+    """Refuse the checkpoint to be resumed from if its counters are impossible; skip it if it cannot
+    be read.
+    """
     if resume is False:
         return
     try:
@@ -37,8 +39,9 @@ def refuse_impossible(resume: Path | bool, folder: Path | None) -> None:
 
 
 def check_numbers(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointRefused unless the counters are integers within bounds and match the
-    checkpoint's name."""
+    """Raise CheckpointRefused unless the counters are integers within bounds, and match the
+    checkpoint's name.
+    """
     for name, minimum in _MIN.items():
         found = state.get(name)
         if type(found) is not int or not minimum <= found <= _MAX:

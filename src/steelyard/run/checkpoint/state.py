@@ -1,8 +1,8 @@
-"""Save and load the state of a run as tensors and JSON: model, optimizer, random states, data
+"""Saves and loads the state of a run as tensors and JSON: model, optimizer, random states, data
 position.
 
-Nothing is pickled, and everything is compared with the live model before any of it is changed.
-Not for how a save survives a crash: see directory.py.
+Nothing is pickled, and everything is compared with the live model before any of it is changed. Not
+for saving safely in case of a crash: see directory.py.
 """
 
 import json
@@ -32,7 +32,7 @@ from steelyard.run.checkpoint.tensors import (
 from steelyard.run.rng_state import RandomState
 from steelyard.safe_text import printable
 
-# Allocates a tensor, given shape, stride, dtype and device.
+# Allocates a tensor, given its shape, stride, dtype and device.
 Empty = Callable[..., torch.Tensor]
 
 _FORMAT = "steelyard checkpoint 1"
@@ -47,15 +47,16 @@ _SHOWN = 6
 _SETTINGS_SHOWN = 5
 # Twelve digits, the maximum in the name of a checkpoint folder.
 _MAX_STEPS = 10**12 - 1
-# The maximum ratio of the memory a tensor's strides span to its elements; a saved view spans its
-# base.
+# The maximum ratio of the memory that a tensor's strides span to its elements; if a view is saved,
+# this is the memory of its base.
 _MAX_SPAN_RATIO = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Position:
     """The progress of a run: ``taken`` batches of epoch ``epoch``, which began with random state
-    ``began``."""
+    ``began``.
+    """
 
     step: int
     epoch: int
@@ -141,8 +142,8 @@ def load(
     """Compare the whole checkpoint, then copy it into the model and the optimizer.
 
     ``allocator_for`` returns the allocator for a parameter's optimizer state. ``note`` is called
-    with a line for each optimizer setting that differs from the script's. Only for a checkpoint
-    that passed ``directory.verify``.
+    with a line for each optimizer setting that differs from the script's. The checkpoint must have
+    passed ``directory.verify``.
     """
     try:
         found = json.loads((checkpoint / _STATE).read_bytes())
@@ -187,7 +188,7 @@ def residuals_in(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def check_savable(model: nn.Module) -> None:
-    """Before the first step, refuse a model that cannot be saved."""
+    """Refuse a model that cannot be saved, before the first step."""
     tensors, non_persistent, _ = _model_tensors(model)
     for name, tensor in {**tensors, **non_persistent}.items():
         check_storable(name, tensor)
@@ -199,8 +200,9 @@ def check_savable(model: nn.Module) -> None:
 def _model_tensors(
     model: nn.Module,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of the state dict, once each; the non-persistent buffers; and the
-    aliases of tied tensors."""
+    """Return the tensors of the state dict (each once), the non-persistent buffers, and the aliases
+    of tied tensors.
+    """
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
@@ -370,8 +372,9 @@ def _optimizer_loader(
 def _other_settings(
     groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Describe the settings that differ from the script's, and which value is used; equal lines
-    of all groups once."""
+    """Describe the settings that differ from the script's, and say which value is used; lines that
+    are equal for all groups appear once.
+    """
     groups_by_text: dict[str, list[int]] = {}
     for index, (ours, theirs) in enumerate(zip(groups, saved, strict=True)):
         # initial_lr is set by a scheduler, not by the optimizer.
@@ -406,7 +409,8 @@ _SETTINGS = {
 def _is_same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
         one, other = (torch.as_tensor(x, dtype=torch.float64).cpu() for x in (ours, theirs))
-        # A learning rate may be a tensor of lower precision than the number given for it.
+        # A learning rate may be a tensor with a lower precision than the number that was given for
+        # it.
         return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-6, atol=0))
     return bool(ours == theirs)
 
@@ -427,7 +431,7 @@ def _value(file: Any, encoded: Any, device: torch.device, empty: Empty) -> Any:
     spanned = 1 + sum((n - 1) * s for n, s in zip(value.shape, encoded["stride"], strict=True))
     if spanned > _MAX_SPAN_RATIO * max(1, value.numel()):
         raise ValueError(f"strides that span {spanned} elements, of {value.numel()}")
-    # Restore the strides: kernels, and so bits, may depend on them.
+    # Restore the strides, because kernels, and so the bits, may depend on them.
     restored = empty(
         value.shape,
         encoded["stride"],

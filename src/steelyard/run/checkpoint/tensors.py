@@ -1,6 +1,6 @@
-"""Write tensors of every dense dtype to safetensors files, and read them back bit for bit.
+"""Writes tensors of every dense dtype to safetensors files, and reads them back bit for bit.
 
-Not for which tensors: see state.py.
+Not for choosing the tensors: see state.py.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ _NAMES = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
-# Dtypes that safetensors lacks are stored as one of the same width; complex128 as pairs of
-# floats.
+# A dtype that safetensors lacks is stored as one of the same width; complex128 is stored as pairs
+# of floats.
 _STORED_AS = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
@@ -34,7 +34,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     stored = {}
     for name, tensor in tensors.items():
         value = to_stored(name, tensor)
-        # Safetensors refuses tensors that share memory, so each is copied.
+        # Safetensors refuses tensors that share memory, so each one is copied.
         storage = value.untyped_storage()
         if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:
             value = value.clone()

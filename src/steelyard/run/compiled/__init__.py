@@ -1,4 +1,4 @@
-"""The Inductor runner: a program cut into segments, lowered and compiled.
+"""The Inductor runner: a program that is cut into segments, lowered and compiled.
 
 Not for the Python runner: see run/codegen.py.
 """

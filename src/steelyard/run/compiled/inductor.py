@@ -1,8 +1,8 @@
 """The Inductor runner: compiles a program segment by segment, between its collectives.
 
-Fuses what generated Python calls one by one, and needs a C++ compiler and its time. Its memory
-differs from the program's own: lower.py predicts it. Not for where and why the program is cut:
-see segments.py.
+It fuses what generated Python calls one by one. It needs a C++ compiler, and time to run it. Its
+memory use differs from that of the program: lower.py predicts it. Not for cutting the program: see
+segments.py.
 """
 
 import contextlib
@@ -34,9 +34,10 @@ def compile_program(
 ) -> Emitted:
     """Compile a program through Inductor, with the interface of ``emit``.
 
-    Takes seconds the first time, less if Inductor's caches have the code. Bitwise equal to the
-    same graph compiled without trades in all cases tried; equal to generated Python within
-    rounding, since fused loops sum in another order.
+    This takes seconds the first time, and less if Inductor's caches contain the code. In all cases
+    that were tried, results were bitwise equal to those of the same graph compiled without trades.
+    They equal those of generated Python except for rounding, because fused loops sum in another
+    order.
     """
     check_compiler()
     with compiler_failures(), _torch.inductor_settings() as mode:
@@ -64,8 +65,9 @@ def _fused(program: Program, *, mode: Any) -> Iterator[Fused | Instruction]:
 
 
 def check_compiler() -> None:
-    """Raise BadInput if there is no C++ compiler, which Inductor needs on the CPU, before
-    anything is compiled."""
+    """Raise BadInput, before anything is compiled, if there is no C++ compiler, which Inductor
+    needs on the CPU.
+    """
     if _torch.cpp_compiler() is None:
         raise BadInput(
             "the Inductor runner found no C++ compiler",
@@ -100,8 +102,9 @@ class Written:
 
 
 class FxSegments:
-    """Segments as fx graphs; each is written after the output layouts of the earlier ones are
-    known."""
+    """Segments as fx graphs; each one is written after the output layouts of the earlier ones are
+    known.
+    """
 
     def __init__(self, program: Program, mode: Any) -> None:
         self._program, self._mode = program, mode
@@ -123,7 +126,7 @@ class FxSegments:
         )
 
     def set_output_strides(self, written: Written, compiled: Any) -> None:
-        """Record the strides with which ``compiled`` returns the segment's outputs."""
+        """Record the strides with which ``compiled`` returns the outputs of the segment."""
         for name, strides in zip(written.segment.gives, compiled.output_strides, strict=True):
             fake = written.writer.output_fake(name)
             if strides is not None and tuple(map(int, strides)) != tuple(fake.stride()):
@@ -144,7 +147,7 @@ class FxSegments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NoAlias:
-    """An output that must not share memory with others: output ``place`` is later summed in
+    """An output that must not share memory with others, because output ``place`` is later summed in
     place.
 
     Neither the other ``outputs`` nor the ``inputs`` that are read later may share its storage,
@@ -194,12 +197,15 @@ def _unaliased_outputs(
 
 
 def _checked(compiled: Any, unaliased: Sequence[_NoAlias]) -> Run:
-    """Check the aliasing of the outputs in the first call only: it is the same in all steps."""
+    """Check the aliasing of the outputs in the first call only, because it is the same in all
+    steps.
+    """
     is_checked = not unaliased
 
     def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         nonlocal is_checked
-        # Only inputs that are alive elsewhere: others would not be freed during the call.
+        # Only inputs that are also alive elsewhere are kept; others would not be freed during the
+        # call.
         live_inputs = [] if is_checked else [[inputs[n] for n in one.inputs] for one in unaliased]
         results: Sequence[torch.Tensor] = compiled(inputs)
         if not is_checked:

@@ -1,10 +1,10 @@
-"""Lower a program to the program that Inductor makes of it, for the predictor to price.
+"""Lowers a program to the program that Inductor makes of it, so that the predictor can price it.
 
-Inductor generates a straight line of allocations, kernels and library calls. Here that code runs
-on fake tensors with stubs for kernels: nothing is computed and no C++ is compiled. Upstream's own
-estimate (torch._inductor.memory) sees a single segment, before buffers are reused, and not what
-library calls allocate. Not for running the program: inductor.py; not for the recorded data:
-recorder.py.
+Inductor generates straight-line code of allocations, kernels and library calls. Here that code runs
+on fake tensors, with stubs for kernels: nothing is computed and no C++ is compiled. Upstream's own
+estimate (torch._inductor.memory) covers a single segment, before buffers are reused, and ignores
+the allocations of library calls. Not for running the program (see inductor.py) or for the recorded
+data (see recorder.py).
 """
 
 import ast
@@ -67,8 +67,9 @@ def _lower(program: Program, kernels: dict[str, GeneratedKernel], mode: Any) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WrapperSource:
-    """The wrapper code that Inductor generated for one segment; ``origins`` maps a buffer to the
-    values it computes, and ``name`` prefixes its buffers."""
+    """The wrapper code that Inductor generated for one segment. ``origins`` maps a buffer to the
+    values that it contains, and ``name`` is the prefix of its buffers.
+    """
 
     name: str
     compiled: Any
@@ -100,8 +101,7 @@ def _lower_segment(written: Written, mode: Any, *, place: int) -> _WrapperSource
 def _run_wrapper(
     source: _WrapperSource, inputs: list[torch.Tensor], recorder: ProgramRecorder, mode: Any
 ) -> list[torch.Tensor]:
-    """Execute the wrapper statement by statement, so that each buffer can be matched with its
-    name."""
+    """Execute the wrapper statement by statement, so that the name of each buffer is known."""
     module = ast.parse(source.text)
     wrapper = _WrapperRecorder(source, recorder)
     scope: dict[str, Any] = {}
@@ -149,11 +149,12 @@ class _WrapperRecorder(_torch.TorchDispatchMode):
         self._statement_names: set[str] = set()
 
     def begin(self, statement: ast.stmt) -> None:
-        """Note the buffers that this statement names."""
+        """Record the buffers that this statement names."""
         names = [n.id for n in ast.walk(statement) if isinstance(n, ast.Name)]
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             self._target = statement.targets[0].id
-            # A buffer that reuses another's storage is first written by the next kernel.
+            # If a buffer reuses the storage of another one, the next kernel is the first to write
+            # it.
             self._unwritten.append(self._target)
         else:
             self._target = ""
@@ -169,7 +170,7 @@ class _WrapperRecorder(_torch.TorchDispatchMode):
         }
 
     def cpp_pybinding(self, kinds: Sequence[str], text: str) -> Callable[..., None]:
-        """Return a stub for a kernel; Inductor's wrapper calls this to compile one."""
+        """Return a stub for a kernel; Inductor's wrapper calls this function to compile one."""
 
         def kernel(*args: Any) -> None:
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -184,7 +185,7 @@ class _WrapperRecorder(_torch.TorchDispatchMode):
         return kernel
 
     def _origins(self) -> tuple[str, ...]:
-        """Return the values computed by the buffers that are first written in this statement."""
+        """Return the values in the buffers that are first written in this statement."""
         new = [
             name
             for name in self._unwritten
@@ -222,4 +223,6 @@ def _reinterpreted(
 
 
 def _ignore(*_: Any) -> None:
-    """Skip the wrapper's argument checks: the fake tensors match what Inductor was given."""
+    """Skip the wrapper's argument checks, because the fake tensors match what Inductor was
+    given.
+    """

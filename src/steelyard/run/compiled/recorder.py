@@ -1,7 +1,7 @@
-"""Record calls on fake tensors as the plain data of a program: nodes, storages, sinks.
+"""Records calls on fake tensors as the plain data of a program: nodes, storages, sinks.
 
 A value is identified by its storage; a buffer becomes a value with the first call that writes it.
-Not for the origin of the calls: see lower.py.
+Not for making the calls: see lower.py.
 """
 
 import itertools
@@ -33,16 +33,18 @@ _MAX_NAMED, _SEVERAL = 4, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedKernel:
-    """A generated kernel: the kinds of its arguments, its source, and the buffers it is the first
-    to write."""
+    """A generated kernel: the kinds of its arguments, its source, and the buffers that it is the
+    first to write.
+    """
 
     kinds: tuple[str, ...]
     text: str
     fresh: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device], ...]
 
     def bind(self, function: Callable[..., None]) -> Callable[..., Any]:
-        """Return a functional call of the compiled ``function``: it allocates the results it
-        writes."""
+        """Return a functional call of the compiled ``function``, which allocates the results that
+        it writes.
+        """
 
         def run(*args: torch.Tensor | int) -> Any:
             made = [
@@ -89,8 +91,9 @@ class ProgramRecorder:
         return fake
 
     def constant(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor for a constant that the compiler folded; it is resident like a
-        buffer."""
+        """Return a fake tensor for a constant that the compiler folded; like a buffer, it is
+        resident.
+        """
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         self._add_input(fake, name, nbytes=value.untyped_storage().nbytes(), role=Role.CONSTANT)
         return fake
@@ -116,8 +119,9 @@ class ProgramRecorder:
         origins: Sequence[str],
         phase: Phase,
     ) -> None:
-        """Record a generated kernel; arguments that it is the first to write are given as indices
-        of its results."""
+        """Record a generated kernel. An argument that it is the first to write is given as the
+        index of a result.
+        """
         made = self._first_written(tensors)
         places = {_torch.storage_key(fake): place for place, (_, fake) in enumerate(made)}
         inputs = self._names_read(tensors, made)
@@ -205,7 +209,9 @@ class ProgramRecorder:
         return results[0] if len(results) == 1 else results
 
     def _result(self, planned: Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return a result in the storage that the graph gives it: an input's, or a new one."""
+        """Return a result in the storage that the graph gives it: that of an input, or a new
+        one.
+        """
         graph = self._program.graph
         for name, fake in inputs.items():
             (base,) = graph.by_name[name].outputs
@@ -268,7 +274,7 @@ class ProgramRecorder:
             self._bases[tensors[0].storage] = (node.name, tensors[0])
 
     def _append_getitems(self, node: Node, names: Sequence[str]) -> None:
-        """Append one getitem node per result, if there are several."""
+        """Append a getitem node for each result, if there are several."""
         if len(node.outputs) < _SEVERAL:
             return
         for place, (name, tensor) in enumerate(zip(names, node.outputs, strict=True)):
@@ -294,7 +300,9 @@ class ProgramRecorder:
         )
 
     def _first_written(self, tensors: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Return the allocations that this call is the first to use, and so writes."""
+        """Return the allocations that this call is the first to use; these are the ones that it
+        writes.
+        """
         keys = dict.fromkeys(map(_torch.storage_key, tensors))
         return [self._unwritten.pop(key) for key in keys if key in self._unwritten]
 
@@ -380,7 +388,7 @@ class ProgramRecorder:
 def _functional(
     func: Any, kwargs: Mapping[str, Any], made: Sequence[torch.Tensor]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Replace ``mm.out`` into a new buffer by ``mm``, which costs the same."""
+    """Replace ``mm.out`` into a new buffer with ``mm``, which costs the same."""
     out = kwargs.get("out")
     plain = getattr(func.overloadpacket, "default", None)
     if out is None or plain is None or not any(out is fake for fake in made):
@@ -400,7 +408,9 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _signature(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the call's signature as capture writes it, so that both runners share measurements."""
+    """Return the call's signature in the form that capture uses, so that both runners share
+    measurements.
+    """
     parts = [_describe(a) for a in args]
     parts += [f"{key}={_describe(a)}" for key, a in kwargs.items()]
     return f"{func}({';'.join(parts)})"

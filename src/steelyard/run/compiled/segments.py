@@ -1,9 +1,10 @@
-"""Cut a program into segments to compile and lines that stay uncompiled, as functional fx graphs.
+"""Cuts a program into segments to be compiled and lines that stay uncompiled, as functional fx
+graphs.
 
-The program is cut where its backward pass begins: in one graph, a compiler could fuse a value's
-copy with the value itself, or merge the two; the copy would be made early and nothing would be
-saved. It is also cut at every collective, which a compiler would reorder. Nothing is merged
-across a cut. Not for compiling: see inductor.py.
+The program is cut where its backward pass begins. In a single graph, a compiler could fuse the
+recomputed copy of a value with the value itself, or merge the two; the copy would then be made
+early, and no memory would be saved. The program is also cut at every collective, because a compiler
+would reorder collectives. Nothing is merged across a cut. Not for compiling: see inductor.py.
 """
 
 import operator
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 _BERNOULLI = operator_named("steelyard.bernoulli.default")
 _COPY_STRIDED = "steelyard.copy_strided"
 _TORCH_TARGETS = (_torch.OpOverload, type(operator.getitem))
-# A single kernel has nothing to fuse with; called uncompiled, it needs no wrapper.
+# A single kernel has nothing to fuse with; if it is called uncompiled, it needs no wrapper.
 _MIN_KERNELS = 2
 
 
@@ -44,7 +45,7 @@ class Segment:
 
 @dataclass(slots=True, kw_only=True)
 class _Region:
-    """Consecutive lines that can be compiled together; ``phase`` is that of the first."""
+    """Consecutive lines that can be compiled together; ``phase`` is that of the first line."""
 
     lines: list[Instruction] = field(default_factory=list)
 
@@ -54,8 +55,9 @@ class _Region:
 
 
 def segments(program: Program) -> tuple[Segment | Instruction, ...]:
-    """Return the segments to compile and, in order, the uncompiled lines: collectives, sinks, and
-    regions of a single kernel."""
+    """Return the segments to be compiled and, in order, the uncompiled lines: collectives, sinks,
+    and regions of a single kernel.
+    """
     graph = program.graph
     _refuse_offload(graph)
     _refuse_pipeline(program)
@@ -68,8 +70,8 @@ def segments(program: Program) -> tuple[Segment | Instruction, ...]:
 def _regions(program: Program) -> Iterator[_Region | Instruction]:
     """Yield the regions and the uncompiled lines.
 
-    Waits and sinks move to the end of their region, or to just before the first reader of their
-    result: a received value, or a gradient sum that the sink accumulated.
+    A wait moves to the end of its region, or to just before the first line that reads the received
+    value. A sink moves in the same way, with the accumulated gradient sum as its result.
     """
     graph = program.graph
     region_of: dict[str, _Region] = {}
@@ -100,8 +102,8 @@ def _regions(program: Program) -> Iterator[_Region | Instruction]:
             close()
             found.append(line)
         elif _is_tuple_item(graph, line):
-            # A compiled segment returns tensors only, so the results of a multi-output operator
-            # are unpacked in the region that makes them.
+            # A compiled segment returns only tensors, so the results of a multi-output operator are
+            # unpacked in the region that makes them.
             region = region_of.get(line.inputs[0])
             (found if region is None else region.lines).append(line)
             if region is not None:
@@ -126,13 +128,14 @@ def _regions(program: Program) -> Iterator[_Region | Instruction]:
 
 
 def _is_opaque(node: Node) -> bool:
-    """True for a collective, or a call that no compiler can look into."""
+    """True for a collective, or for a call that no compiler can look into."""
     return node.collective is not None or node.op == UNPACK_ROWS or node.op in CODED_CALLS
 
 
 def _is_single_kernel(graph: Graph, lines: Sequence[Instruction], recomputed: Set[str]) -> bool:
-    """True for a single kernel that is not recomputed: a recomputed kernel is compiled both
-    times, for equal bits."""
+    """True for a single kernel that is not recomputed. A recomputed kernel is compiled both times,
+    so that its bits are equal.
+    """
     kernels = sum(not graph.by_name[line.node].is_free for line in lines)
     return kernels < _MIN_KERNELS and recomputed.isdisjoint(line.node for line in lines)
 
@@ -170,8 +173,8 @@ class _Dataflow:
     def _needs(self, region: _Region) -> tuple[list[str], list[Instruction]]:
         """Return the inputs of a region, and the views that it recomputes.
 
-        A view is not passed on but recomputed from its base: that is free, and leaves the
-        compiler free to choose the base's layout.
+        A view is not passed on but recomputed from its base. This costs nothing, and lets the
+        compiler choose the base's layout.
         """
         own = self._own[id(region)]
         saved: dict[str, None] = {}
@@ -231,14 +234,15 @@ def _is_tuple_item(graph: Graph, instruction: Instruction) -> bool:
 
 
 class Writer:
-    """Writes one segment as an fx graph with fake tensors, decomposed into operators that
-    Inductor fuses."""
+    """Writes one segment as an fx graph with fake tensors, decomposed into operators that Inductor
+    fuses.
+    """
 
     def __init__(self, graph: Graph, mode: Any) -> None:
         self._graph = graph
         self._mode = mode
         self._fx = torch.fx.Graph()
-        # A tuple for a multi-output operator that was decomposed.
+        # This is a tuple for a multi-output operator that was decomposed.
         self._nodes: dict[str, Any] = {}
         self._values: dict[str, str] = {}
         self._decompositions = _torch.inductor_decompositions()
@@ -279,8 +283,9 @@ class Writer:
         return self._values
 
     def _in_captured_layout(self, value: str, name: str) -> torch.fx.Node:
-        """Return an output in its captured layout: a gradient has its parameter's layout, but a
-        convolution would return that of its saved input."""
+        """Return an output in its captured layout. For a gradient this is its parameter's layout,
+        while a convolution would return it in the layout of its saved input.
+        """
         node: torch.fx.Node = self._nodes[value]
         planned = self._graph.by_name[name].outputs[0]
         strides = zip(planned.shape, node.meta["val"].stride(), planned.stride, strict=True)
@@ -309,7 +314,9 @@ class Writer:
         return self._add(target, args, kwargs, name=instruction.value)
 
     def _decomposed(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Add a call decomposed into parts: trades match whole operators, Inductor fuses parts."""
+        """Add a call that is decomposed into parts: trades match whole operators, but Inductor
+        fuses parts.
+        """
         operands = [x for x in _torch.tree_leaves((args, kwargs)) if isinstance(x, torch.fx.Node)]
         operands = list(dict.fromkeys(operands))
 
@@ -326,9 +333,10 @@ class Writer:
     def _add_bernoulli(self, like: torch.fx.Node, p: float, *, name: str) -> torch.fx.Node:
         """Add a random draw that has no input.
 
-        Inductor (torch 2.13) draws into a copy of ``like`` and may fuse a reader of the numbers
-        into the kernel that makes the copy, so that they are read before they are drawn. It also
-        fills the copy first, booleans one by one, which took a tenth of a small GPT's step.
+        Inductor (torch 2.13) would draw into a copy of ``like``. It may fuse an operator that reads
+        the numbers into the kernel that makes the copy, so that they are read before they are
+        drawn. It would also fill the copy first, with booleans one by one, which took a tenth of
+        the step time of a small GPT.
         """
         fake = like.meta["val"]
         settings = {"dtype": fake.dtype, "device": fake.device}
@@ -337,7 +345,9 @@ class Writer:
     def _add_restrided(
         self, x: torch.fx.Node, shape: list[int], stride: list[int]
     ) -> torch.fx.Node:
-        """Add a copy with these strides in functional operators: largest stride outermost."""
+        """Add a copy with these strides, in functional operators; the dim with the largest stride
+        is outermost.
+        """
         order = sorted(range(len(shape)), key=lambda d: (-stride[d], d))
         inverse = [order.index(d) for d in range(len(shape))]
         permuted = self._add(aten.permute.default, [x, order], {})
@@ -369,12 +379,15 @@ class Writer:
 
 
 def _has_effect(node: torch.fx.Node) -> bool:
-    """True if a node must run although nothing reads it: a draw, which advances the generator."""
+    """True if a node must run although nothing reads it, namely a draw, which advances the
+    generator.
+    """
     if node.op != "call_function":
         return True
     if not isinstance(node.target, _torch.OpOverload):
         return False
-    # Upstream (torch 2.13) marks ``empty`` as random too; filling it would take time.
+    # Upstream (torch 2.13) also marks ``empty`` as random. It is left out, because filling the
+    # tensor would take time.
     is_random = _torch.draws(node.target, node.args, node.kwargs)
     return is_random and "empty" not in node.target.overloadpacket.__name__
 
@@ -383,7 +396,7 @@ def _target(node: Node) -> Any:
     if node.is_getitem:
         return operator.getitem
     if node.op == "aten.view.default":
-        # The base of the view may have another layout than at capture.
+        # The layout of the view's base may be another one than at capture.
         return aten.reshape.default
     return operator_named(node.op)
 

@@ -1,13 +1,13 @@
-"""An authenticated rendezvous store: values written without the shared secret are rejected.
+"""An authenticated rendezvous store, which rejects values written without the shared secret.
 
-Ranks rendezvous in a torch store, which accepts writes from anyone who reaches its port. Rank 0
-and each other rank first prove to each other that they know ``STEELYARD_TOKEN``: each draws a
-challenge, and answers the other's with an HMAC over both. Every later value carries an HMAC over
-key and value, with a key of this rendezvous alone, and is verified when read. That includes the
-addresses by which gloo and NCCL connect.
+Ranks rendezvous in a torch store, which accepts writes from anyone who reaches its port. Rank 0 and
+each other rank first prove to each other that they know ``STEELYARD_TOKEN``: each draws a
+challenge, and answers the other's challenge with an HMAC over both. Every later value has an HMAC
+over its key and value, made with a key that is only used for this rendezvous; readers verify it.
+This covers the addresses with which gloo and NCCL connect.
 
-Not covered: counters and deleted keys (a stranger may stop a rendezvous, but not join it), and
-the data that gloo and NCCL send afterwards, in plain text: see docs/security.md.
+Counters and deleted keys are not covered: a stranger may stop a rendezvous, but not join it. Nor is
+the data that gloo and NCCL send afterwards in plain text: see docs/security.md.
 """
 
 import secrets
@@ -23,7 +23,7 @@ from steelyard.run.launch.environment import RankInfo
 from steelyard.run_token import DIGEST_BYTES, VARIABLE, is_proof, proof
 
 _CHALLENGE_BYTES = 32
-# Written instead of a challenge by a rank without a token.
+# A rank without a token writes this instead of a challenge.
 _NO_TOKEN = "no token"
 _FIRST, _OTHER, _KEY = b"first rank", b"other rank", b"key of this meeting"
 
@@ -46,7 +46,7 @@ class _Handshake:
     def __init__(self, store: Store, who: RankInfo, token: bytes, timeout_seconds: float) -> None:
         self._store, self._who, self._token = store, who, token
         self._timeout_seconds = timeout_seconds
-        # The number of ranks is included: a rank that expects too many would wait for them
+        # The number of ranks is included, because a rank that expects too many would wait for them
         # forever.
         challenge = secrets.token_hex(_CHALLENGE_BYTES)
         self._own = f"{who.size} {challenge}" if token else _NO_TOKEN
@@ -81,8 +81,9 @@ class _Handshake:
         return self._authenticated(theirs)
 
     def _authenticated(self, challenge: str) -> Store:
-        """Return the store with a key of this rendezvous alone, so that values of another one are
-        rejected."""
+        """Return the store with a key for this rendezvous only, so that values of another one are
+        rejected.
+        """
         return AuthenticStore(self._store, proof(self._token, _KEY, challenge.encode()))
 
     def _proof(self, side: bytes, rank: int, asked: str, own: str) -> str:
@@ -90,7 +91,8 @@ class _Handshake:
 
     def _check(self, key: str, whose: int, side: bytes, rank: int, asked: str, own: str) -> None:
         """Raise RankFailed unless the value under ``key`` proves that rank ``whose`` knows the
-        token."""
+        token.
+        """
         proof_text = self._read(key, whose)
         if not secrets.compare_digest(proof_text, self._proof(side, rank, asked, own)):
             raise self._unauthenticated(whose)
@@ -153,10 +155,10 @@ class AuthenticStore(Store):
 
     def __init__(self, inner: Store, key: bytes) -> None:
         super().__init__()
-        # Torch's stores accept and have more than their stubs declare.
+        # Torch's stores accept and contain more than their stubs declare.
         self._inner: Any = inner
         self._key = key
-        # C++ does not reference the Python clone, so this list does.
+        # C++ does not keep a reference to the Python clone, so this list does.
         self._clones: list[AuthenticStore] = []
 
     def set(self, key: str, value: str | bytes) -> None:

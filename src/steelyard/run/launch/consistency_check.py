@@ -1,9 +1,8 @@
-"""Before the first step, check that all ranks have the same plan, parameters and batch.
+"""Checks, before the first step, that all ranks have the same plan, parameters and batch.
 
-Each rank writes a plain text item for each of these into the rendezvous store: ranks that
-disagree on their number or on shapes could not exchange a tensor. Digests are compared; the text
-is read only if two differ. Not for which items are compared: the caller decides, with
-``words_for``.
+Each rank writes a plain text item for each of these into the rendezvous store, because ranks that
+disagree on their number or on shapes could not exchange a tensor. Digests are compared; the text is
+read only if two digests differ. The caller chooses the items, with ``words_for``.
 """
 
 import hashlib
@@ -24,8 +23,9 @@ _SIZE = "number of ranks"
 
 
 def words_for(*, plan_digest: str, parameters: Named, batch: Named) -> dict[str, str]:
-    """Return the items that have to be equal on all ranks, in the order in which differences are
-    reported."""
+    """Return the items that must be equal on all ranks, in the order in which differences are
+    reported.
+    """
     return {
         "torch": torch.__version__,
         "plan": plan_digest,
@@ -51,7 +51,8 @@ def agree(store: Store, who: RankInfo, words: Mapping[str, str], *, timeout_seco
     digests: list[Mapping[str, str]] = []
     for rank in range(who.size):
         digests.append(_digests_of(rank, store, who, timeout_seconds))
-        # Checked first: a rank that expects too many ranks would wait for them forever.
+        # This is checked first, because a rank that expects too many ranks would wait for them
+        # forever.
         _refuse_difference(_SIZE, digests, store)
     for item in words:
         _refuse_difference(item, digests, store)
@@ -88,7 +89,7 @@ def _digests_of(
 
 def _refuse_difference(item: str, digests: Sequence[Mapping[str, str]], store: Store) -> None:
     values = [digest.get(item, "") for digest in digests]
-    # The most frequent value; in a tie, that of the lowest rank.
+    # The most frequent value; if several are equally frequent, that of the lowest rank.
     most = Counter(values).most_common(1)[0][0]
     odd = next((rank for rank, value in enumerate(values) if value != most), None)
     if odd is None:
@@ -117,7 +118,7 @@ _REMEDIES = {
 
 
 def first_difference(here: str, there: str) -> tuple[str, str]:
-    """Return the first line in which the texts differ, from each; a missing line is empty."""
+    """Return the first line in which the texts differ, from each text; a missing line is empty."""
     ours, others = here.split("\n"), there.split("\n")
     for i in range(max(len(ours), len(others))):
         pair = tuple(lines[i] if i < len(lines) else "" for lines in (ours, others))

@@ -1,7 +1,6 @@
-"""Coordination of ranks that train together: equal initial models, a common last step, a single
-save.
+"""Coordinates ranks that train together: equal initial models, a common last step, a single save.
 
-Not for joining them (rendezvous.py), nor for the collectives of a step: those are nodes of its
+Not for joining them (see rendezvous.py) or for the collectives of a step, which are nodes of its
 graph.
 """
 
@@ -42,8 +41,9 @@ class Coordinator(Protocol):
     def asked_bytes(self) -> int: ...
 
     def stopping(self, signal: str) -> str:
-        """Return the signal that any rank has received, or an empty text; called by all ranks
-        before each step."""
+        """Return the signal that any rank has received, or an empty text; all ranks call this
+        before each step.
+        """
         ...
 
     def flag(self, number: int) -> None:
@@ -52,11 +52,13 @@ class Coordinator(Protocol):
 
     @property
     def flagged(self) -> int:
-        """The largest number flagged before the last call of ``stopping``; 0 if none was."""
+        """The largest number that was flagged before the last call of ``stopping``; 0 if there was
+        none.
+        """
         ...
 
     def same(self, number: int, *, of: int = 0) -> int:
-        """Return the value of rank ``of`` on all ranks."""
+        """Return, on all ranks, the value that rank ``of`` has."""
         ...
 
     def most(self, number: int) -> int: ...
@@ -66,11 +68,11 @@ class Coordinator(Protocol):
         ...
 
     def words(self, text: str, *, of: int = 0) -> str:
-        """Return the value of rank ``of`` on all ranks."""
+        """Return, on all ranks, the value that rank ``of`` has."""
         ...
 
     def broadcast_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
-        """Return the first rank's loss, for a step that not all ranks take."""
+        """Return the first rank's loss, for a step in which not all ranks take part."""
         ...
 
     def draw_equally(self, device: torch.device) -> None:
@@ -80,7 +82,7 @@ class Coordinator(Protocol):
     def check_equal(self, item: str, words: str) -> None:
         """Check that all ranks call this with the same text.
 
-        If only some ranks call it, the others are in another collective; the mismatch is
+        If only some ranks call this, the others are in another collective; the mismatch is
         diagnosed when their wait times out.
         """
         ...
@@ -202,8 +204,8 @@ class InGroup:
 def _check_announced(item: str, words: str) -> Iterator[None]:
     """Announce a check to the launcher.
 
-    If this rank alone makes the check, the others are in another collective, and this one fails
-    or never ends; the launcher then knows the reason.
+    If only this rank makes the check, the others are in another collective, and this one fails or
+    never ends. The launcher then knows the reason.
     """
     files = rank_info(os.environ).files
     if files is None:
@@ -215,7 +217,7 @@ def _check_announced(item: str, words: str) -> Iterator[None]:
 
 
 def _small_all_reduce_bytes(rank: int, num_ranks: int) -> int:
-    """Return the bytes this rank sends for gloo's all-reduce of one number of four bytes.
+    """Return how many bytes this rank sends in gloo's all-reduce of a number of four bytes.
 
     The number goes around the ring once from the last rank to the first, and then a second time
     to all others.
@@ -226,8 +228,9 @@ def _small_all_reduce_bytes(rank: int, num_ranks: int) -> int:
 
 
 def broadcast_model(tensors: Iterable[torch.Tensor], device: torch.device = CPU) -> None:
-    """Copy the first rank's tensors and random states to all ranks: models initialized
-    differently become equal."""
+    """Copy the first rank's tensors and random states to all ranks, so that models that were
+    initialized differently become equal.
+    """
     with torch.no_grad():
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
@@ -236,7 +239,8 @@ def broadcast_model(tensors: Iterable[torch.Tensor], device: torch.device = CPU)
 
 def bring_up_to_date(step: "LiveStep", coordinator: Coordinator) -> None:
     """Copy the state that standby ranks have missed from the first rank: weights, buffers,
-    optimizer state, compression residuals and random states."""
+    optimizer state, compression residuals and random states.
+    """
     broadcast_model([*step.model.parameters(), *step.model.buffers()], step.device)
     layout = coordinator.words(json.dumps(_state_layout(step)) if coordinator.saves else "")
     states, owed = TypeAdapter(_StateLayout).validate_json(layout, strict=True)
@@ -257,8 +261,8 @@ def bring_up_to_date(step: "LiveStep", coordinator: Coordinator) -> None:
     step.residuals.take_over(owed, lambda tensor: dist.broadcast(tensor, src=0))
 
 
-# For each optimizer state: the parameter's index, the state's name, and its shape and dtype, or
-# its value if it is a number. Then the number of owed residual elements by parameter.
+# For each optimizer state: the index of its parameter, its name, and its shape and dtype, or its
+# value if it is a number. After these, the number of scheduled residual elements by parameter.
 _StateLayout = tuple[list[tuple[int, str, tuple[list[int], str] | int | float]], dict[str, int]]
 
 

@@ -1,8 +1,8 @@
-"""Find this process's rank and the number of ranks from the launcher's environment variables.
+"""Finds this process's rank and the number of ranks in the launcher's environment variables.
 
-Supports our own launcher, torchrun and others that set its variables (RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT), and SLURM's srun. Without any of them, the process is a single rank.
-Not for joining the others: see rendezvous.py.
+It supports our own launcher, torchrun and others that set torchrun's variables (RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT), and SLURM's srun. Without any of them, the process is a single rank. Not
+for joining the others: see rendezvous.py.
 """
 
 import re
@@ -20,11 +20,11 @@ _MASTER = "MASTER_ADDR and MASTER_PORT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """A rank and how to reach the others: ``files`` if our launcher started it, else ``address``
-    and ``port`` of the rendezvous.
+    """A rank, and how to reach the others: ``files`` if our launcher started it, otherwise
+    ``address`` and ``port`` of the rendezvous.
 
     ``agent_holds_store``: torchrun's agent hosts the store, so rank 0 must not. ``hosts`` is the
-    number of hosts according to the launcher; ``is_one_host``: the launcher states that it is
+    number of hosts according to the launcher; ``is_one_host``: the launcher says that there is only
     one. ``store_is_external``: an extra process, which is not a rank, hosts the store.
     """
 
@@ -41,8 +41,9 @@ class RankInfo:
     store_is_external: bool = False
 
     def check_size(self, planned_ranks: int, *, planned_hosts: int = 1) -> None:
-        """Raise Mismatch unless the numbers of ranks and hosts are the plan's: a plan for 4 ranks
-        cannot run on 2."""
+        """Raise Mismatch unless the numbers of ranks and hosts are the plan's; a plan for 4 ranks
+        cannot run on 2.
+        """
         if self.size != planned_ranks:
             raise Mismatch(
                 f"the plan is for {planned_ranks} ranks, but {self.size} were started",
@@ -66,8 +67,8 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Return this process's rank information."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _of_torchrun(environ)
-    # A batch script outside srun has SLURM_PROCID and SLURM_NTASKS too, but is a single process;
-    # only srun sets the number of tasks of a step.
+    # A batch script outside of srun also has SLURM_PROCID and SLURM_NTASKS, but is a single
+    # process; only srun sets the number of tasks of a step.
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         return _of_slurm(environ)
     return RankInfo()
@@ -156,8 +157,9 @@ def _port(environ: Mapping[str, str]) -> int:
 
 
 def _port_of_job(environ: Mapping[str, str]) -> int:
-    """Derive a port that is equal on all ranks of a SLURM step and rarely that of another step,
-    without communication."""
+    """Derive a port that is equal on all ranks of a SLURM step, and rarely that of another step,
+    without communication.
+    """
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", default=0)
     return 20000 + (job * 7 + step) % 10000
 

@@ -1,9 +1,9 @@
-"""Determine which rank failed, and why: from the evidence on each rank to one error that names
-one.
+"""Determines which rank failed, and why: turns the evidence of all ranks into one error that names
+a rank.
 
-The first rank that failed by itself is to blame; a rank that only lost a peer is a witness. If
-all are witnesses, the rank that did not reach the collective in which the others waited is to
-blame. A pure function of the evidence. Not for collecting it: see monitor.py and
+The first rank that failed by itself is to blame; a rank that only lost a peer is a witness. If all
+are witnesses, the rank that did not reach the collective in which the others waited is to blame.
+The diagnosis is a pure function of the evidence. Not for collecting it: see monitor.py and
 status_reporter.py.
 """
 
@@ -35,7 +35,7 @@ _ALL = "0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The evidence on one rank.
+    """The evidence about one rank.
 
     ``status``: the exit code, or a negative signal number; None while it runs. ``stderr``: the
     end of its log; None if it has no log. ``was_asked``: the rank was asked for its position, and
@@ -65,14 +65,15 @@ class Evidence:
 
     @property
     def is_witness(self) -> bool:
-        """True if the rank failed because it lost, or did not find, another."""
+        """True if the rank failed because it lost, or did not find, another rank."""
         return self.statement is not None and self.statement.of_exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCase:
-    """The evidence on all ranks of one attempt. ``oom_kills``: the processes that the kernel
-    killed for lack of memory meanwhile; ``logs``: the folder of the ranks' logs, or empty."""
+    """The evidence about all ranks in one attempt. ``oom_kills``: how many processes the kernel
+    killed for lack of memory in the meantime; ``logs``: the folder of the ranks' logs, or empty.
+    """
 
     ranks: tuple[Evidence, ...]
     timeout_seconds: float
@@ -118,13 +119,14 @@ def _refused(case: FailureCase) -> SteelyardError | None:
                 rank=rank,
                 item=item,
             )
-    # A running rank may be about to report the same.
+    # A running rank may be about to report the same error.
     return None if any(one.is_running for one in case.ranks) else _refusal(case)
 
 
 def _refusal(case: FailureCase) -> SteelyardError | None:
-    """Return the input error of a rank. It names that rank if another rank found no error of its
-    own."""
+    """Return the input error of a rank. It names that rank if another rank did not find the error
+    itself.
+    """
     statements = {one.rank: one.statement for one in case.ranks if one.statement is not None}
     refused = [(s.at_seconds, rank) for rank, s in statements.items() if s.of_input]
     if not refused:
@@ -137,8 +139,9 @@ def _refusal(case: FailureCase) -> SteelyardError | None:
 
 
 def _not_finite(case: FailureCase) -> SteelyardError | None:
-    """Return the error of a non-finite loss. All ranks report it, and name its origin; the first
-    reporter is not to blame."""
+    """Return the error for a loss that is not finite. All ranks report it and name its origin; the
+    first to report it is not to blame.
+    """
     statements = [one for one in _by_time(case) if not one.of_exchange]
     if not statements or not statements[0].not_finite:
         return None
@@ -160,11 +163,11 @@ def _failed_by_itself(case: FailureCase) -> SteelyardError | None:
 
 
 def _ended_by_itself(case: FailureCase, one: Evidence) -> bool:
-    """True if a rank without a report ended by itself, and not because it lost another."""
+    """True if a rank without a report ended by itself, and not because it lost another rank."""
     if one.status == -signal.SIGABRT or (one.status or 0) > 0:
         if one.stderr is None:
-            # Without a log: if the others reported losing a peer, this rank would have, too. But
-            # gloo aborts silently if ranks exchange different amounts.
+            # Without a log, the reports of others decide: if they lost a peer, this rank would have
+            # reported it too. But gloo aborts silently if ranks exchange different amounts.
             others = any(other.is_witness for other in case.ranks if other is not one)
             return others and one.status != -signal.SIGABRT
         return not _GLOO_ERROR.search(one.stderr)
@@ -233,8 +236,9 @@ def _absent(case: FailureCase) -> SteelyardError | None:
 
 
 def _alone_in_check(case: FailureCase) -> SteelyardError | None:
-    """A rank whose batch has a new shape waits in an equality check, while the others are in the
-    step."""
+    """Return the error for a rank whose batch has a new shape: it waits in an equality check while
+    the others are in the step.
+    """
     asking = [one for one in case.ranks if one.pending_check is not None]
     if not asking or len(asking) == len(case.ranks):
         return None
@@ -252,8 +256,9 @@ def _alone_in_check(case: FailureCase) -> SteelyardError | None:
 
 
 def _other_exchange(case: FailureCase) -> SteelyardError | None:
-    """Compare the first recorded collectives in which ranks differ; a rank that does not wait has
-    issued more since."""
+    """Return the error from the first recorded collectives in which ranks differ. A rank that does
+    not wait has issued more since.
+    """
     by_collective: dict[tuple[str, int], dict[int, str]] = {}
     for one in case.ranks:
         for issued in (*one.progress.lately, *one.progress.issued):
@@ -270,8 +275,9 @@ def _other_exchange(case: FailureCase) -> SteelyardError | None:
 
 
 def _aborted(case: FailureCase) -> SteelyardError | None:
-    """Gloo aborts a process that is sent another amount than it expects, even if the other rank
-    is wrong."""
+    """Return the error for a process that gloo aborted: it was sent another amount than it expects,
+    though the other rank may be wrong.
+    """
     for one in case.ranks:
         if one.status == -signal.SIGABRT:
             words = [
@@ -289,7 +295,9 @@ def _aborted(case: FailureCase) -> SteelyardError | None:
 
 
 def _behind(case: FailureCase) -> SteelyardError | None:
-    """An issued collective completes by itself, so a rank that is behind did not issue it."""
+    """Return the error for a rank that is behind: an issued collective completes by itself, so this
+    rank did not issue it.
+    """
     latest: dict[str, Issued] = {}
     for one in case.ranks:
         for issued in one.progress.issued:
@@ -328,8 +336,9 @@ def _hanging(case: FailureCase, one: Evidence, missed: Issued | None) -> RankFai
 
 
 def _missed_in_shared_memory(case: FailureCase) -> SteelyardError | None:
-    """Messages through shared memory are not recorded by torch: one rank waited there for
-    another, which was in one of torch's collectives."""
+    """Return the error for messages through shared memory, which torch does not record: one rank
+    waited there for another, which was in one of torch's collectives.
+    """
     for other in case.ranks:
         missed = other.statement.missed if other.statement else None
         if missed is None or not 0 <= missed < len(case.ranks):
@@ -344,7 +353,7 @@ def _missed_in_shared_memory(case: FailureCase) -> SteelyardError | None:
 
 
 def _first_complaint(case: FailureCase) -> SteelyardError | None:
-    """If nothing identifies a culprit, return the first complaint."""
+    """Return the first complaint, if nothing identifies a culprit."""
     complaints = [one for one in case.ranks if one.is_witness]
     if complaints:
         one = min(complaints, key=lambda one: one.statement.at_seconds if one.statement else inf)

@@ -1,9 +1,9 @@
-"""Starts the ranks of one command on this host, through torchrun's elastic agent as a library.
+"""Starts the ranks of one command on this host, with torchrun's elastic agent as a library.
 
 Nothing listens beyond loopback: ranks rendezvous in a file, and gloo uses the loopback interface.
-The agent's own rendezvous is between hosts; for a single host ours answers at once, without a TCP
-store or sharing one (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). Not for several hosts: there torchrun
-or srun starts the ranks, which meet through rendezvous.py.
+The agent's own rendezvous is made for several hosts. For a single host, our replacement answers at
+once, without a TCP store or sharing one (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). Not for several
+hosts: there torchrun or srun starts the ranks, which meet through rendezvous.py.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from steelyard.run.launch.monitor import Watch
 from steelyard.run.launch.run_files import FOLDER_VARIABLE, RankFiles
 from steelyard.safe_text import printable
 
-# Failures that may not recur. An exception recurs with the same code and data.
+# Failures that may not happen again. An exception would happen again with the same code and data.
 RESTARTED_AFTER: frozenset[Cause] = frozenset(
     {"killed", "exit code", "stopped", "hanging", "absent", "exchange"}
 )
@@ -44,8 +44,9 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """The end of a run: all ranks succeeded, after ``restarts``, or ``stopped_by`` names the
-    signal that stopped the launcher."""
+    """The end of a run: all ranks succeeded after ``restarts``, or ``stopped_by`` names the signal
+    that stopped the launcher.
+    """
 
     restarts: tuple[RankFailed, ...] = ()
     stopped_by: str = ""
@@ -68,8 +69,8 @@ def launch(
     cause.
 
     ``timeout_seconds`` is the time that ranks wait for each other, as given to ``joined``. Rank 0
-    prints to this process's streams; the others write below ``logs``, which errors name if
-    ``logs_stay``. Signals that ask to stop are forwarded, and ranks that have not ended
+    prints to this process's streams; the others write to files below ``logs``, which error messages
+    name if ``logs_stay``. Signals that ask to stop are forwarded. Ranks that have not ended
     ``shutdown_seconds`` later are killed.
     """
     # Python delivers signals to the main thread only, and ranks end with the thread that started
@@ -123,7 +124,8 @@ def _spec(command: Sequence[str], num_ranks: int, run_id: str, max_restarts: int
 class _Group(LogsSpecs):
     """The ranks of each attempt: their log files and their monitor.
 
-    The agent requests the logs of an attempt before starting it; that begins a new attempt.
+    The agent requests the logs of an attempt before it starts the attempt; this request begins a
+    new attempt here.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class _Group(LogsSpecs):
                 "MASTER_ADDR": "",
                 "MASTER_PORT": "",
             }
-            # The agent redirects nothing: orphan_guard.py does.
+            # The agent redirects nothing, because orphan_guard.py does.
             logs.stdouts[rank] = logs.stderrs[rank] = ""
             logs.error_files[rank] = str(own_files.error)
         self._watch = Watch(files, timeout_seconds=self._timeout_seconds, logs_stay=self._logs_stay)
@@ -191,7 +193,7 @@ class _Group(LogsSpecs):
 
 
 class _OneHost(RendezvousHandler):
-    """A rendezvous of a single host."""
+    """A rendezvous for a single host."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -220,7 +222,7 @@ class _OneHost(RendezvousHandler):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the agent's log on stderr; the raised error is the report."""
+    """Silence the agent's log on stderr, because the raised error is the report."""
     logger = logging.getLogger("torch.distributed.elastic")
     silent, propagate = logging.NullHandler(), logger.propagate
     logger.addHandler(silent)
@@ -234,12 +236,12 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signal_handlers_restored() -> Iterator[None]:
-    """Restore the signal handlers: the agent installs its own and does not remove them."""
+    """Restore the signal handlers, because the agent installs its own and does not remove them."""
     before = {number: signal.getsignal(number) for number in _STOPPING}
     try:
         yield
     finally:
         for number, handler in before.items():
-            # None is a handler not set from Python, which cannot be restored.
+            # None means a handler that was not set from Python; it cannot be restored.
             if handler is not None:
                 signal.signal(number, handler)

@@ -1,9 +1,9 @@
-"""The launcher's monitor: detects that a rank has failed, finds out which, and ends all ranks.
+"""The launcher's monitor: detects that a rank has failed, finds out which one, and ends all ranks.
 
-Each poll is cheap: the state of the processes, and the files they wrote. Ranks that wait for a
-stopped or hanging rank report that themselves when their collective times out; then the running
-ranks are asked for their position. Nothing else runs while all is well; there are ten polls a
-second. Not for the interpretation of the evidence: see failure_diagnosis.py. Linux only: /proc,
+Ten times per second, it reads the state of the processes and the files that they have written,
+which is cheap. Ranks that wait for a stopped or hanging rank report this themselves when their
+collective times out; then the running ranks are asked for their position. Not for the
+interpretation of the evidence: see failure_diagnosis.py. This works on Linux only: it needs /proc,
 and waits that leave dead processes for the agent to reap.
 """
 
@@ -23,13 +23,13 @@ from steelyard.run.launch.rank_status import RankProgress, RankStatus
 from steelyard.run.launch.run_files import RankFiles, read_whole
 from steelyard.safe_text import printable
 
-# A dying rank closes its connections before its process is seen to end; complaints of the others
-# are not judged before this has passed.
+# A dying rank closes its connections before its process is seen to end. Complaints of other ranks
+# are therefore judged only after this time.
 _GRACE_SECONDS = 0.7
-# The time a rank has to answer; with the grace period it is less than the 5 s that a verdict may
-# take.
+# The time that a rank has to answer. Together with the grace period it is less than the 5 s that a
+# verdict may take.
 _ANSWER_SECONDS = 3.0
-# For a failed rank to print its traceback, and for the kernel to end killed processes.
+# The time for a failed rank to print its traceback, and for the kernel to end killed processes.
 _TRACEBACK_SECONDS, _DEATH_SECONDS = 2.0, 10.0
 _POLL_SECONDS = 0.05
 _STDERR_BYTES = 4096
@@ -50,8 +50,9 @@ class Watch:
         self._oom_kills_before = oom_kills()
 
     def poll(self, pids: Mapping[int, int]) -> SteelyardError | bool:
-        """Return False while the ranks run and True when all succeeded; after a failure, end all
-        ranks and return the error."""
+        """Return False while the ranks run, and True when all have succeeded. After a failure, end
+        all ranks and return the error.
+        """
         case = self._case(pids)
         if not self._is_trouble(case):
             done = all(one.status == 0 for one in case.ranks)
@@ -93,7 +94,7 @@ class Watch:
     def _ask(self, case: FailureCase) -> None:
         for one in case.ranks:
             if one.is_running and one.rank not in self._asked:
-                # A rank that has not joined yet has no pipe, or no reader on it.
+                # A rank that has not joined yet has no pipe, or nothing that reads from it.
                 with contextlib.suppress(OSError):
                     pipe = os.open(self._files[one.rank].ask, os.O_WRONLY | os.O_NONBLOCK)
                     with open(pipe, "wb", buffering=0) as asking:  # noqa: PTH123 - no path, a pipe
@@ -115,7 +116,7 @@ class Watch:
     def _evidence(self, rank: int, pid: int) -> Evidence:
         files = self._files[rank]
         status = _status(pid)
-        # Read after the status, so that everything a rank wrote before its end is seen.
+        # Read after the status, so that everything that a rank wrote before its end is seen.
         written = read_whole(files.error)
         report = written.get("steelyard") if written else None
         answer = read_whole(files.answer) if rank in self._asked else None
@@ -145,8 +146,9 @@ class Watch:
     # --- ending -----------------------------------------------------------------------------------
 
     def _kill(self, pids: Mapping[int, int]) -> None:
-        """Kill the ranks and their children: each rank leads a process group, and is not reaped
-        before this."""
+        """Kill the ranks and their children. Each rank leads a process group, and is not reaped
+        before this.
+        """
         for pid in pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -169,7 +171,7 @@ def _status(pid: int) -> int | None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """True in state T of proc(5), stopped by a signal; t means stopped by a debugger."""
+    """True in state T of proc(5): stopped by a signal. (State t means stopped by a debugger.)"""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
-"""Select the network interface over which a host reaches the others.
+"""Selects the network interface over which a host reaches the others.
 
-By default gloo uses the interface of the host's own name, on many machines loopback, which no
-other host reaches. A GLOO_SOCKET_IFNAME set by the user is respected. Not for the rendezvous: see
-rendezvous.py.
+By default, gloo uses the interface to which the host's own name resolves. On many machines this is
+loopback, which no other host can reach. A GLOO_SOCKET_IFNAME that the user has set is respected.
+Not for the rendezvous: see rendezvous.py.
 """
 
 import ipaddress
@@ -17,7 +17,9 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def set_interface_on_one_host(who: RankInfo, environ: MutableMapping[str, str]) -> None:
-    """Use loopback if all ranks are known to be on one host, else the interface of MASTER_ADDR."""
+    """Use loopback if all ranks are known to be on one host; otherwise, use the interface of
+    MASTER_ADDR.
+    """
     name = "lo" if who.is_one_host else interface_of(address_towards(who.address))
     if name:
         environ.setdefault(VARIABLE, name)
@@ -26,8 +28,9 @@ def set_interface_on_one_host(who: RankInfo, environ: MutableMapping[str, str]) 
 def set_interface_between_hosts(
     store: Store, who: RankInfo, environ: MutableMapping[str, str]
 ) -> None:
-    """Use the interface towards the first host, or, on the first host, towards the second: its
-    own name may resolve to loopback."""
+    """Use the interface towards the first host. On the first host, use that towards the second,
+    because its own name may resolve to loopback.
+    """
     ranks_per_host = who.size // who.hosts
     if who.rank >= ranks_per_host:
         towards = who.address

@@ -1,13 +1,14 @@
-"""Replaces itself by a rank's command, after making sure that no rank outlives its launcher.
+"""Replaces itself with a rank's command, after making sure that the rank does not outlive its
+launcher.
 
 ``python orphan_guard.py PARENT COMMAND...`` asks the kernel to kill this process when its parent
-ends, and then executes COMMAND; the setting survives the exec. It therefore holds before the
+ends, and then executes COMMAND; the setting survives the exec. It is therefore in effect before the
 command's first line, for any command, and even if the launcher is killed with SIGKILL, which the
-launcher could not handle. A closing pipe would need a reader in the rank. Not for children of a
-rank: they share the rank's process group, which is killed as a whole; if the launcher is killed
-too, they have to notice by themselves (torch's data workers do). All ranks but the first write
-into their folder (see run_files.py) from here on. Imports nothing of ours: it is run by path,
-without site-packages.
+launcher could not handle. A pipe that closes would need a thread in the rank that reads it.
+Children of a rank are not covered. They share the rank's process group, which is killed as a whole;
+if the launcher is killed too, they must notice this by themselves (torch's data workers do). From
+here on, all ranks but the first write into their folder (see run_files.py). This file imports
+nothing of ours, because it is run by its path, without site-packages.
 """
 
 import ctypes
@@ -33,7 +34,9 @@ def main(parent: int, command: list[str]) -> None:
 
 
 def _write_to(path: str, stream: int) -> None:
-    """Redirect a stream to a file. The agent would leave its own log files open (torch 2.13)."""
+    """Redirect a stream to a file. (In torch 2.13, the agent would leave its own log files
+    open.)
+    """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(file, stream)
     os.close(file)

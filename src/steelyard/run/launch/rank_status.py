@@ -1,7 +1,7 @@
 """A rank's report on itself: its progress and the exception that ended it, as data and JSON.
 
-Not for how it is obtained: see status_reporter.py. Files are read field by field and may be
-incomplete: a rank may be killed at any moment, and a person may edit files.
+Files are read field by field and may be incomplete, because a rank may be killed at any moment and
+a person may edit files. Not for obtaining the report: see status_reporter.py.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,10 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
-    """``issued``: the last collective of each group; ``lately``: the last ones of all groups, in
-    order. ``is_waiting``: True if any exchange is pending. ``line``: the position in the user's
-    code."""
+    """The progress of a rank. ``issued``: the last collective of each group; ``lately``: the last
+    ones of all groups, in order. ``is_waiting``: True if any exchange is pending. ``line``: the
+    position in the user's code.
+    """
 
     issued: tuple[Issued, ...] = ()
     lately: tuple[Issued, ...] = ()
@@ -49,11 +50,11 @@ class RankProgress:
 class RankStatus:
     """An exception that ended a rank, as that rank saw it.
 
-    ``of_input``: the request cannot be honoured, on any rank or at a second attempt.
-    ``of_exchange``: it came from communication, so another rank may be to blame. ``differs``: the
-    rank whose item differs, and the item; ``absent``: a rank that never joined; ``missed``: a
-    rank that sent nothing through shared memory. ``not_finite``: the loss was not finite, which
-    all ranks find at once.
+    ``of_input``: the request cannot be honoured on any rank, even at a second attempt.
+    ``of_exchange``: the exception came from communication, so another rank may be to blame.
+    ``differs``: the rank whose item differs, and the item. ``absent``: a rank that never joined.
+    ``missed``: a rank that sent nothing through shared memory. ``not_finite``: the loss was not
+    finite, which all ranks find at the same time.
     """
 
     kind: str

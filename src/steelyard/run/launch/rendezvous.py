@@ -1,7 +1,6 @@
-"""Inside a rank: rendezvous with the others, check consistency, and leave without cutting them
-off.
+"""Inside a rank: finds the other ranks, checks consistency, and leaves without cutting them off.
 
-Not for the collectives of a step: those are nodes of the graph.
+Not for the collectives of a step, which are nodes of its graph.
 """
 
 import contextlib
@@ -34,8 +33,8 @@ _NO_SECRET = (
     f"reaches that port can act as a rank; set {VARIABLE} on all hosts (docs/security.md)\n"
 )
 _STORE_KEY, _NOT_NEEDED = "store is needed", "no more"
-# The interval at which ranks refresh their claim on the store; the time allowed for the first
-# claim, and for each later one.
+# The interval at which ranks refresh their claim on the store, the time allowed for the first
+# claim, and that for each later one.
 _HEARTBEAT_SECONDS, _START_SECONDS, _PATIENCE_SECONDS, _POLL_SECONDS = 2.0, 900.0, 120.0, 0.5
 
 
@@ -51,7 +50,7 @@ def joined(
 ) -> Iterator[None]:
     """Provide the default process group within this context; a single rank needs none.
 
-    ``words`` have to be equal on all ranks (see consistency_check.py). A rank may come up to
+    ``words`` must be equal on all ranks (see consistency_check.py). A rank may come up to
     ``start_seconds`` after another; from then on every wait times out after ``timeout_seconds``.
     ``store`` is an existing rendezvous store to use.
     """
@@ -75,7 +74,8 @@ def joined(
             timeout=timedelta(seconds=timeout_seconds),
         )
         try:
-            # Recorded before the connections close: the others' complaints come after it.
+            # Recorded before the connections close, because the complaints of other ranks come
+            # after that.
             with recorded(who):
                 yield
                 # A rank that disconnects early would cut off those that still receive.
@@ -87,11 +87,12 @@ def joined(
 @contextlib.contextmanager
 def needing_store(who: RankInfo) -> Iterator[None]:
     """Within this context, rank 0 tells a process that only hosts the store that the ranks still
-    need it."""
+    need the store.
+    """
     if not who.store_is_external or who.rank != 0:
         yield
         return
-    # A store connection serves a single thread.
+    # A connection to the store serves a single thread.
     store, is_over = _external_store(who), threading.Event()
 
     def heartbeat() -> None:
@@ -101,7 +102,7 @@ def needing_store(who: RankInfo) -> Iterator[None]:
             try:
                 store.set(_STORE_KEY, str(count))
             except dist.DistError:
-                return  # the host process has ended; those that need the store will report it
+                return  # the hosting process has ended; ranks that need the store will report it
 
     thread = threading.Thread(target=heartbeat, daemon=True)
     thread.start()
@@ -115,7 +116,9 @@ def needing_store(who: RankInfo) -> Iterator[None]:
 
 
 def _external_store(who: RankInfo) -> Store:
-    """Connect without authentication: the only value read is if the store is needed."""
+    """Connect without authentication, because only one value is read: if the store is still
+    needed.
+    """
     store = _store_at_port(who, timedelta(seconds=_START_SECONDS))
     return PrefixStore(f"held in attempt-{who.attempt}", store)
 
@@ -134,11 +137,11 @@ def hold_meeting_place(who: RankInfo) -> None:
 
 
 def meeting_place(who: RankInfo, *, timeout_seconds: float = 300) -> Store:
-    """Return the rendezvous store, with a prefix per attempt: addresses of the last attempt are
-    stale (with them, torchrun restarted in vain).
+    """Return the rendezvous store, with a prefix for each attempt. Addresses of the last attempt
+    are stale; torchrun's restarts failed when they were used.
 
-    Ranks of our launcher use a file that only their user can open. All others use a port, and
-    prove to each other that they know ``STEELYARD_TOKEN`` if they have one.
+    Ranks of our launcher use a file that only their user can open. All others use a port; if they
+    have a ``STEELYARD_TOKEN``, they prove to each other that they know it.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if who.files is not None:
@@ -173,8 +176,9 @@ def _store_at_port(who: RankInfo, timeout: timedelta) -> Store:
 
 
 def is_within_host(who: RankInfo) -> bool:
-    """True if only processes of this host reach the port. With several hosts the first host's
-    name may resolve to loopback there, and the others still connect from outside."""
+    """True if only processes of this host can reach the port. With several hosts, the first host's
+    name may resolve to loopback there, and the others still connect from outside.
+    """
     try:
         return ipaddress.ip_address(who.address).is_loopback
     except ValueError:

@@ -1,7 +1,7 @@
 """The rendezvous port, open only on the interface that leads to the other ranks.
 
-A TCPStore by default listens on all interfaces; ours is given a bound socket. Not for gloo's
-interface: see network_interface.py.
+By default, a TCPStore listens on all interfaces; this one gets a socket that is already bound. Not
+for gloo's interface: see network_interface.py.
 """
 
 import errno
@@ -19,7 +19,7 @@ from steelyard.run.launch.network_interface import VARIABLE
 from steelyard.safe_text import printable
 
 _BACKLOG = 4096
-# A process that rendezvouses twice at one address still has its store.
+# A process that joins two rendezvous at the same address still has the first store.
 _SERVED: dict[tuple[str, int], TCPStore] = {}
 
 
@@ -34,7 +34,8 @@ def served_store(who: RankInfo, environ: Mapping[str, str], *, timeout: timedelt
             listening = _bound(address, who.port)
         except OSError as error:
             refused.append(f"{address}: {error.strerror}")
-            if error.errno == errno.EADDRNOTAVAIL:  # not an address of this host, as behind NAT
+            # not an address of this host, for example because of NAT
+            if error.errno == errno.EADDRNOTAVAIL:
                 continue
             break
         store = TCPStore(
@@ -57,8 +58,9 @@ def served_store(who: RankInfo, environ: Mapping[str, str], *, timeout: timedelt
 
 
 def addresses(who: RankInfo, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the addresses to listen on, the likeliest first: MASTER_ADDR, unless it resolves to
-    loopback and ranks come from other hosts."""
+    """Yield the addresses to listen on, the likeliest first. This is MASTER_ADDR, unless it
+    resolves to loopback and ranks come from other hosts.
+    """
     is_number = _is_address(who.address)
     for address in _resolved(who.address):
         if is_number or who.hosts == 1 or not ipaddress.ip_address(address).is_loopback:
@@ -81,7 +83,7 @@ def _bound(address: str, port: int) -> socket.socket:
 def _resolved(name: str) -> list[str]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:  # no such name; the ranks that use it report the error
+    except OSError:  # there is no such name; the ranks that use it report the error
         return []
     return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Passes the folder to a rank; if set, Steelyard started the rank.
+# Tells a rank the path of the folder; if it is set, Steelyard started the rank.
 FOLDER_VARIABLE = "STEELYARD_RANK_FOLDER"
 _MOST_BYTES = 2**20
 

@@ -1,10 +1,10 @@
-"""Inside a rank: record the exception that ends it, and report its position when asked.
+"""Inside a rank: records the exception that ends it, and reports its position when asked.
 
 The launcher asks after others have waited for this rank in vain. A thread answers, so that a rank
-that sleeps or loops answers too; native code that holds the interpreter prevents an answer, which
-is informative as well. torch's flight recorder has the last collective issued: it records gloo in
-torch 2.13 too. (Its states stay "scheduled" there; ``retired`` tells if one has completed.) Not
-for the diagnosis: see failure_diagnosis.py.
+that sleeps or loops answers too. If native code holds the interpreter, there is no answer, which is
+informative as well. torch's flight recorder has the last collective that was issued, in torch 2.13
+also with gloo. (With gloo, its states stay "scheduled", but ``retired`` tells if a collective has
+completed.) Not for the diagnosis: see failure_diagnosis.py.
 """
 
 import contextlib
@@ -34,21 +34,20 @@ from steelyard.safe_text import printable
 if TYPE_CHECKING:
     from steelyard.comm.gloo.point_to_point import Note
 
-# Gloo raises a plain RuntimeError that begins with the position in gloo's source, except for a
-# collective issued after another has timed out.
+# Gloo raises a plain RuntimeError that begins with a position in gloo's source, except for a
+# collective that is issued after another has timed out.
 _GLOO_ERROR = re.compile(
     r"gloo/|gloo::|Connection (closed|reset) by peer|Application timeout caused pair closure"
 )
 # The position in gloo's source, and gloo's guess at the cause.
 _GLOO_NOISE = re.compile(r"^\[[^\]]*gloo[^\]]*\] |\.? This is typically caused by .*$")
 _MEMORY_ERROR = re.compile(r"can't allocate memory|std::bad_alloc|not enough memory|out of memory")
-# torchrun's own reader of error files (ProcessFailure) expects its fields in the file of this
-# variable.
+# torchrun reads error files with ProcessFailure, which expects its fields in the file that this
+# variable names.
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-# More than are ever in flight, from the first collective that ranks made differently to the last.
+# More than are ever in flight between the first collective in which ranks differ and the last one.
 _LATELY = 64
-# Longer than the launcher takes; the launcher lives as long as this process (see
-# orphan_guard.py).
+# Longer than the launcher takes. The launcher lives as long as this process (see orphan_guard.py).
 _VERDICT_SECONDS = 20
 
 
@@ -57,8 +56,8 @@ def recorded(who: RankInfo) -> Iterator[None]:
     """Record the exception that ends this block, for the launcher or for torchrun, and re-raise
     it.
 
-    May be nested: the first record stays. A rank that lost another waits for the launcher's
-    verdict, which ends it: its own traceback would bury the cause.
+    This may be nested; the first record is kept. A rank that lost another rank waits for the
+    launcher's verdict, which ends it, because its own traceback would bury the cause.
     """
     try:
         yield
@@ -67,7 +66,7 @@ def recorded(who: RankInfo) -> Iterator[None]:
             path = who.files.error if who.files else _path_of(os.environ.get(_ERROR_FILE_VARIABLE))
             if path is not None and not path.exists():
                 status = statement_of(error)
-                # The original error matters, not a failure to record it (a full disk, say).
+                # The original error matters, not a failure to record it (such as a full disk).
                 with contextlib.suppress(OSError):
                     write_whole(path, _as_error_file(error, status))
                 if who.files is not None and status.of_exchange:
@@ -77,8 +76,9 @@ def recorded(who: RankInfo) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reporting_lost_connections(who: RankInfo) -> Iterator[None]:
-    """Raise a readable RankFailed for a lost connection if no launcher of ours diagnoses it, as
-    with several hosts."""
+    """Raise a readable RankFailed for a lost connection if our launcher cannot diagnose it, as with
+    several hosts.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -130,7 +130,9 @@ def statement_of(error: BaseException) -> RankStatus:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and those it was raised from or while handling."""
+    """Yield the error, and the errors from which it was raised or while handling which it was
+    raised.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -156,8 +158,8 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 def progress(line: str = "") -> RankProgress:
-    # Imported only after an error: this loads much of torch, which a running step has loaded
-    # already.
+    # Imported only after an error, because this loads much of torch; a running step has already
+    # loaded it.
     from steelyard import _torch
     from steelyard.comm.gloo.point_to_point import LATELY
 
@@ -176,10 +178,10 @@ def progress(line: str = "") -> RankProgress:
 
 
 def _numbered(entries: list[dict[str, Any]], notes: "list[Note]") -> list[Issued]:
-    """Number the collectives in order of issue, torch's and ours together; each counts only its
-    own.
+    """Number the collectives in the order of issue, torch's and ours together; each of the two
+    counts only its own.
 
-    Sends and receives are skipped: ranks do not share their numbers.
+    Sends and receives are skipped, because their numbers are not the same on all ranks.
     """
     entries_by_time = [(note.at_ns, note.group, "ours", note.number, note.words) for note in notes]
     for entry in entries:
@@ -203,7 +205,7 @@ def _words_for(entry: dict[str, Any]) -> str:
 
 def answer_when_asked(files: RankFiles) -> None:
     os.mkfifo(files.ask, mode=0o600)
-    # Opened for writing too: a pipe without a writer would be at its end at once.
+    # Opened for writing too, because a pipe without a writer would be at its end at once.
     pipe = os.open(files.ask, os.O_RDWR | os.O_CLOEXEC)
 
     def answer() -> None:
@@ -223,7 +225,7 @@ def _line_of_error(error: BaseException) -> str:
 
 
 def _line_of(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the innermost line outside torch, Python and Steelyard, else an empty text."""
+    """Return the innermost line outside of torch, Python and Steelyard, or an empty text."""
     users = [(f, number) for f, number in frames if not _is_library(f.f_code.co_filename)]
     if not users:
         return ""

@@ -1,6 +1,7 @@
 """Runs a pipelined training step on the ranks, in the order of one of torch's schedules.
 
-Not for what a stage computes (stage.py), nor for choosing stages and schedule: the plan does.
+Not for the computation of a stage (see stage.py) or for choosing stages and schedule, which the
+plan does.
 """
 
 import contextlib
@@ -29,13 +30,13 @@ from steelyard.run.pipeline.stage import LiveStage, Values, keep_only
 
 
 class PipelineDriver:
-    """Runs the pipeline stages of this rank; every rank is given the whole batch.
+    """Runs the pipeline stages of this rank; every rank gets the whole batch.
 
-    Micro-batches are weighted, and draw random numbers, as on a single device. Gradients of
+    Weights of micro-batches and random numbers are those of a single device. Gradients of
     parameters that several ranks hold are summed, also over the ``replicas``, which hold the same
-    stages and train on other samples; ``in_shares`` names the weights that are sharded over them.
-    Collectives within a stage go over ``channels``; the pipeline's channel records this rank's
-    idle time.
+    stages and train on other samples. ``in_shares`` names the weights that are sharded over the
+    replicas. Collectives within a stage use ``channels``; the pipeline's channel records this
+    rank's idle time.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class PipelineDriver:
 
     @property
     def held_bytes(self) -> int:
-        """Memory reserved for messages, also between steps."""
+        """Memory that is reserved for messages, also between steps."""
         return self._messages.held_bytes
 
     @property
@@ -113,7 +114,9 @@ class PipelineDriver:
     def _tied_parameters(
         self, shared: Sequence[tuple[str, tuple[int, ...]]], live: Mapping[str, Any]
     ) -> list[tuple[torch.Tensor, dist.ProcessGroup]]:
-        """Return this rank's parameters that other ranks hold too, with those ranks' group."""
+        """Return this rank's parameters that other ranks also have, with the group of those
+        ranks.
+        """
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         sums = []
         for name, stages in shared:
@@ -122,8 +125,7 @@ class PipelineDriver:
                 continue
             if ranks not in groups:
                 world = [dist.get_global_rank(self._group, r) for r in ranks]
-                # Only these ranks create the group: the ranks of another pipeline create their
-                # own.
+                # Only these ranks create the group; the ranks of another pipeline create their own.
                 groups[ranks] = dist.new_group(world, use_local_synchronization=True)
             sums.append((live[name], groups[ranks]))
         take_turns()
@@ -132,8 +134,9 @@ class PipelineDriver:
     def run(
         self, micro_batches: Sequence[Mapping[str, Any]], shares: Sequence[float]
     ) -> torch.Tensor:
-        """Run all micro-batches forward and backward; return the loss, broadcast by the rank that
-        has it."""
+        """Run all micro-batches forward and backward; return the loss, which the rank that has it
+        broadcasts.
+        """
         with self._waiting.running():  # paused while a stage computes: see _ScheduledStage
             with self._reduced_gradients_detached():
                 losses = self._run_schedule(micro_batches)
@@ -181,7 +184,7 @@ class PipelineDriver:
     def _reduced_gradients_detached(self) -> Iterator[None]:
         """Exclude already reduced gradients of earlier calls, and add them afterwards.
 
-        If the call fails, they are restored unchanged.
+        If the call fails, these gradients are restored unchanged.
         """
         summed = {id(p): p for p, _ in self._tied}
         if self._replicas is not None:
@@ -231,14 +234,14 @@ def _clear_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the gradient, zeros if this rank has none."""
+    """Return the gradient, or zeros if this rank has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
 class _ScheduledStage(PipelineStage):
-    """A live stage as torch's schedules drive it.
+    """A live stage in the form that torch's schedules expect.
 
     Its own forward and backward passes replace autograd's. Torch is given a token as input and
     output, because it would otherwise keep buffers for all micro-batches at once.
@@ -351,7 +354,7 @@ class _ScheduledStage(PipelineStage):
         self._values[bwd_chunk_id].clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Do nothing: gradients that ranks share are summed at the end of the step, all at once."""
+        """Do nothing: gradients that ranks share are all summed at the end of the step."""
 
     def _pop_outputs(self, index: int) -> Values:
         popped = self._pop_values(index, self.live.stage.sends, self.live.stage.kept)
@@ -376,7 +379,7 @@ class _ScheduledStage(PipelineStage):
         return self._messages.send(to, index, values, is_back=step < 0)
 
     def _receive(self, work: ActionKind, index: int) -> None:
-        """Receive the inputs of an action, in the layout they were captured with."""
+        """Receive the inputs of an action, in the layout that they had at capture."""
         action = Action(stage=self.stage_index, work=work, micro_batch=index)
         for name, received in self._messages.receive(action).items():
             (planned,) = self._graph.by_name[name].outputs

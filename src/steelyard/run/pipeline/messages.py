@@ -1,6 +1,6 @@
 """Messages between the ranks of a pipeline: through gloo, or through shared memory.
 
-Not for what is sent, nor for the schedule: see driver.py.
+Not for the values or the schedule: see driver.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ class Messages(Protocol):
         ...
 
     def receive(self, action: Action) -> dict[str, torch.Tensor]:
-        """Wait for the inputs of this action, which has to be the next one, and return them."""
+        """Wait for the inputs of this action, which must be the next one, and return them."""
         ...
 
     def send(self, to: int, micro_batch: int, values: Values, *, is_back: bool) -> list[dist.P2POp]:
@@ -50,7 +50,7 @@ class Messages(Protocol):
     def output_buffers(
         self, to: int, names: Sequence[str], *, is_back: bool
     ) -> Mapping[str, OutputBuffer]:
-        """Return, by name, buffers in which values for stage ``to`` can be computed in place."""
+        """Return buffers, by name, in which values for stage ``to`` can be computed in place."""
         ...
 
     def end(self) -> None:
@@ -59,8 +59,9 @@ class Messages(Protocol):
 
 
 class MessageTags:
-    """One tag per message of a step, equal on all ranks, so that messages may be received and
-    sent in any order."""
+    """Message tags for one step, one per message and equal on all ranks, so that messages may be
+    sent and received in any order.
+    """
 
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
         self._num_stages = len(stages)
@@ -82,7 +83,9 @@ class _Endpoint:
         self._actions = pipeline.order.ranks[dist.get_rank(group)]
 
     def _inputs_of(self, action: Action) -> tuple[bool, tuple[str, ...]]:
-        """Return if the action is a backward one, and the names of its inputs from other ranks."""
+        """Return True if the action is a backward one, and the names of its inputs from other
+        ranks.
+        """
         is_back = action.work is not ActionKind.FORWARD
         if source_of(action, self._rank_of) is None:
             return is_back, ()
@@ -93,8 +96,9 @@ class _Endpoint:
 class ByGloo(_Endpoint):
     """Point-to-point messages over gloo; receives are posted ahead and matched by tag.
 
-    ``rank_at`` maps a stage to the global number of its rank. GPU tensors go through the host:
-    gloo sends nothing else, and NCCL would require all ranks to send and receive in one order.
+    ``rank_at`` maps a stage to the global number of its rank. GPU tensors are sent through host
+    memory: gloo cannot send GPU memory, and NCCL would require all ranks to send and receive in the
+    same order.
     """
 
     held_bytes = moved_bytes = 0
@@ -177,7 +181,8 @@ class ByGloo(_Endpoint):
 
 class ThroughSlots(_Endpoint):
     """Messages through memory that the ranks share, in slots that are allocated before the first
-    step."""
+    step.
+    """
 
     def __init__(
         self, pipeline: Pipeline, *, group: dist.ProcessGroup, device: torch.device

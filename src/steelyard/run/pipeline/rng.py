@@ -1,7 +1,7 @@
 """The random numbers of a pipelined step: every stage draws what a single device would draw.
 
-Before its own draws, a rank skips those of the other ranks. Not for ranks that share a batch:
-those draw different numbers, see run/rng_state.py.
+Before its own draws, a rank skips those of the other ranks. Not for ranks that share a batch, which
+draw different numbers: see run/rng_state.py.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _Place = tuple[int, int]
 
 
 class Draws:
-    """Positions the random generator for every stage and micro-batch.
+    """Sets the random generator to the right position for every stage and micro-batch.
 
     Within ``at(m, s)`` the generator has the state that a single device has when it begins stage
     s of micro-batch m. ``own`` are the stages of this rank; each runs once per micro-batch and
@@ -108,8 +108,8 @@ def _zeros(
 def _skip_call(graph: Graph, node: Node, device: torch.device = CPU) -> Draw:
     """Return a call that advances the generator exactly as the node's own draw does.
 
-    Drawing integers is preferred if it advances the generator equally: it takes half the time, or
-    almost none if a CPU library takes only one seed per call.
+    Drawing integers is preferred if it advances the generator in the same way. It takes half the
+    time, or almost none if a CPU library draws only one seed per call.
     """
     own = _draw_call(graph, node, device)
     numel = max(tensor.numel for tensor in node.outputs)
@@ -122,15 +122,16 @@ def _skip_call(graph: Graph, node: Node, device: torch.device = CPU) -> Draw:
 
 
 def _draw_integers(count: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Draw integers in small batches: the plan reserves no memory for them."""
+    """Draw integers in small batches, because the plan reserves no memory for them."""
     buffer = torch.empty(min(count, _CHUNK), dtype=dtype, device=device)
     for start in range(0, count, _CHUNK):
         buffer[: count - start].random_()
 
 
 def _final_states(draw: Draw, device: torch.device = CPU) -> list[bytes]:
-    """Return the generator's states after the draw: from a fresh state, and from one with a
-    cached normal number (they are made in pairs)."""
+    """Return the generator's states after the draw: once from a fresh state, and once from one with
+    a cached normal number (these are made in pairs).
+    """
     found, generator = [], generator_of(device)
     before = generator.get_state()
     for count in (0, 1):

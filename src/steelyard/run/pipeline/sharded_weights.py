@@ -1,7 +1,7 @@
-"""Weights sharded over data-parallel replicas of a stage: gathered once per step, for its whole
-length.
+"""Weights that are sharded over data-parallel replicas of a stage. They are gathered once per step,
+and stay gathered until its end.
 
-Not for weights that are gathered per layer: those collectives are nodes of a program.
+Not for weights that are gathered layer by layer, whose collectives are nodes of a program.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class ShardedParameters:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within this context the parameters, and the gradients they get, are whole.
+        """Within this context, the parameters, and the gradients that they get, are whole.
 
         On exit each gradient is reduce-scattered to this rank's rows. Gradients start as None.
         """

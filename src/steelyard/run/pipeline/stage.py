@@ -1,7 +1,7 @@
-"""One pipeline stage on live tensors: forward, and backward whole or split into inputs and
-weights.
+"""One pipeline stage on live tensors: its forward pass, and its backward pass, either whole or
+split into the gradients of inputs and of weights.
 
-Not for the schedule, nor for sends between ranks: see driver.py.
+Not for the schedule or for sends between ranks: see driver.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,9 +27,9 @@ Values = dict[str, Any]
 class LiveStage:
     """Runs one stage; each call is for one micro-batch.
 
-    ``live`` are the model's tensors of this stage, by name. Collectives within the stage go over
-    ``channels``. Values for the next stage may be written into ``forward_buffers``, values for
-    the previous one into ``backward_buffers``.
+    ``live`` are the model's tensors of this stage, by name. Collectives within the stage use
+    ``channels``. Values for the next stage may be written into ``forward_buffers``, values for the
+    previous one into ``backward_buffers``.
 
     ``values`` is the state of a micro-batch on this stage: its batch inputs, received values,
     values to send, and activations saved for backward.
@@ -105,7 +105,7 @@ class _StagePart:
         self.carriers = emitted.carriers
         shared = _shared_storages(graph)
         sinks = [i.sink for i in program.instructions if i.sink is not None]
-        # Sinks of model tensors are fixed; values that are carried on go into the micro-batch's
+        # Sinks for model tensors are fixed; values that are passed on go into the micro-batch's
         # state.
         self._sinks = [
             sink.target
@@ -136,15 +136,14 @@ def _sink(sink: Output, target: Any, *, is_shared: bool) -> Callable[[torch.Tens
 
 
 def _shared_storages(graph: Graph) -> frozenset[int]:
-    """Return the storages that are still read later; a gradient must not reuse them and add in
-    place."""
+    """Return the storages that are still read later; gradients must not be accumulated in these."""
     read = {o.node for o in graph.outputs if o.kind is OutputKind.CARRIED}
     read |= {node.name for node in graph.inputs()}
     return frozenset(s for name in read for s in graph.storages_of(name))
 
 
 def _add_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Accumulate like autograd at a leaf: assign the first gradient, add later ones in place."""
+    """Accumulate as autograd does at a leaf: assign the first gradient, add later ones in place."""
     if parameter.grad is None:
         parameter.grad = value
     else:
@@ -152,7 +151,7 @@ def _add_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def keep_only(values: Values, names: Iterable[str]) -> None:
-    """Drop all values of the micro-batch but these."""
+    """Drop all values of the micro-batch except these."""
     kept = {name: values[name] for name in names}
     values.clear()
     values.update(kept)

@@ -1,4 +1,4 @@
-"""A live model of which this rank holds some layers, or shards of tensors.
+"""A live model of which this rank holds only some layers, or only shards of tensors.
 
 Not for offloaded tensors: see offload/.
 """

@@ -1,4 +1,5 @@
-"""A live model of which this rank holds only some layers: released, and gathered from all ranks.
+"""A live model of which this rank holds only some layers: the others are released, and can be
+gathered from all ranks.
 
 Between steps the other layers' tensors are empty, and nothing can be computed with them. Not for
 layers whose tensors are sharded too: see tensors.py.
@@ -46,8 +47,8 @@ class ShardedLayers:
 
     @contextlib.contextmanager
     def whole(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Within this context all ranks have the whole model and optimizer state; a collective
-        call.
+        """Within this context, all ranks have the whole model and optimizer state; all ranks must
+        enter it.
 
         Changes to the tensors that a rank holds persist.
         """
@@ -68,7 +69,7 @@ class ShardedLayers:
 
     @contextlib.contextmanager
     def imagined(self) -> Iterator[None]:
-        """Within this context tensors have their full shapes and no values, for tracing."""
+        """Within this context, tensors have their full shapes and no values, for tracing."""
         for tensor in self._unowned:
             shape, stride = self._forms[id(tensor)]
             tensor.data = tensor.new_empty_strided(shape, stride)
@@ -125,8 +126,9 @@ class ShardedTensorsOfLayers:
 
     @contextlib.contextmanager
     def whole(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Within this context all ranks have the whole model and optimizer state; a collective
-        call."""
+        """Within this context, all ranks have the whole model and optimizer state; all ranks must
+        enter it.
+        """
         with self._layers.whole(optimizer), self._parts.whole(optimizer):
             yield
 
@@ -137,13 +139,13 @@ class ShardedTensorsOfLayers:
 
 
 def _forms_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the form of each tensor; numbers are returned themselves."""
+    """Return the form of each tensor; numbers are returned unchanged."""
     return {
         key: {
             "shape": list(value.shape),
             "stride": list(value.stride()),
             "dtype": str(value.dtype).removeprefix("torch."),
-            # Step counters are on the host, whatever GPU the parameter is on.
+            # Step counters are on the host, whichever GPU the parameter is on.
             "device": value.device.type,
         }
         if isinstance(value, torch.Tensor)

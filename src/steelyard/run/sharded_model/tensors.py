@@ -1,7 +1,7 @@
-"""A live model whose tensors are sharded over ranks: sharded, and gathered from all ranks.
+"""A live model whose tensors are sharded over ranks, and can be gathered from all ranks.
 
-Between steps ``parameter.data`` is this rank's shard: gradients and optimizer state have its
-shape. Not for what a step computes with shards: that is its program.
+Between steps ``parameter.data`` is this rank's shard: gradients and optimizer state have its shape.
+Not for computing with shards, which is the task of a step's program.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class ShardSpec:
     group: dist.ProcessGroup
 
     def local_shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a copy of this rank's shard, with the dimension order of the whole in memory."""
+        """Return a copy of this rank's shard, with the dim order that the whole has in memory."""
         shape = local_shape(tuple(whole.shape), self.shard, self.num_ranks)
         stride = local_stride(tuple(whole.shape), whole.stride(), shape)
         part = torch.empty_strided(shape, stride, dtype=whole.dtype, device=whole.device)
@@ -37,7 +37,7 @@ class ShardSpec:
         )
 
     def gather(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Fill ``whole`` from the shards of all ranks; a collective call."""
+        """Fill ``whole`` from the shards of all ranks; all ranks must call this."""
         flat = part.contiguous()
         parts = [torch.empty_like(flat) for _ in range(self.num_ranks)]
         dist.all_gather(parts, flat, group=self.group)
@@ -56,8 +56,9 @@ class ShardSpec:
 
 
 class ShardedTensors:
-    """Shards tensors of the model. ``specs`` gives the sharding of each, by its name in the
-    graph; several specs shard a shard further, outermost first."""
+    """Shards tensors of the model. ``specs`` gives the sharding of each tensor by its name in the
+    graph; if a tensor has several specs, the first one is the outermost.
+    """
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, Sequence[ShardSpec]]
@@ -71,8 +72,8 @@ class ShardedTensors:
 
     @contextlib.contextmanager
     def whole(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Within this context all ranks have the whole model and optimizer state; a collective
-        call.
+        """Within this context, all ranks have the whole model and optimizer state; all ranks must
+        enter it.
 
         Changes persist. Gradients are not available.
         """
@@ -90,7 +91,7 @@ class ShardedTensors:
 
     @contextlib.contextmanager
     def imagined(self) -> Iterator[None]:
-        """Within this context tensors have their full shapes and no values, for tracing."""
+        """Within this context, tensors have their full shapes and no values, for tracing."""
         with self._shards_set_aside():
             for tensor in self._sharded:
                 shape, stride = self._forms[id(tensor)]
@@ -129,8 +130,9 @@ class ShardedTensors:
                     state[key] = change(parameter, value)
 
     def _unshard(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Gather from the innermost shard outwards; each intermediate has the layout it was
-        sharded from."""
+        """Gather from the innermost shard outwards; each intermediate has the layout that it had
+        before it was sharded.
+        """
         forms = [self._forms[id(tensor)]]
         for spec in self._specs[id(tensor)][:-1]:
             shape, stride = forms[-1]
@@ -149,7 +151,7 @@ class ShardedTensors:
 def why_unshardable(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> str:
     """Return why the optimizer's step differs on shards of parameters; empty if it does not.
 
-    Tried on small parameters: an element's update may depend on the others.
+    This is tried on small parameters, because an element's update may depend on other elements.
     """
     with torch.random.fork_rng(devices=[]):
         try:

@@ -1,4 +1,4 @@
-"""Plans for declared clusters: layouts of a deep model, stages, and what each block recomputes.
+"""Plans for declared clusters: layouts of a deep model, stages, and the policy of each block.
 
 Not for ranks whose step is priced line by line: see ranks/.
 """

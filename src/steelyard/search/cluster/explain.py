@@ -107,7 +107,7 @@ def _without_offload(best: ClusterPlan) -> ClusterPlan:
 def _layout_trades(
     layout: ParallelLayout, samples: int
 ) -> Iterator[tuple[type[Rule], str, ParallelLayout]]:
-    """Yield each trade of the layout, its label, and the layout without it."""
+    """Yield each trade of the layout, with its label and the layout without it."""
     cut = f"{layout.micro_batches} micro-batches of {samples}"
     without_virtual = replace(layout, virtual=1)
     if layout.data > 1:
@@ -194,10 +194,11 @@ def _states_not_offloaded(
 def _alternatives(
     search: ClusterSearch, layout: ParallelLayout
 ) -> Iterator[tuple[type[Rule], str, Callable[[ParallelLayout], bool]]]:
-    """Yield each alternative to explain: trade, label, and a condition that its layouts fulfil.
+    """Yield each alternative to be explained: trade, label, and a condition that its layouts
+    fulfil.
 
-    They are each kind of parallelism alone, each kind that the plan does not use, and each other
-    ZeRO stage.
+    The alternatives are each kind of parallelism alone, each kind that the plan does not use, and
+    each other ZeRO stage.
     """
     ranks = layout.num_ranks
     if ranks == 1:

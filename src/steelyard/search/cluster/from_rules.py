@@ -1,4 +1,5 @@
-"""The conversion of plan file rules to a layout of a deep model. Rejects rules without a meaning.
+"""Converts the rules of a plan file to a layout of a deep model; rejects rules that have no meaning
+there.
 
 Not for the inverse conversion: see to_rules.py.
 """
@@ -34,7 +35,7 @@ _POLICY_KINDS = (Recomputation, ValueOffload)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleContext:
-    """The captured step that rules refer to: a graph of three blocks and its shardable regions."""
+    """The captured step to which rules refer: a graph of three blocks and its shardable regions."""
 
     graph: Graph
     blocks: Blocks
@@ -57,9 +58,9 @@ def from_rules(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) 
 
 
 def _layout_rules(rules: Iterable[Rule]) -> Counter[Rule]:
-    """Count the rules without recompute and offload rules.
+    """Count the rules without those for recompute and offload.
 
-    Those name calls block by block, and the order of blocks within a stage is arbitrary.
+    These name calls block by block, and the order of blocks within a stage is arbitrary.
     """
     return Counter(rule for rule in rules if not isinstance(rule, _POLICY_KINDS))
 
@@ -105,7 +106,7 @@ def _layout(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) -> 
 
 
 def _degree(rules: Sequence[Rule], degrees: Sequence[int]) -> int:
-    """Return the degree that all these rules agree on, 1 without rules."""
+    """Return the degree on which all these rules agree; 1 without rules."""
     found = set(degrees)
     if len(found) > 1:
         _refuse(rules[1], f"the rules have different degrees, {min(found)} and {max(found)}")
@@ -173,7 +174,7 @@ class _OffloadedCalls(dict[ActivationPolicy, Counter[CallSite]]):
 
 
 def _blocks_named(rule: CallRule, blocks: Blocks) -> Iterator[tuple[int, str]]:
-    """Yield the index of each block that a rule applies to, and the module path inside it."""
+    """Yield the index of each block to which a rule applies, with the module path inside it."""
     rest = rule.module.removeprefix(f"{blocks.path}.")
     number, _, inside = rest.partition(".")
     if rest == rule.module or not (number == "*" or number.isdigit()):

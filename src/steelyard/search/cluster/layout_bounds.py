@@ -16,8 +16,9 @@ from steelyard.predict.pipeline.duration import (
 def least_step_seconds(stage_costs: Sequence[LayoutCost], blocks: int) -> float:
     """Return a lower bound on the step time of the layout without recompute.
 
-    The slowest stage takes at least its share of the total work at the combined speed of all
-    stages, and at least its share of blocks on the fastest stage.
+    The slowest stage takes at least as long as the total work would take at the combined speed of
+    all stages. It also takes at least as long as an equal share of the blocks would take on the
+    fastest stage.
     """
     stages = stage_costs[0].layout.pipeline
     block_seconds = {
@@ -64,7 +65,7 @@ def _least_pipeline_seconds(
 def least_seconds_after(stage_costs: Sequence[LayoutCost], blocks: int) -> float:
     """Return a lower bound on the seconds after the pipeline: gradient exchange and update.
 
-    Some stage has at least an equal share of the blocks to exchange and update.
+    At least one stage must exchange and update an equal share of the blocks, or more.
     """
     layout = stage_costs[0].layout
     inner, share = _inner_stage(layout.pipeline), -(-blocks // layout.pipeline)
@@ -79,9 +80,10 @@ def least_seconds_after(stage_costs: Sequence[LayoutCost], blocks: int) -> float
 
 
 def least_peak_bytes(cost: LayoutCost, blocks: int) -> int:
-    """Return a lower bound on the peak of the fullest rank, with no saved activations.
+    """Return a lower bound on the peak of the fullest rank if no activations are saved.
 
-    The first and last stages have the fewest possible blocks, some inner stage the most.
+    For this, the first and last stages have as few blocks as possible, and an inner stage has the
+    most.
     """
     layout = cost.layout
     most = -(-blocks // layout.pipeline)

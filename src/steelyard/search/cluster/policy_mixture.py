@@ -1,8 +1,9 @@
-"""The optimal number of blocks in each pipeline stage, and of each activation policy in a stage.
+"""Finds the optimal number of blocks in each pipeline stage, and of each activation policy in a
+stage.
 
 Blocks are equal, so only counts are chosen: blocks per stage, and blocks of each kind within a
-stage. There is one kind for each activation policy. Not for finding the recompute sets: see
-recompute_sets.py.
+stage. There is one kind for each activation policy. Not for finding the sets of recomputed calls:
+see recompute_sets.py.
 """
 
 import heapq
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NEVER = float("inf")
-# Times that differ by less than this share count as equal, and the simpler of two plans is chosen.
+# Times that differ by less than this share count as equal; the simpler of two such plans is chosen.
 ALIKE = 5e-4
 
 
@@ -70,9 +71,9 @@ def fastest_mix(
 ) -> Mix | None:
     """Return the fastest mix of one or two kinds that fits, or None if none does.
 
-    Of mixes that are about equally fast, the simplest is returned. If offload memory cannot hold
-    all that could be offloaded, mixes that fill it with one kind and add one or two resident kinds
-    are considered too.
+    If several mixes are about equally fast, the simplest one is returned. If offload memory is too
+    small for everything that could be offloaded, the search also considers mixes that fill it with
+    one kind and add one or two resident kinds.
     """
     if not num_blocks:
         return _mix(kinds, {}) if min(room_bytes, offload_room_bytes) >= 0 else None
@@ -100,7 +101,9 @@ def _with_offloaded_kind(
     num_blocks: int,
     room_bytes: float,
 ) -> list[Mix]:
-    """Return mixes of ``count`` blocks of one offloaded kind with one or two resident kinds."""
+    """Return mixes with ``count`` blocks of one offloaded kind, and one or two resident kinds for
+    the rest.
+    """
     kind = kinds[offloaded]
     if count == num_blocks:
         return _mixes_of_two(kinds, [offloaded], num_blocks, room_bytes)
@@ -125,8 +128,8 @@ def _mixes_of_two(
 ) -> list[Mix]:
     """Return the feasible mixes of one kind, and the two extreme feasible mixes of each pair.
 
-    The feasible counts of a pair are an interval along which the total time is monotonic, so its
-    ends are the fastest and, of equals, the simplest mixes.
+    The feasible counts of a pair form an interval on which the total time is monotonic. So one of
+    its ends is the fastest mix; if all are equally fast, one is the simplest.
     """
     found: list[Mix] = []
     for index in chosen:
@@ -172,7 +175,7 @@ def _feasible_counts(
 
 
 def least_seconds(kinds: Sequence[BlockKind], num_blocks: int, room_bytes: float) -> float:
-    """Return a lower bound on the seconds of all mixes that fit, or infinity if none can.
+    """Return a lower bound on the seconds of all mixes that fit; infinity if none fits.
 
     The relaxation allows fractional blocks of two kinds, and unlimited offload memory. In every mix
     some kind has the largest ``recompute_bytes``, so the bound is the minimum over that kind, with
@@ -211,8 +214,8 @@ def minimize_slowest_stage(
     """Return the blocks of each stage, at least one, that minimize the time of the slowest stage.
 
     ``seconds_of(stage, count)`` increases with the number of blocks, and is infinite if they do not
-    fit. Assigning one block after another to the stage where the result is fastest is optimal.
-    Returns None if the blocks do not fit.
+    fit. It is optimal to assign one block after another to the stage where the result is fastest.
+    None is returned if the blocks do not fit.
     """
     counts = [1] * num_stages
     if num_blocks < num_stages or _NEVER in (seconds_of(s, 1) for s in range(num_stages)):
@@ -233,7 +236,8 @@ def minimize_total(
 ) -> tuple[int, ...] | None:
     """Return the blocks of each stage that minimize the total time, or None if they do not fit.
 
-    Dynamic programming: stage after stage, the best time for each number of blocks so far.
+    This is dynamic programming: stage after stage, it finds the best time for each number of blocks
+    so far.
     """
     most = num_blocks - num_stages + 1
     if most < 1:
@@ -246,7 +250,7 @@ def minimize_total(
         for count in range(1, most + 1):
             seconds = seconds_of(stage, count)
             if seconds == _NEVER:
-                break  # more blocks do not fit either
+                break  # more blocks would not fit either
             candidate = so_far[:-count] + seconds
             is_better = candidate < after[count:]
             after[count:][is_better] = candidate[is_better]

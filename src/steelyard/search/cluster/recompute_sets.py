@@ -1,7 +1,8 @@
-"""The sets of calls of a block that are worth recomputing, between least memory and fastest step.
+"""Finds the sets of calls in a block that are worth recomputing, from least memory to fastest step.
 
-For each of many prices per byte, a minimum cut through three blocks that make the same choice. The
-set is read off the middle block. Not for how many blocks use which set: see policy_mixture.py.
+For each of many prices per byte, it solves a minimum cut through three blocks that make the same
+choice, and takes the set of the middle block. Not for the number of blocks that use each set: see
+policy_mixture.py.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,8 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.min_cut import MinCut
 
-# Seconds per byte, from recomputing nothing to recomputing everything.
+# Seconds per byte; from the price at which nothing is recomputed to the price at which everything
+# is.
 _PRICES = np.geomspace(1e-14, 1e-8, 25)
 
 
@@ -46,7 +48,7 @@ def recompute_sets(
 def _inside(
     graph: Graph, estimator: FastEstimator, blocks: Blocks, recomputed: frozenset[int]
 ) -> Iterator[CallSite]:
-    """Yield the recomputed calls of the middle block, except those of its output.
+    """Yield the recomputed calls of the middle block, except the one that makes its output.
 
     Recomputing a block's output would require recomputing the previous block, and so on to the
     first one.

@@ -3,7 +3,7 @@
 Tensor, pipeline and data degrees, ZeRO stage, micro-batches, recompute and offload are chosen
 together. Each layout has a lower bound on its step time. Layouts are searched in the order of their
 bounds until the best plan is no slower than the next bound. Not for pricing a layout: see
-predict/analytic/step.py. Not for clusters that run the step: see search/ranks/layout_search.py.
+predict/analytic/step.py. Not for ranks of this machine: see search/ranks/layout_search.py.
 """
 
 import copy
@@ -46,8 +46,8 @@ _ROUNDING = 1e-9
 class ClusterPlan:
     """A layout with the activation policies of its blocks, and the predicted step.
 
-    ``stages`` lists for each stage the policies and the number of blocks with each.
-    ``least_seconds`` is a lower bound on the step time of all plans of this layout.
+    For each stage, ``stages`` lists the policies with their numbers of blocks. ``least_seconds`` is
+    a lower bound on the step time of all plans of this layout.
     """
 
     layout: ParallelLayout
@@ -74,7 +74,8 @@ def _any(layout: ParallelLayout) -> bool:  # noqa: ARG001 - every layout fits
 class ClusterSearch:
     """The search over the layouts of one step on one cluster.
 
-    ``find_recompute_sets`` returns the recompute sets worth trying for a rank's graph.
+    ``find_recompute_sets`` returns the sets of recomputed calls that are worth trying for a rank's
+    graph.
     """
 
     def __init__(
@@ -89,14 +90,16 @@ class ClusterSearch:
         self._plans: dict[tuple[ParallelLayout, int, int], ClusterPlan | None] = {}
 
     def with_samples(self, samples: int) -> "ClusterSearch":
-        """Return a search for another global batch that shares the prices of this one."""
+        """Return a search for another global batch, which shares the prices of this one."""
         other = copy.copy(self)
         other.pricing = self.pricing.with_samples(samples)
         other._candidates, other._plans = {}, {}
         return other
 
     def limit_bytes(self, budget: Budget) -> int:
-        """Return the memory limit per rank: the budget, at most the largest device memory."""
+        """Return the memory limit for each rank: the budget, but no more than the largest device
+        memory.
+        """
         device_bytes = self.pricing.largest_device_bytes
         return (
             device_bytes if budget.memory_bytes is None else min(device_bytes, budget.memory_bytes)
@@ -112,8 +115,8 @@ class ClusterSearch:
     ) -> ClusterPlan | None:
         """Return the simplest of the plans that are about as fast as the fastest.
 
-        Trades that gain nothing are removed. The plan takes at most ``most_seconds`` if any does.
-        Returns None if no layout on this many ranks fits.
+        Trades that gain nothing are removed. The plan takes at most ``most_seconds``, if there is
+        such a plan. None is returned if no layout on this many ranks fits.
         """
         found: list[ClusterPlan] = []
         least = _NEVER
@@ -137,7 +140,7 @@ class ClusterSearch:
     def _without_useless_trades(
         self, plan: ClusterPlan, limit_bytes: int, *, fits: Fits, most_seconds: float
     ) -> ClusterPlan:
-        """Remove trades without which the plan fits and takes at most ``most_seconds``."""
+        """Remove trades if the plan fits, and takes at most ``most_seconds``, without them."""
         for layout, stages in without_a_trade(plan.layout, plan.stages):
             if not fits(layout):
                 continue
@@ -151,7 +154,7 @@ class ClusterSearch:
     def _without_useless_overlap(self, plan: ClusterPlan, fits: Fits) -> ClusterPlan:
         """Remove overlap if it saves no time at all.
 
-        Overlap needs no memory and is the default of stock data parallelism, so a small gain is
+        Overlap needs no memory and is the default in the usual data parallelism, so a small gain is
         enough to keep it.
         """
         plain = replace(plan.layout, overlaps=False)
@@ -186,13 +189,15 @@ class ClusterSearch:
         return least
 
     def leanest_bytes(self, num_ranks: int, *, fits: Fits = _any) -> int | None:
-        """Return the least peak of any layout on this many ranks, on its fullest rank."""
+        """Return a lower bound on the peak of the fullest rank, over all layouts on this many
+        ranks.
+        """
         found = [candidate for candidate in self.candidates(num_ranks) if fits(candidate.layout)]
         peaks = (self.least_bytes(candidate) for candidate in found)
         return min(peaks, default=None)
 
     def candidates(self, num_ranks: int) -> list[ClusterCandidate]:
-        """Return all layouts on this many ranks, by their lower bound without recompute."""
+        """Return all layouts on this many ranks, sorted by their lower bound without recompute."""
         if num_ranks not in self._candidates:
             found = [
                 ClusterCandidate(
@@ -217,7 +222,7 @@ class ClusterSearch:
         return self._candidates[num_ranks]
 
     def plan_layout(self, candidate: ClusterCandidate, limit_bytes: int) -> ClusterPlan | None:
-        """Return the fastest plan of this layout that fits, or None."""
+        """Return the fastest plan with this layout that fits, or None."""
         key = candidate.layout, candidate.micro_batch, limit_bytes
         if key not in self._plans:
             self._plans[key] = self._best_plan(candidate, limit_bytes)
@@ -251,7 +256,7 @@ class ClusterSearch:
         }
 
     def stage_costs(self, plan: ClusterPlan) -> list[LayoutCost]:
-        """Return the cost model of each stage on the device it is assigned to."""
+        """Return the cost model of each stage on its device."""
         return self.pricing.stage_costs(plan.layout, plan.micro_batch)
 
     def stage_blocks(self, plan: ClusterPlan) -> list[StageBlocks]:
@@ -292,7 +297,9 @@ class ClusterSearch:
         return priced([cost], stages, doubt=self.doubt_of(ParallelLayout()))
 
     def fewest_ranks(self, limit_bytes: int) -> int:
-        """Return a lower bound on the ranks needed for weights, gradients and optimizer state."""
+        """Return a lower bound on the number of ranks for weights, gradients and optimizer
+        state.
+        """
         can_offload = self.pricing.has_host_memory(ParallelLayout())
         nbytes = (
             self.pricing.one_device_cost(offloads_state=can_offload)
@@ -302,7 +309,9 @@ class ClusterSearch:
         return max(1, -(-nbytes // limit_bytes))
 
     def predict_saving_all(self, plan: ClusterPlan) -> Prediction:
-        """Return the prediction for the layout with all activations saved and balanced stages."""
+        """Return the prediction for the layout if all activations are saved and stages are
+        balanced.
+        """
         stages = plan.layout.pipeline
         less, more = divmod(self.num_blocks, stages)
         counts = [less + (stage < more) for stage in range(stages)]
@@ -330,7 +339,7 @@ class ClusterSearch:
         return tensor_degrees(self.pricing.cluster.tree)
 
     def _best_plan(self, candidate: ClusterCandidate, limit_bytes: int) -> ClusterPlan | None:
-        """Return the fastest plan, with offloaded optimizer state only if memory is short."""
+        """Return the fastest plan; optimizer state is offloaded only if memory is short."""
         resident = self._assigned_plan(candidate, candidate.layout, limit_bytes)
         if resident is not None and not any(
             policy != SAVE_ALL for stage in resident.stages for policy, _ in stage
@@ -350,7 +359,7 @@ class ClusterSearch:
     ) -> ClusterPlan | None:
         """Return the plan with offloaded optimizer state, or None if it does not fit.
 
-        Returns None as well if a device has no host memory or no link to it.
+        None is also returned if a device has no host memory or no link to it.
         """
         if not self.pricing.has_host_memory(candidate.layout):
             return None
@@ -426,7 +435,9 @@ class ClusterSearch:
         )
 
     def least_bytes(self, candidate: ClusterCandidate) -> int:
-        """Return a lower bound on the peak of the layout, with offloaded state if it can be."""
+        """Return a lower bound on the peak of the layout, with offloaded state if that is
+        possible.
+        """
         layout = candidate.layout
         if self.pricing.has_host_memory(layout):
             layout = replace(layout, offloads_state=True)

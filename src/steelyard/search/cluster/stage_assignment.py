@@ -1,6 +1,6 @@
-"""The assignment of blocks and activation policies to the stages of one layout, within its memory.
+"""Assigns blocks and activation policies to the stages of one layout, within its memory.
 
-Not for choosing the layout: see search.py. Not for the optimization of counts: see
+Not for choosing the layout: see search.py. Not for optimizing the numbers of blocks: see
 policy_mixture.py.
 """
 
@@ -34,7 +34,9 @@ RecomputeSet = tuple[CallSite, ...]
 
 
 class StageAssignment:
-    """The fastest assignment of blocks and activation policies to stages under memory limits."""
+    """Finds the fastest assignment of blocks and activation policies to stages within memory
+    limits.
+    """
 
     def __init__(
         self,
@@ -69,7 +71,9 @@ class StageAssignment:
         self._passes_of: dict[tuple[int, int], Passes] = {}
 
     def _first_equal_stages(self) -> list[int]:
-        """Return for each stage the first stage with equal costs and limits for equal blocks."""
+        """Return, for each stage, the first stage that has equal costs and limits for equal
+        blocks.
+        """
         first: dict[tuple[LayoutCost, bool, bool, float, float], int] = {}
         found, last_stage = [], len(self._stage_costs) - 1
         for stage, (cost, limit) in enumerate(
@@ -85,7 +89,7 @@ class StageAssignment:
         """True if each stage peaks within these limits, which may be tighter than its own."""
         stages = self.stages()
         if stages is None:
-            return False  # not enough host memory
+            return False  # there is not enough host memory
         stage_blocks = [
             StageBlocks(blocks=tuple((s, n) for (_, s), n in stage if n)) for stage in stages
         ]
@@ -132,7 +136,7 @@ class StageAssignment:
 
     @property
     def _fixed(self) -> tuple[int, ...]:
-        """The blocks of each stage if they must be equal, else ()."""
+        """The blocks of each stage if all stages must have the same number; otherwise ()."""
         stages = self._layout.pipeline
         if self._num_blocks and self._layout.virtual == 1:
             return ()
@@ -157,7 +161,7 @@ class StageAssignment:
         return improve_counts(start, self._passes, total_of)
 
     def _passes(self, stage: int, count: int) -> Passes:
-        """Return the passes of the fastest mix of so many blocks, infinite if they do not fit."""
+        """Return the passes of the fastest mix of this many blocks; infinite if they do not fit."""
         stage = self._representative[stage]
         if (stage, count) not in self._passes_of:
             cost, mix = self._stage_costs[stage], self._best_mix(stage, count)
@@ -216,7 +220,7 @@ class StageAssignment:
 def _undominated(
     cost: LayoutCost, kinds: Sequence[tuple[ActivationPolicy, Section]]
 ) -> list[tuple[ActivationPolicy, Section]]:
-    """Return the policies that are not dominated in time and memory by an earlier one."""
+    """Return the policies for which no earlier one is as good or better in both time and memory."""
     found: list[tuple[tuple[float, int, int], tuple[ActivationPolicy, Section]]] = []
     for policy, section in kinds:
         costs = cost.in_turn(section), section.saved_bytes, section.recompute_bytes

@@ -1,6 +1,6 @@
 """The device of each pipeline stage, on homogeneous and heterogeneous clusters.
 
-Not for the cost of a stage there: see predict/analytic/step.py.
+Not for the cost of a stage on its device: see predict/analytic/step.py.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class StageDevice:
     """The device class that determines the speed and the memory of a stage.
 
     Ranks of one stage wait for one another. If they have several classes of device, the slowest
-    device and the smallest memory count. ``stage`` is the first stage of the same class, or the
+    device and the smallest memory decide. ``stage`` is the first stage of the same class, or the
     stage itself if the next stage has another class.
     """
 

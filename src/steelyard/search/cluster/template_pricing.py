@@ -26,7 +26,7 @@ from steelyard.search.cluster.stage_devices import StageDevice, StageDevices
 
 
 class TemplateSource(Protocol):
-    """The captured step at any micro-batch size and tensor parallel degree."""
+    """The captured step at any micro-batch size and tensor-parallel degree."""
 
     @property
     def num_samples(self) -> int: ...
@@ -41,9 +41,10 @@ class TemplateSource(Protocol):
 
 
 class TemplatePricing:
-    """The cost models of any layout of one step on one cluster, each made once.
+    """The cost models of any layout of one step on one cluster, each of which is made once.
 
-    ``find_recompute_sets`` returns the recompute sets worth trying for a rank's graph.
+    ``find_recompute_sets`` returns the sets of recomputed calls that are worth trying for a rank's
+    graph.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class TemplatePricing:
     def limits_bytes(self, stage_devices: Sequence[StageDevice], limit_bytes: int) -> list[int]:
         """Return the memory limit of each stage.
 
-        A limit above the largest device adds the excess to every device.
+        If the limit exceeds the largest device memory, every device gets the excess in addition.
         """
         more = max(0, limit_bytes - self.largest_device_bytes)
         return [
@@ -103,7 +104,7 @@ class TemplatePricing:
         ]
 
     def stage_costs(self, layout: ParallelLayout, samples: int) -> list[LayoutCost]:
-        """Return the cost model of each stage on the device it is assigned to."""
+        """Return the cost model of each stage on its device."""
         stage_devices = self.stage_devices.of(layout)
         cost_of = {
             stage_device: self._stage_cost(stage_device, layout, samples)
@@ -159,7 +160,7 @@ class TemplatePricing:
         return self._sections[key]
 
     def with_sequence_parallel(self, layout: ParallelLayout) -> ParallelLayout:
-        """Return the layout with sequence parallelism if the model supports it.
+        """Return the layout, with sequence parallelism if the model supports it.
 
         Sequence parallelism gathers activations again for the backward pass, and sends shards to
         the next stage (Korthikanti et al., 2022, section 4.2.2).
@@ -192,7 +193,9 @@ class TemplatePricing:
         return self._costs[tensor, device]
 
     def recompute_sets_of(self, tensor: int) -> tuple[RecomputeSet, ...]:
-        """Return the recompute sets found for the fastest device, which are used on all devices."""
+        """Return the sets of recomputed calls found for the fastest device; they are used on all
+        devices.
+        """
         if tensor not in self._recompute_sets:
             sampled = self.source.in_parts(tensor)
             costs = self.costs_of(tensor, self.cluster.fastest)

@@ -1,6 +1,6 @@
-"""The conversion of a layout of a deep model to the rules of a plan file.
+"""Converts a layout of a deep model to the rules of a plan file.
 
-The capture has three blocks, and the rules of the middle one hold for all blocks. Not for choosing
+The capture has three blocks, and the rules of the middle one apply to all blocks. Not for choosing
 the layout: see search.py.
 """
 
@@ -29,7 +29,8 @@ from steelyard.predict.analytic.saved_activations import saved_calls
 from steelyard.search.cluster.search import ClusterPlan
 from steelyard.search.layout_rules import batch_rules
 
-# The sharded state by ZeRO stage. Sharded weights imply sharded gradients and optimizer state.
+# The sharded state for each ZeRO stage. Sharded weights imply sharded gradients and optimizer
+# state.
 SHARDED_STATE: dict[int, Literal["optimizer", "gradient", ""]] = {
     1: "optimizer", 2: "gradient", 3: "",
 }  # fmt: skip
@@ -44,7 +45,7 @@ def to_rules(
 ) -> tuple[Rule, ...]:
     """Return the rules of a cluster plan, of the types of these trades.
 
-    ``graph`` is the capture of three blocks on one device, ``regions`` are its tensor parallel
+    ``graph`` is the capture of three blocks on one device; ``regions`` are its tensor-parallel
     regions.
     """
     layout = plan.layout
@@ -97,7 +98,9 @@ def _tensor_rules(
 
 
 def _trained(graph: Graph, blocks: Blocks) -> Iterator[tuple[str, int]]:
-    """Yield the pattern of each trained parameter, and its number in the whole model."""
+    """Yield the name pattern of each trained parameter, and how many there are in the whole
+    model.
+    """
     names = [o.target.partition(":")[2] for o in graph.outputs if o.kind is OutputKind.GRADIENT]
     yield from ((pattern, count) for pattern, count, _ in _patterns(names, blocks))
 
@@ -105,7 +108,7 @@ def _trained(graph: Graph, blocks: Blocks) -> Iterator[tuple[str, int]]:
 def _patterns(
     names: Sequence[str] | dict[str, Shard], blocks: Blocks
 ) -> Iterator[tuple[str, int, str]]:
-    """Yield each name pattern, its number of tensors in the whole model, and one of these."""
+    """Yield each name pattern, the number of its tensors in the whole model, and one of these."""
     middle = f"{blocks.path}.{blocks.first + MIDDLE}."
     for name in names:
         if blocks.count and name.startswith(middle):
@@ -125,7 +128,7 @@ def _inside(name: str, blocks: Blocks) -> str:
 def _stage_ends(plan: ClusterPlan) -> list[int]:
     """Return the number of blocks before the end of each stage but the last.
 
-    Virtual stages are assigned to the ranks round-robin.
+    Virtual stages are assigned to the ranks in turn.
     """
     layout = plan.layout
     counts = [sum(count for _, count in stage) // layout.virtual for stage in plan.stages]
@@ -182,7 +185,7 @@ def _within(block: str, module: str) -> str:
 
 
 def policies_by_block(plan: ClusterPlan) -> Iterator[tuple[int, ActivationPolicy]]:
-    """Yield the index and policy of each block, one virtual stage after the other."""
+    """Yield the index and policy of each block, one virtual stage after another."""
     layout = plan.layout
     begin = 0
     stage_policies = [

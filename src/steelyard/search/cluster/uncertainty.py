@@ -1,4 +1,4 @@
-"""The uncertainty of times predicted for a declared cluster, and the layouts it cannot rank.
+"""The uncertainty of times predicted for a declared cluster, and the layouts that it cannot rank.
 
 Not for choosing a layout: see search.py. Not for calibrations: see hardware/calibration.py.
 """
@@ -18,7 +18,7 @@ from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
 from steelyard.units import format_seconds
 
-# Maximum number of layouts to name, and of layouts to search for them.
+# The largest number of layouts that are named, and of layouts that are searched to find these.
 _MAX_NAMED, _MAX_SEARCHED = 3, 24
 
 
@@ -26,9 +26,9 @@ _MAX_NAMED, _MAX_SEARCHED = 3, 24
 class Rivals:
     """The layouts whose predicted times differ from the plan's by less than the prediction error.
 
-    ``count`` is the number of layouts whose lower bound does, ``named`` are some whose plan does.
-    ``between`` is the relative error when comparing two layouts. ``is_measured`` is true if it
-    comes from published steps.
+    ``count`` is the number of layouts judged by their lower bound; ``named`` are some layouts
+    judged by their plan. ``between`` is the relative error when two layouts are compared.
+    ``is_measured`` is true if it comes from published steps.
     """
 
     count: int
@@ -54,7 +54,9 @@ def error_sentences(search: ClusterSearch, layout: ParallelLayout) -> list[str]:
 
 
 def rivals(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Rivals:
-    """Return the layouts of other degrees that predictions cannot distinguish from the best."""
+    """Return the layouts with other degrees that predictions cannot distinguish from the best
+    one.
+    """
     own_kind = Parallelism.of(tensor=best.layout.tensor, pipeline=best.layout.pipeline)
     known = [found for found in search.calibrations.values() if found is not None]
 
@@ -93,7 +95,9 @@ def rivals(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Rivals
 
 
 def rivals_note(found: Rivals) -> str:
-    """Return the note on rivals, or '' if the plan's layout is distinguishable from all others."""
+    """Return the note on rivals, or '' if the plan's layout can be distinguished from all
+    others.
+    """
     if not found.named:
         return ""
     named = ", ".join(

@@ -1,4 +1,4 @@
 """Plans for several ranks: the parallel layout of the step, and the gradient communication.
 
-Not for what one rank's program trades: see single/.
+Not for the trades in the program of one rank: see single/.
 """

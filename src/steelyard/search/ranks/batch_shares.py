@@ -1,7 +1,7 @@
 """The split of the batch over ranks of unequal speed.
 
-The search starts from shares proportional to the speed of each rank, in whole units of samples,
-and corrects them by the predicted times, because a small share takes longer than in proportion.
+The search starts from shares in proportion to the speed of each rank, in whole units of samples. It
+then corrects them by the predicted times, because a small share takes longer than its proportion.
 Every trial captures the step at new sizes, so few are made. Not for how ranks communicate: see
 layout_search.py.
 """
@@ -9,14 +9,14 @@ layout_search.py.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-# Maximum number of splits that are priced. From the second on they differ by little.
+# The largest number of splits that are priced. After the first, they differ by little.
 _MAX_TRIES = 3
 # With fewer units, rounding a share by half a unit would cost some hundredths of a step. With more,
 # the shares have smaller common divisors and can be cut into fewer numbers of micro-batches.
 _UNITS_PER_RANK = 24
-# Maximum ratio of the largest share to an equal share, on equally fast ranks.
+# The maximum ratio of the largest share to an equal share, on equally fast ranks.
 _MAX_EXCESS = 1.02
-# Prices at other sizes are measured separately, so a predicted gain below this share is noise.
+# Prices at other sizes are measured separately, so a predicted gain below this share may be noise.
 _MIN_GAIN = 0.02
 # Maximum number of speeds in a message.
 _MAX_DESCRIBED = 3
@@ -36,8 +36,8 @@ def near_equal_shares(ranks: int, possible: Sequence[int]) -> Shares | None:
     """Return nearly equal shares for equally fast ranks whose number does not divide the batch.
 
     A batch of 8 on three ranks becomes 3, 3 and 2. The shares use the smallest possible number of
-    units for which the largest share hardly exceeds an equal one, because batches of other sizes
-    have to divide into these units too. Returns None if there are fewer units than ranks.
+    units for which the largest share hardly exceeds an equal share, because batches of other sizes
+    must also divide into these units. None is returned if there are fewer units than ranks.
     """
     enough = [units for units in possible if units >= ranks]
     if not enough:
@@ -49,7 +49,7 @@ def near_equal_shares(ranks: int, possible: Sequence[int]) -> Shares | None:
 
 
 def unequal_shares(units: int, whole_seconds: Sequence[float], timed: Timed) -> Shares | None:
-    """Return the fastest shares found, or None if the speeds of the ranks call for equal shares.
+    """Return the fastest shares found, or None if the ranks should have equal shares.
 
     ``whole_seconds`` is the time that each rank would need for the whole batch.
     """
@@ -69,7 +69,9 @@ def unequal_shares(units: int, whole_seconds: Sequence[float], timed: Timed) -> 
 
 
 def in_whole_units(units: int, weights: Sequence[float]) -> Shares:
-    """Round ``weights`` to shares of ``units`` by largest remainder, at least one unit each."""
+    """Round ``weights`` to shares of ``units`` by largest remainder, with at least one unit
+    each.
+    """
     assert units >= len(weights), "one for each rank"
     total = sum(weights)
     exact_shares = [units * weight / total for weight in weights]
@@ -93,10 +95,10 @@ def _with_consistent_prices(
     seconds: float,
     works: Sequence[float],
 ) -> tuple[float, list[float]]:
-    """Raise the predicted times where a small share would cost less per unit than a larger one.
+    """Raise predicted times for which a small share would cost less per unit than a larger one.
 
-    Such prices were measured at moments when the machine ran at different speeds. The higher price
-    per unit is used.
+    Such times come from measurements at moments when the machine ran at different speeds. The
+    higher time per unit is used.
     """
     most_per_unit = 1 / units
     seconds_of = list(works)
@@ -108,7 +110,7 @@ def _with_consistent_prices(
 
 
 def _neighbors(units: int, shares: Shares, works: Sequence[float]) -> Iterator[Shares]:
-    """Yield shares close to these, most promising first.
+    """Yield shares close to these, the most promising first.
 
     The first candidate is proportional to the units per second found for each rank. The others
     move one unit from the busiest rank to the least busy one, and one unit in the opposite

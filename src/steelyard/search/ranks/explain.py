@@ -1,4 +1,4 @@
-"""The explanation of a parallel layout: costs and gains of each trade, and reasons against others.
+"""Explains a parallel layout: costs and gains of each trade, and reasons against others.
 
 Not for labels: see labels.py. Not for choosing a layout: see layout_search.py.
 """
@@ -59,7 +59,7 @@ class LayoutExplanation:
         layouts: Sequence[ParallelLayout],
         refusals: Sequence[Rejection],
     ) -> SearchResult:
-        """Return ``found`` with the layout's own trades and rejections added."""
+        """Return ``found`` with the trades and rejections of the layout added."""
         other_layouts = [x for x in layouts if x not in (ALONE, candidate.layout)]
         unapplied_offers = [
             o
@@ -169,7 +169,7 @@ class LayoutExplanation:
     ) -> SelectedTrade:
         """Return the trade that leads from the rules ``before`` to the rules ``after``.
 
-        ``costs`` are the prices of data parallelism among groups, if these differ.
+        ``costs`` are the prices of data parallelism among groups of ranks, if these differ.
         """
         without, with_it = self._predictions(before, after, costs or self._candidates.costs)
         rules = tuple(rule for rule in after if rule not in before)
@@ -190,7 +190,9 @@ class LayoutExplanation:
         )
 
     def _label(self, layout: ParallelLayout) -> str:
-        """Return the layout's label, with equal shares named if unequal ones were evaluated too."""
+        """Return the layout's label; it mentions equal shares if unequal ones were evaluated
+        too.
+        """
         if layout.data == 1 or layout.shares or self._rank_speeds.is_homogeneous(layout.num_ranks):
             return layout_label(layout)
         return f"{layout_label(layout)}, in equal shares"
@@ -198,7 +200,7 @@ class LayoutExplanation:
     def _why_not_sharded(
         self, offer: Offer, found: SearchResult, candidate: LayoutCandidate
     ) -> Rejection:
-        """Return why the tensors of this offer are left unsharded, or are sharded differently."""
+        """Return why the tensors of this offer are not sharded, or are sharded in another way."""
         if not self._candidates.sharded_tensors(candidate.rules).isdisjoint(
             self._candidates.sharded_tensors(offer.rules)
         ):

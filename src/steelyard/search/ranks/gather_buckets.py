@@ -1,6 +1,6 @@
 """The candidates for gathering ZeRO-style sharded weights: bucket size and prefetch distance.
 
-Not for which weights are sharded or what a gather costs: see layout_search.py and predict/.
+Not for choosing the sharded weights or pricing a gather: see layout_search.py and predict/.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,18 @@ from steelyard.ir.rule import Rule
 from steelyard.ir.rule_kinds import WITHIN_PEAK, CollectiveOverlap, StateSharding
 
 _BUCKET_BYTES = tuple(2**10 * kib for kib in (64, 256, 1024, 4096, 16384, 65536))
-# Operators by which a gather is issued early, if the memory below the peak has room for it.
+# The number of operators by which a gather is issued early, if the memory below the peak has room
+# for it.
 _MAX_LEAD = 16
 
 
 def with_gather_buckets(
     graph: Graph, states: Sequence[StateSharding]
 ) -> list[tuple[StateSharding, ...]]:
-    """Return the rules of ``states`` for each bucket size worth trying.
+    """Return the rules of ``states`` for each bucket size that is worth trying.
 
-    The first gathers every weight on its own, the last all weights in one bucket or as many as fit
-    the largest bucket.
+    The first rules gather every weight on its own. The last ones gather all weights in one bucket,
+    or as many as fit into the largest bucket.
     """
     sizes = sorted(
         node.outputs[0].nbytes

@@ -1,7 +1,7 @@
-"""The fastest data parallel step with each gradient compression codec.
+"""Finds the fastest data-parallel step with each gradient compression codec.
 
 Bucket size, overlap lag and the set of compressed gradients are chosen together, on the same
-timeline as without compression. Not for whether accuracy may be lost: see
+timeline as without compression. Not for deciding if accuracy may be lost: see
 planner/gradient_compression.py.
 """
 
@@ -21,15 +21,15 @@ from steelyard.search.ranks.labels import tensor_count
 from steelyard.search.ranks.layout_search import LayoutSearch
 from steelyard.search.result import SearchResult
 
-# Share of the step by which a less lossy codec may be slower.
+# A less lossy codec may make the step slower by up to this share.
 _MAX_SLOWDOWN = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedCandidate:
-    """A layout with compressed gradients, and its predicted seconds and peak bytes.
+    """A layout with compressed gradients, with its predicted seconds and peak bytes.
 
-    ``rules`` contain the layout and the compression, ``without`` the same layout without
+    ``rules`` contain the layout and the compression; ``without`` contains the same layout without
     compression. ``codec`` is the lossiest codec in use.
     """
 
@@ -47,7 +47,7 @@ class CompressedCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighing:
-    """The search for compressed candidates on the data parallel layouts of ``layouts``.
+    """The search for compressed candidates on the data-parallel layouts of ``layouts``.
 
     ``codecs`` are the codecs available on these ranks.
     """
@@ -60,9 +60,9 @@ class Weighing:
     ) -> tuple[list[CompressedCandidate], tuple[Rejection, ...]]:
         """Return the fastest candidate of each codec, or the rejections if there is none.
 
-        A candidate compresses every gradient that its codec supports, and has no other trades.
-        ``thoroughly`` tries compression on every candidate of each data parallel layout, otherwise
-        only on the fastest one of each.
+        A candidate compresses every gradient that its codec supports, and has no other trades. With
+        ``thoroughly``, compression is tried on every candidate of each data-parallel layout,
+        otherwise only on the fastest candidate of each.
         """
         found: dict[Codec, CompressedCandidate] = {}
         refused: dict[str, Rejection] = {}
@@ -106,20 +106,22 @@ class Weighing:
         )
 
     def gentler(self, candidate: CompressedCandidate) -> CompressedCandidate:
-        """Return the candidate with less lossy codecs, or none, wherever that is nearly as fast.
+        """Return the candidate with less lossy codecs, or none, for gradients where this is nearly
+        as fast.
 
-        The codec that the candidate is named after stays in use.
+        The codec after which the candidate is named stays in use.
         """
         for rule in candidate.compression_rules:
             other_rules = tuple(other for other in candidate.compression_rules if other != rule)
-            # No compression is tried first, then codecs from the lossiest on, because a less lossy
-            # codec has more bytes to send.
+            # First, no codec is tried; then the codecs follow, from the lossiest on, because a less
+            # lossy codec has more bytes to send.
             for replacement in ((), *((less_lossy,) for less_lossy in self._less_lossy(rule))):
                 tried = self._with_codecs(candidate, (*other_rules, *replacement))
                 if tried is None:
                     continue
                 if tried.seconds <= (1 + _MAX_SLOWDOWN) * candidate.seconds:
-                    # The best time so far stays the reference, so that small losses do not add up.
+                    # The best time so far remains the reference, so that small losses do not add
+                    # up.
                     candidate = replace(tried, seconds=min(candidate.seconds, tried.seconds))
                     if not replacement:
                         break
@@ -134,7 +136,7 @@ class Weighing:
     ) -> CompressedCandidate | None:
         """Return the candidate with these codecs, or None if a gradient does not support its codec.
 
-        Returns None as well if the candidate's own codec is no longer in use.
+        None is also returned if the candidate's own codec is no longer in use.
         """
         if candidate.codec not in (rule.codec for rule in compression_rules):
             return None
@@ -146,7 +148,7 @@ class Weighing:
             return None
 
     def _less_lossy(self, rule: GradientCompression) -> list[GradientCompression]:
-        """Return the rule with each less lossy codec, the lossiest of these first."""
+        """Return the rule with each less lossy codec, starting with the lossiest of these."""
         trades = codecs_of(self.layouts.candidates.trades)
         less_lossy = itertools.takewhile(lambda codec: codec != rule.codec, trades)
         return [
@@ -161,7 +163,9 @@ class Weighing:
         ]
 
     def _data_parallel_rules(self, *, thoroughly: bool) -> Iterator[tuple[Rule, ...]]:
-        """Yield the rules of pure data parallel candidates: all, or the fastest of each layout."""
+        """Yield the rules of purely data-parallel candidates: all, or only the fastest of each
+        layout.
+        """
         for layout in self.layouts.layouts:
             if layout == ParallelLayout(data=layout.data, shares=layout.shares) != ALONE:
                 candidates = self.layouts.candidates.of(layout)
@@ -190,7 +194,7 @@ class Weighing:
         )  # fmt: skip
 
     def _codec_trades(self, candidate: CompressedCandidate) -> Iterator[SelectedTrade]:
-        """Yield the trade of each codec, applied one after the other."""
+        """Yield the trade of each codec; the codecs are applied one after the other."""
         before = candidate.without
         for codec in codecs_of(self.layouts.candidates.trades):
             compression_rules = tuple(

@@ -30,7 +30,7 @@ def layout_label(layout: ParallelLayout) -> str:
 def pipeline_too_slow(layout: ParallelLayout, seconds: float, found: SearchResult) -> Rejection:
     step = found.prediction.metrics.step_seconds.value
     plan, takes = format_seconds(step), format_seconds(seconds)
-    # The fastest pipeline may not fit the budget, and one that fits may save too little.
+    # The fastest pipeline may not fit the budget, and a pipeline that fits may save too little.
     prefix = (
         "saves less than a tenth of the step time within the budget: " if seconds < step else ""
     )
@@ -42,7 +42,7 @@ def pipeline_too_slow(layout: ParallelLayout, seconds: float, found: SearchResul
 def rank_count_too_slow(ranks: int, least_seconds: float, best_seconds: float) -> Rejection:
     """Return the rejection of a number of ranks whose lower bound exceeds the best known step.
 
-    The step was not captured for it.
+    The step was not captured for this number of ranks.
     """
     least, best = format_seconds(least_seconds), format_seconds(best_seconds)
     reason = f"computes for at least ~{least} a step; another number of ranks takes ~{best} in all"
@@ -58,16 +58,16 @@ def layers_label(layout: ParallelLayout) -> str:
 
 
 def ranks_label(layout: ParallelLayout) -> str:
-    """Return the ranks of the pipeline stages as text, with tensor and data parallel degrees."""
+    """Return the ranks of the pipeline stages as text, with tensor- and data-parallel degrees."""
     groups = f", in {layout.data} groups that share the batch" if layout.data > 1 else ""
     tensor_ranks = f" times {layout.tensor} that share tensors" if layout.tensor > 1 else ""
     return f"on {layout.pipeline}{tensor_ranks or ' ranks'}{groups}"
 
 
 def why_slower(seconds: float, found: SearchResult, *, than: float | None = None) -> str:
-    """Return why a layout of this step time loses to the plan, or '' if it is faster.
+    """Return the reason why a layout with this step time loses to the plan, or '' if it is faster.
 
-    ``than`` is the time to compare with in place of the plan's own.
+    ``than`` is the time to compare with, instead of that of the plan.
     """
     plan = found.prediction.metrics.step_seconds.value
     if seconds < (plan if than is None else than):

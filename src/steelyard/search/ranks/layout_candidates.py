@@ -55,7 +55,7 @@ class LayoutCandidate:
 class LayoutCandidates:
     """The candidates of one program, priced once for each layout.
 
-    ``regions`` maps each tensor parallel degree to the offers that shard tensors, best first.
+    ``regions`` maps each tensor-parallel degree to the offers that shard tensors, the best first.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LayoutCandidates:
         self._candidates: dict[ParallelLayout, list[LayoutCandidate]] = {}
 
     def over(self, costs: CostTable, source: StepSource) -> "LayoutCandidates":
-        """Return the candidates of the same program at the prices of ``costs``.
+        """Return the candidates of the same program at the prices in ``costs``.
 
         ``source`` captures graphs at these prices.
         """
@@ -84,8 +84,8 @@ class LayoutCandidates:
         """Return all candidates of ``layout``.
 
         They cover each bucket size, each overlap lag, and a growing number of sharded tensors; then
-        ZeRO-style sharded weights on data parallel ranks, and sparse gradients of embedding tables.
-        Collectives go through the link or through memory that ranks share.
+        ZeRO-style sharded weights on data-parallel ranks, and sparse gradients of embedding tables.
+        Collectives use the link or shared memory.
         """
         if layout not in self._candidates:
             candidates = [self.counted(rules) for rules in self._rules(layout)]
@@ -101,7 +101,7 @@ class LayoutCandidates:
     def _through_slots(self, candidates: Sequence[LayoutCandidate]) -> Iterator[LayoutCandidate]:
         """Yield candidates whose collectives use shared-memory slots, if the ranks have slots.
 
-        They are the fastest candidate of each bucket size, and the leanest one.
+        They are the fastest candidate with each bucket size, and the one with the least memory.
         """
         if SLOTS not in self.costs.links or candidates[0].layout == ALONE:
             return
@@ -115,8 +115,9 @@ class LayoutCandidates:
     def _with_other_trades(
         self, candidates: Sequence[LayoutCandidate]
     ) -> Iterator[LayoutCandidate]:
-        """Yield the fastest and the leanest candidate with all offers of each trade between ranks
-        that the search knows nothing else of."""
+        """Yield the fastest and the leanest candidate with all offers of each further trade between
+        ranks, about which the search knows nothing else.
+        """
         fastest = min(candidates, key=lambda c: (c.seconds, c.nbytes))
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         for trade in self.trades:
@@ -135,7 +136,9 @@ class LayoutCandidates:
     def _with_sharded_states(
         self, candidates: Sequence[LayoutCandidate]
     ) -> Iterator[LayoutCandidate]:
-        """Yield the fastest and the leanest candidate with ZeRO-style sharded states added."""
+        """Yield the fastest candidate and the one with the least memory, with ZeRO-style sharded
+        states added.
+        """
         if candidates[0].layout.data == 1:
             return
         fastest = min(candidates, key=lambda c: (c.seconds, c.nbytes))
@@ -171,7 +174,7 @@ class LayoutCandidates:
     def sparse_offers(
         self, candidate: LayoutCandidate
     ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
-        """Return the sparse-gradient offers and rejections for a plain data parallel candidate.
+        """Return the sparse-gradient offers and rejections for a plain data-parallel candidate.
 
         Gradient compression in the rules is ignored. Other layouts have no offers.
         """
@@ -187,11 +190,11 @@ class LayoutCandidates:
         if layout.tensor == 1:
             yield from self._batch_rules(layout) if layout.data > 1 else [()]
             return
-        # The gradient communication is chosen as if each tensor parallel group were one rank.
+        # Gradient communication is chosen as if each tensor-parallel group were a single rank.
         batch_rules: tuple[Rule, ...] = ()
         if layout.data > 1:
             candidates = self.of(replace(layout, tensor=1))
-            # ZeRO sharding of tensor parallel weights is decided later, on the sharded program.
+            # ZeRO sharding of tensor-parallel weights is decided later, on the sharded program.
             unsharded = [
                 candidate
                 for candidate in candidates
@@ -211,7 +214,7 @@ class LayoutCandidates:
     def _fastest_of_groups(
         self, candidates: Sequence[LayoutCandidate], group: int
     ) -> LayoutCandidate:
-        """Return the fastest candidate if each data parallel rank is a group of ``group`` ranks."""
+        """Return the fastest candidate if each data-parallel rank is a group of ``group`` ranks."""
         costs = self.group_costs(group)
         if costs is self.costs:
             return min(candidates, key=lambda c: (c.seconds, c.nbytes))
@@ -222,9 +225,9 @@ class LayoutCandidates:
         return min(candidates, key=lambda candidate: (seconds[candidate], candidate.nbytes))
 
     def group_costs(self, group: int) -> CostTable:
-        """Return the prices of data parallelism among groups of ``group`` neighboring ranks.
+        """Return the prices of data parallelism among groups of ``group`` neighbouring ranks.
 
-        On hosts with several ranks, groups are joined by other links than single ranks are.
+        On hosts with several ranks, groups have other links between them than single ranks have.
         """
         spread = self.costs.spread
         if spread is None or group == 1:
@@ -232,7 +235,7 @@ class LayoutCandidates:
         return replace(self.costs, spread=replace(spread, group=group))
 
     def _sharding_rules(self, ranks: int) -> Iterator[tuple[Rule, ...]]:
-        """Yield the rules of a growing number of sharding offers, the best offers first.
+        """Yield rules with a growing number of sharding offers, the best offers first.
 
         No tensor is sharded twice.
         """
@@ -252,8 +255,8 @@ class LayoutCandidates:
         for nbytes in BUCKETS:
             batch = batch_rules(layout, self.trades, bucket_bytes=nbytes)
             offers, _ = self.trade(CollectiveOverlap).offers(self.apply_rules(batch), self.source)
-            # Of candidates predicted to be equal, the first one wins: the one with the largest lag
-            # waits for the least.
+            # If several candidates are predicted to be equal, the first one wins. It has the
+            # largest lag, and so waits least.
             for offer in reversed(offers):
                 yield *offer.rules, *batch
 

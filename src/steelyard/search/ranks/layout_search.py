@@ -1,9 +1,10 @@
-"""The search for the number of ranks and the parallel layout of a step: one search per candidate.
+"""Searches the number of ranks and the parallel layout of a step; each candidate has its own
+search.
 
-A layout is data parallel, tensor parallel, data parallel over tensor parallel groups, or a
-pipeline. Recompute, micro-batches and offload are chosen for each candidate separately,
-communication by its effect on the timeline. Not for what one rank does under a layout: see
-search/single/search.py.
+A layout is data-parallel, tensor-parallel, data-parallel over tensor-parallel groups, or a
+pipeline. Recompute, micro-batches and offload are chosen for each candidate separately;
+communication is chosen by its effect on the timeline. Not for the program of one rank in a layout:
+see search/single/search.py.
 """
 
 import copy
@@ -51,19 +52,21 @@ from steelyard.search.ranks.rank_speeds import RankSpeeds
 from steelyard.search.result import SearchResult
 from steelyard.search.single.search import ALLOWS_NONE, StepSearch
 
-# If memory is short, a candidate is searched too if its peak is below this share of the fastest's.
+# If memory is short, a candidate is also searched if its peak is below this share of the fastest
+# candidate's peak.
 _LEANER_RATIO = 0.98
 # A candidate up to this many times slower in one runner may be the faster one in another.
 _MAX_RIVAL_RATIO = 1.2
-# A pipeline is worth it if its step takes at most this share of the step without one. Each of its
-# actions waits for another rank, and these waits are predicted worst (docs/log.md, 2026-11-24:
-# pipelines took 1.05 to 1.3 times the prediction, other steps 0.98 to 1.17 times).
+# A pipeline is used if its step takes at most this share of the step without one. Each of its
+# actions waits for another rank, and these waits are predicted least accurately (docs/log.md,
+# 2026-11-24: pipelines took 1.05 to 1.3 times the prediction, other steps 0.98 to 1.17 times).
 _MAX_PIPELINE_RATIO = 0.9
-# ZeRO-style sharded weights are worth it if the step takes at most this share of the step without
-# them. The work a rank does itself to send them is not predicted (2026-11-27: predicted 0.15 %
+# ZeRO-style sharded weights are used if the step takes at most this share of the step without them.
+# The work that a rank itself does to send them is not predicted (2026-11-27: predicted 0.15 %
 # faster, measured 5 % slower).
 _MAX_STATES_RATIO = 0.95
-# A share of the batch may take this much less than in proportion, because it stays in caches.
+# A share of the batch may take less time than its proportion by this much, because its data stays
+# in caches.
 _CACHE_SPEEDUP = 0.9
 
 
@@ -85,7 +88,7 @@ class LayoutSearch:
         of_a_host: int = 1,
         searching: Callable[[tuple[Rule, ...]], StepSearch],
     ) -> None:
-        """Consider one rank, or all ``of_a_host`` ranks of each of some hosts."""
+        """Consider a single rank, or all ``of_a_host`` ranks on each of some hosts."""
         self._program = program
         self._make_search = searching
         self._searches: dict[tuple[Rule, ...], StepSearch] = {}
@@ -102,8 +105,8 @@ class LayoutSearch:
             *([2] if num_ranks % 2 and of_a_host == 1 else []),
         }
         divisors = sorted({d for n in base_counts for d in range(2, n + 1) if n % d == 0})
-        # Some ranks of a host are no candidates: each would get more of the host than it has with
-        # all ranks running, the case that was measured.
+        # A step never uses only some ranks of a host. Each of them would get more of the host than
+        # in the measurements, which were made with all ranks running.
         self._rank_counts = [1, *(n for n in divisors if n % of_a_host == 0)]
         other_counts = numbers_of_ranks(num_ranks, of_a_host=of_a_host)
         self._other_rank_counts = [n for n in reversed(other_counts) if n not in self._rank_counts]
@@ -138,7 +141,7 @@ class LayoutSearch:
     def _check_homogeneous(self, ranks: int, kind: type[Rule], label: str) -> bool:
         """True if ``ranks`` are equally fast, so that equal parts do not wait for a slow rank.
 
-        Otherwise adds a rejection.
+        Otherwise, a rejection is added.
         """
         if self._rank_speeds.is_homogeneous(ranks):
             return True
@@ -149,7 +152,7 @@ class LayoutSearch:
         return False
 
     def _add_other_rank_counts(self) -> None:
-        """Add layouts on numbers of ranks that are not divisors, the largest first.
+        """Add layouts on numbers of ranks that do not divide the batch, the largest number first.
 
         Each needs a capture, which is skipped if computation alone takes longer than the fastest
         known step.
@@ -181,9 +184,9 @@ class LayoutSearch:
             best = min([best, *seconds])
 
     def _unequal(self, counts: Iterable[int]) -> Iterator[ParallelLayout]:
-        """Yield data parallel layouts with unequal shares of the batch.
+        """Yield data-parallel layouts with unequal shares of the batch.
 
-        Ranks of unequal speed get shares that take equally long. Equal ranks whose number does not
+        Ranks of unequal speed get shares that take the same time. Equal ranks whose number does not
         divide the batch get nearly equal shares.
         """
         possible = self.candidates.source.divisors()
@@ -263,7 +266,9 @@ class LayoutSearch:
                 yield layout, found
 
     def _sharding_variants(self, ranks: int) -> tuple[tuple[Rule, ...], ...]:
-        """Return the sharding rules of the fastest and of the leanest tensor parallel candidate."""
+        """Return the sharding rules of the fastest tensor-parallel candidate and of the one with
+        the least memory.
+        """
         if ranks == 1:
             return ((),)
         candidates = self.candidates.of(ParallelLayout(tensor=ranks))
@@ -273,7 +278,9 @@ class LayoutSearch:
         return tuple(of_kind(rules, TensorSharding) for rules in chosen)
 
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> SearchResult:
-        """Return the fastest plan on any number of ranks, on fewer ranks if equally fast."""
+        """Return the fastest plan on any number of ranks; if equally fast, the one with fewer
+        ranks.
+        """
         self._add_other_rank_counts()
         best: tuple[LayoutCandidate, SearchResult] | None = None
         tightest: Infeasible | None = None
@@ -311,8 +318,8 @@ class LayoutSearch:
     def rivals(self, found: SearchResult, budget: Budget) -> Iterator[SearchResult]:
         """Yield plans of other candidates that are hardly slower than ``found``.
 
-        They differ in ranks, bucket size or communication trades. For a runner whose own prices are
-        known for single plans only.
+        They differ in ranks, bucket size or communication trades. A runner needs them if its own
+        prices are only known for single plans.
         """
         layout_rules = {rule for rule in found.rules if rule.stage in BETWEEN_RANKS}
         candidates = [
@@ -329,12 +336,12 @@ class LayoutSearch:
             try:
                 yield self._explained(candidate, self._search_by(candidate.rules).find(budget))
             except Infeasible:
-                continue  # a rival is only for comparison
+                continue  # this plan is only used for comparison
 
     def _best_pipeline(
         self, budget: Budget, best: SearchResult | None
     ) -> tuple[SearchResult | None, list[Rejection], list[Infeasible]]:
-        """Return the fastest pipeline plan that beats ``best``, and why others do not."""
+        """Return the fastest pipeline plan that beats ``best``, and the reasons against others."""
         found: SearchResult | None = None
         refused: list[Rejection] = []
         infeasible_pipelines: list[Infeasible] = []
@@ -379,7 +386,7 @@ class LayoutSearch:
     def _most_promising(self, budget: Budget) -> list[LayoutCandidate]:
         """Return the candidates to search, fastest first.
 
-        If the fastest fits the budget, slower ones need not be searched.
+        If the fastest one fits the budget, slower ones need not be searched.
         """
         found = [
             candidate
@@ -389,10 +396,11 @@ class LayoutSearch:
         return sorted(found, key=lambda candidate: (candidate.seconds, candidate.layout.num_ranks))
 
     def _worth_searching(self, layout: ParallelLayout, budget: Budget) -> list[LayoutCandidate]:
-        """Return the candidates of ``layout`` worth a search of their own.
+        """Return the candidates of ``layout`` that are worth a search of their own.
 
-        This is the fastest one, or the fastest without sharded states if these gain too little. If
-        it exceeds the memory budget, the fastest that fits and the leanest are added.
+        This is the fastest candidate, or the fastest one without sharded states if these gain too
+        little. If it exceeds the memory budget, the fastest one that fits and the one with the
+        least memory are added.
         """
         candidates = sorted(self.candidates.of(layout), key=lambda c: (c.seconds, c.nbytes))
         fastest, limit = candidates[0], budget.memory_bytes or math.inf
@@ -434,7 +442,7 @@ def _similarity_key(rules: Iterable[Rule]) -> object:
 
 
 def _as_impossible(refusals: Iterable[Rejection]) -> tuple[Rejection, ...]:
-    """Return the rejections marked as impossible, for offers that could not be made at all."""
+    """Return the rejections marked as impossible, for offers that cannot be made at all."""
     return tuple(replace(refusal, left=Remaining.NEVER) for refusal in refusals)
 
 

@@ -1,8 +1,8 @@
-"""Detection of steps whose times differ from the prediction several times in a row.
+"""Detects steps whose times differ from the prediction several times in a row.
 
 Such steps justify a short measurement. If the measurement finds no cause, the recent step times
 become the new expectation, so that a prediction that is always wrong triggers a single measurement
-and a later change triggers another at once. Not for what is measured: see api/replan.py.
+and a later change triggers another at once. Not for the measurement: see api/replan.py.
 """
 
 from dataclasses import dataclass, field
@@ -12,23 +12,24 @@ from steelyard.ir.metrics import Estimate
 
 # Number of consecutive steps that must all be too slow, or all too fast.
 IN_A_ROW = 3
-# A time spent waiting for other ranks deviates if it differs from the prediction by this share of a
-# step.
+# The time spent waiting for other ranks deviates if it differs from the prediction by this share of
+# a step.
 WAITS_SHARE = 0.25
-# Step times may vary by this share around the last settled time before they count as deviating.
+# Step times deviate if they differ by more than this share from the last times that were accepted
+# as normal.
 _VARIATION = 0.25
-# Steps to ignore after a measurement that found nothing, doubled each time up to a maximum. A step
-# this many times as long as expected triggers a measurement all the same.
+# The number of steps to ignore after a measurement that found nothing; it is doubled each time up
+# to a maximum. A step that takes this many times as long as expected triggers a measurement anyway.
 _FIRST_PAUSE, _MAX_PAUSE = 20, 640
 _ALWAYS_MEASURE_RATIO = 1.5
 
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """The expected step time, and the recent steps that deviate from it.
+    """The expected step time, with the recent steps that deviate from it.
 
-    ``seconds`` is the expected interval of a step, ``waits`` the seconds of it spent waiting for
-    other ranks. The first ``skips`` steps are ignored.
+    ``seconds`` is the expected interval of a step, ``waits`` the seconds in it that are spent
+    waiting for other ranks. The first ``skips`` steps are ignored.
     """
 
     seconds: Estimate
@@ -40,7 +41,7 @@ class Pace:
     _recent: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, seconds: float, waited: float) -> bool:
-        """Record a step. Return True if it and the steps before it justify a measurement."""
+        """Record a step; return True if it and the steps before it justify a measurement."""
         if self.skips:
             self.skips -= 1
             return False
@@ -63,7 +64,7 @@ class Pace:
         self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
 
     def _sign(self, seconds: float, waited: float) -> int:
-        """Return 1 if a step or its wait was too long, -1 if either was too short, else 0."""
+        """Return 1 if a step or its wait was too long, -1 if either was too short, otherwise 0."""
         if seconds > self.seconds.high:
             return 1
         if seconds < self.seconds.low:

@@ -1,7 +1,8 @@
-"""The search for pipeline parallel plans: stage boundaries, schedule, micro-batches and recompute.
+"""Searches pipeline-parallel plans: stage boundaries, schedule, micro-batches and recompute.
 
-Each candidate is applied and priced as a whole program. Pipelines may be replicated (data parallel)
-and their stages tensor parallel. Not for layouts without a pipeline: see layout_search.py.
+Each candidate is applied and priced as a whole program. Pipelines may be replicated (data
+parallelism), and their stages may be tensor-parallel. Not for layouts without a pipeline: see
+layout_search.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,21 +37,22 @@ from steelyard.search.single.search import StepSearch
 from steelyard.search.trade_price import price_without, step_price_without
 from steelyard.units import format_bytes, format_seconds
 
-# Micro-batches per stage: more of them shrink the pipeline bubble, but each is less efficient.
+# Micro-batches per stage: with more of them the pipeline bubble shrinks, but each one is less
+# efficient.
 _PER_STAGE = (2, 4)
-# Recompute plans to try for each number of micro-batches.
+# The number of recompute plans that are tried for each number of micro-batches.
 _NUM_RECOMPUTE_PLANS = 8
 # Recompute is tried only if the fastest candidate takes less than this share of the best plan.
 _MIN_GAIN_RATIO = 0.98
-# Candidates predicted slower by up to this factor count as equally fast: schedules differ in their
-# messages, and link speeds are known to a seventh.
+# Candidates that are predicted to be slower by up to this factor count as equally fast: schedules
+# differ in their messages, and link speeds are known to within a seventh.
 _EQUAL_RATIO = 1.06
 _NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScheduleCandidate:
-    """The rules of a pipeline with its schedule's name and its predicted costs."""
+    """The rules of a pipeline, with the name of its schedule and its predicted costs."""
 
     rules: tuple[Rule, ...]
     schedule: str
@@ -71,8 +73,8 @@ class _ScheduleCandidate:
 class PipelineSearch:
     """The search over the pipelines of one layout.
 
-    ``cuts`` returns the variants of tensor parallel rules within a stage. ``searching`` creates the
-    search for the step under one of these variants alone.
+    ``cuts`` returns the variants of tensor-parallel rules within a stage. ``searching`` creates the
+    search for the step with only one of these variants applied.
     """
 
     def __init__(
@@ -111,7 +113,9 @@ class PipelineSearch:
 
     @cached_property
     def candidates(self) -> list[_ScheduleCandidate]:
-        """All candidates without recompute, fastest first. Empty if the step cannot be split."""
+        """All candidates without recompute, the fastest first; empty if the step cannot be
+        split.
+        """
         found = [
             candidate for parts in self._parts() for candidate in self._schedule_candidates(parts)
         ]
@@ -120,7 +124,7 @@ class PipelineSearch:
     def find(self, budget: Budget, *, within_seconds: float = _NEVER) -> SearchResult | None:
         """Return the fastest plan within the budget.
 
-        Raises Infeasible if there is none. Returns None if none takes less than ``within_seconds``.
+        Raise Infeasible if there is none. Return None if none takes less than ``within_seconds``.
         """
         limit = budget.memory_bytes
         for candidates in self._by_parts():
@@ -178,7 +182,7 @@ class PipelineSearch:
         return min(fitting, key=lambda c: (c.seconds, c.nbytes), default=None)
 
     def _leaner(self, fastest: _ScheduleCandidate, within_seconds: float) -> _ScheduleCandidate:
-        """Return the candidate with the lowest peak of those as fast as ``fastest``."""
+        """Return the candidate with the lowest peak among those about as fast as ``fastest``."""
         most = min(_EQUAL_RATIO * fastest.seconds, within_seconds)
         comparable = [
             candidate for candidate in self._evaluated.values() if candidate.seconds < most
@@ -228,7 +232,8 @@ class PipelineSearch:
     def _schedule_candidates(self, parts: int) -> Iterator[_ScheduleCandidate]:
         """Yield candidates of each schedule, with stages balanced by time and by memory."""
         graph = self._source.graph(micro_batches=parts * self._layout.data)
-        # The bucket size is without effect: gradients are reduced one by one after the last pass.
+        # The bucket size has no effect, because gradients are reduced one by one after the last
+        # pass.
         split = batch_rules(replace(self._layout, micro_batches=parts), self._trades)
         for offer in self.offers:
             (first, *_) = stage_ends = of_kind(offer.rules, PipelineStageEnd)
@@ -259,7 +264,7 @@ class PipelineSearch:
         """Return the bytes that a node adds to its stage.
 
         These are its activations, for about as many micro-batches as there are stages, and the
-        weights it reads, with their gradients and optimizer state.
+        weights that it reads, with their gradients and optimizer state.
         """
         if node.phase is not Phase.FORWARD:
             return 0.0
@@ -273,7 +278,9 @@ class PipelineSearch:
     def _with_sharded_states(
         self, candidates: Sequence[_ScheduleCandidate]
     ) -> Iterator[_ScheduleCandidate]:
-        """Yield the fastest and the leanest of these with ZeRO-style sharded states."""
+        """Yield the fastest and the least-memory one of these candidates, with ZeRO-style sharded
+        states.
+        """
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         for candidate in dict.fromkeys((candidates[0], leanest)) if self._layout.data > 1 else ():
             offers, _ = self._trade(StateSharding).offers(
@@ -293,7 +300,7 @@ class PipelineSearch:
     def _through_slots(self, candidate: _ScheduleCandidate) -> Iterator[_ScheduleCandidate]:
         """Yield the candidate with its messages in shared-memory slots, if there are any."""
         if PINNED in self._costs.links:
-            if self._slots is None:  # the same for all candidates
+            if self._slots is None:  # this is the same for all candidates
                 offers, _ = self._trade(SharedMemoryMessages).offers(
                     self._apply(candidate.rules), self._source
                 )
@@ -305,7 +312,7 @@ class PipelineSearch:
                 yield found
 
     def _add_recompute(self, candidates: Sequence[_ScheduleCandidate]) -> None:
-        """Evaluate the fastest and the leanest of these with increasing recompute."""
+        """Evaluate the fastest and the least-memory one of these with increasing recompute."""
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         parts, chosen = (
             candidates[0].parts * self._layout.data,
@@ -355,9 +362,10 @@ class PipelineSearch:
         self.refusals = tuple(dict.fromkeys((*self.refusals, *impossible)))
 
     def _taken(self, best: _ScheduleCandidate) -> Iterator[SelectedTrade]:
-        """Yield the best candidate's trades, each compared with the step before it was applied.
+        """Yield the best candidate's trades, each compared with the step before that trade was
+        applied.
 
-        The first, tensor parallelism, is compared with the step on one device.
+        The first trade, tensor parallelism, is compared with the step on one device.
         """
         recomputed = of_kind(best.rules, Recomputation)
         state_rules = of_kind(best.rules, StateSharding)
@@ -405,7 +413,9 @@ class PipelineSearch:
                 )
 
     def _why_not_others(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
-        """Yield the rejections of slots and of each other schedule, by its fastest candidate."""
+        """Yield the rejections of slots and of every other schedule; the latter is judged by its
+        fastest candidate.
+        """
         yield from self._why_no_slots(best)
         for schedule in dict.fromkeys(candidate.schedule for candidate in self.candidates):
             candidate = next(

@@ -1,6 +1,6 @@
 """The relative speeds of the ranks of a heterogeneous cluster, from their time for a whole step.
 
-Not for the share of the batch that each rank takes: see batch_shares.py.
+Not for the share of the batch that each rank gets: see batch_shares.py.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from steelyard.search.ranks.batch_shares import describe_speeds
 class RankSpeeds:
     """The predicted seconds of the whole step on each class of device.
 
-    All ranks are equally fast if the costs name no devices per rank.
+    If the costs name no devices for the ranks, all ranks are equally fast.
     """
 
     def __init__(self, program: Program, costs: CostTable) -> None:
@@ -26,11 +26,13 @@ class RankSpeeds:
         }
 
     def is_homogeneous(self, ranks: int) -> bool:
-        """True if the ranks used by a step on this many ranks all have the same class of device."""
+        """True if a step on this many ranks uses only ranks with the same class of device."""
         return len({*self._devices(ranks)}) <= 1
 
     def full_step_seconds(self, ranks: int) -> list[float]:
-        """Return the seconds of the whole step on each of the ranks used by a step on ``ranks``."""
+        """Return the seconds of the whole step on each of the ranks that a step on ``ranks`` ranks
+        uses.
+        """
         if not self._costs.devices:
             return [1.0] * ranks
         return [self._seconds[device] for device in self._devices(ranks)]

@@ -19,7 +19,7 @@ from steelyard.search.ranks.layout_search import LayoutSearch
 
 # Minimum gain for a switch, and minimum gain of a lossy alternative over every lossless one.
 LEAST_GAIN = 0.10
-# Ranks that rejoin receive the weights and the optimizer state. The gain must repay this transfer
+# Ranks that return receive the weights and the optimizer state. The gain must repay this transfer
 # within this many steps.
 _MAX_REPAY_STEPS = 100
 # With more hosts than this, not every number of hosts is tried, because each needs a capture.
@@ -28,7 +28,7 @@ _FEW_HOSTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A layout to continue with, on the ranks that take part."""
+    """A layout with which to continue, on the ranks that take part."""
 
     candidate: LayoutCandidate
     ranks: tuple[int, ...]
@@ -108,7 +108,7 @@ def same_on_fewer(layouts: LayoutSearch, rules: Sequence[Rule], ranks: int) -> L
 
 
 def numbers_of_hosts(hosts: int) -> tuple[int, ...]:
-    """Return the numbers of hosts, fewer than ``hosts``, on which a step may continue."""
+    """Return the host counts below ``hosts`` with which a step may continue."""
     if hosts <= _FEW_HOSTS:
         return tuple(range(1, hosts))
     return tuple(sorted({1, hosts // 2, hosts - 1}))
@@ -126,8 +126,8 @@ def best_hosts(rates: Sequence[float], count: int) -> tuple[int, ...]:
 def link_among(link: Link, rates: Sequence[float], members: Sequence[int]) -> Link:
     """Return the link among some of the hosts.
 
-    Its bandwidth is that of the link of all hosts, times the slowest rate among ``members`` over
-    the slowest rate of all.
+    Its bandwidth is that of the link of all hosts, times the slowest rate among ``members`` divided
+    by the slowest rate of all.
     """
     own_rates = [rates[host - 1] for host in members if host]
     if not own_rates:
@@ -136,7 +136,7 @@ def link_among(link: Link, rates: Sequence[float], members: Sequence[int]) -> Li
 
 
 def over(links: Mapping[str, Link], link: Link) -> dict[str, Link]:
-    """Return the links with the data and tensor axes on ``link``."""
+    """Return the links, with ``link`` for the data and tensor axes."""
     return {**links, DATA: link, TENSOR: link}
 
 
@@ -151,8 +151,8 @@ def worth_trying(
     """Return the choices that gain enough over the running step, fastest first.
 
     The list ends with the fastest lossless choice. ``num_ranks`` ranks take part now. A choice with
-    more ranks must also repay ``coming_back_seconds``, the transfer of the state to ranks that
-    rejoin.
+    more ranks must also repay ``coming_back_seconds``, the time to transfer the state to returning
+    ranks.
     """
     found = []
     for choice in sorted(choices, key=lambda c: (c.candidate.seconds, c.candidate.nbytes)):

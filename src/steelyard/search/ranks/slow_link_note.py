@@ -1,4 +1,4 @@
-"""The plan note that names hosts behind slow links, and the step time with and without them.
+"""The note in a plan that names hosts with slow links, and the step time with and without them.
 
 Not for choosing the hosts of a step: see predict/rank_subsets.py and layout_search.py.
 """
@@ -10,7 +10,9 @@ from steelyard.units import format_bytes, format_seconds
 
 
 def slow_hosts(rates: Sequence[float]) -> tuple[int, ...]:
-    """Return the hosts whose links are clearly slower than the fastest, or () if most are."""
+    """Return the hosts whose links are clearly slower than the fastest; () if this is true of
+    most.
+    """
     slow = tuple(n for n, rate in enumerate(rates) if rate * ALIKE < max(rates))
     return slow if 2 * len(slow) < len(rates) else ()
 

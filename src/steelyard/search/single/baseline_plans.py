@@ -1,8 +1,8 @@
 """The checkpointing plans that people write by hand; the search never returns a worse plan.
 
-Checkpoints around modules at every depth, saving only the results of expensive operators,
-recomputing everything, and nested checkpoints. Not for finding better plans: see explore.py and
-multi_recompute.py.
+The plans are checkpoints around modules at every depth, saving only the results of expensive
+operators, recomputing everything, and nested checkpoints. Not for finding better plans: see
+explore.py and multi_recompute.py.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _SAVED_AND_ONCE_INTERVALS = tuple(
 
 
 def simple_plans(estimator: FastEstimator) -> Iterator[frozenset[int]]:
-    """Yield sets of storages to recompute."""
+    """Yield sets of storages whose values are recomputed."""
     all_storages = frozenset(estimator.unit_of)
     yield all_storages
     expensive = frozenset(s for s, u in estimator.unit_of.items() if _is_expensive(estimator, u))
@@ -37,8 +37,8 @@ def simple_plans(estimator: FastEstimator) -> Iterator[frozenset[int]]:
 def checkpointed(estimator: FastEstimator, depth: int) -> tuple[frozenset[int], dict[int, int]]:
     """Return the values internal to modules at this depth, and the index of each value's module.
 
-    Recomputing the internal values is torch.utils.checkpoint around each of these modules: their
-    inputs are saved and everything inside is recomputed.
+    Recomputing the internal values is equivalent to torch.utils.checkpoint around each of these
+    modules: their inputs are saved, and everything inside is recomputed.
     """
     graph = estimator.program.graph
     rows: dict[str, int] = {}
@@ -57,8 +57,9 @@ def checkpointed(estimator: FastEstimator, depth: int) -> tuple[frozenset[int], 
 def checkpoints_between(estimator: FastEstimator) -> Iterator[frozenset[int]]:
     """Yield nested checkpointing plans (Chen et al. 2016, section 4.3).
 
-    A few values are saved. Some of the values between them are recomputed once, and all others
-    twice: once on the way to the next of those, and once for their own backward use.
+    A few values are saved. Some of the values between them are recomputed once. All others are
+    recomputed twice: once to compute the next of the former, and once for their own use in the
+    backward pass.
     """
     all_storages = frozenset(estimator.unit_of)
     for depth in range(1, 1 + _max_depth(estimator)):
@@ -77,7 +78,7 @@ def checkpoints_between(estimator: FastEstimator) -> Iterator[frozenset[int]]:
 def _rows(estimator: FastEstimator, depth: int) -> tuple[dict[int, int], frozenset[int]]:
     """Return the position of each value's module, and the values that other modules read.
 
-    A value made outside any module at this depth belongs to the module before it.
+    If a value is made outside of all modules at this depth, it belongs to the module before it.
     """
     graph = estimator.program.graph
     numbers: dict[str | None, int] = {}
@@ -121,5 +122,5 @@ def _max_depth(estimator: FastEstimator) -> int:
 
 
 def _is_expensive(estimator: FastEstimator, unit: int) -> bool:
-    """True for matmuls, convolutions and attention: operators whose results are saved first."""
+    """True for matmuls, convolutions and attention, which are the first operators to save."""
     return estimator.program.graph.by_name[estimator.units[unit].node].flops > 0

@@ -1,7 +1,7 @@
 """A record of all sets of choices that a search has tried, and the best plans among them.
 
-It counts trials, so that a search can stop after a number of trials instead of a time: the same
-search has the same result on any machine. Not for what to try: see price_sweep.py and
+It counts trials, so that a search can stop after a number of trials instead of a time. The same
+search then has the same result on any machine. Not for choosing what to try: see price_sweep.py and
 local_search.py.
 """
 
@@ -9,13 +9,13 @@ from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.single.estimator.estimate import PeakEstimate
 from steelyard.search.single.estimator.fast_estimator import FastEstimator
 
-# Maximum number of storages in remembered sets, an upper limit on the memory of the cache; beyond
-# it the cache is cleared.
+# The maximum number of storages in all remembered sets, which limits the memory of the cache. If it
+# is exceeded, the cache is cleared.
 _MAX_REMEMBERED_STORAGES = 4_000_000
 
 
 class Trials:
-    """The plans tried so far; ``archive`` holds the best of all of them.
+    """The plans that were tried so far; ``archive`` holds the best of them.
 
     ``block_uniform`` holds only plans that make the same choice in all blocks of a run: these
     make short plan files.

@@ -1,7 +1,7 @@
-"""Explain a plan: what it applies, what each part saves and costs, and why offers were refused.
+"""Explains a plan: what it applies, what each part saves and costs, and why offers were refused.
 
-Parts are modules; each is priced by removing it from the plan, or adding it, and estimating the
-whole plan again. Not for deciding.
+Parts are modules. To price a part, it is removed from the plan, or added, and the whole plan is
+estimated again. Not for deciding.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ from steelyard.search.single.plan_rules import recompute_rules
 from steelyard.search.single.variant import Variant
 from steelyard.units import format_bytes, format_seconds
 
-# Nobody reads a longer list; deeper modules are then merged into their parents.
+# Nobody reads a longer list, so deeper modules are then merged into their parents.
 _MAX_PARTS = 10
 
 
@@ -53,7 +53,9 @@ def explain_selected(
     point: Point,
     trades: Sequence[Trade],
 ) -> tuple[SelectedTrade, ...]:
-    """Return the applied trades by module; within a trade, the largest memory saving first."""
+    """Return the applied trades by module; within a trade, the largest memory saving comes
+    first.
+    """
     selected: list[SelectedTrade] = []
     unoffloaded, offloaded_point = variant.unoffloaded, point
     if variant.states:
@@ -81,8 +83,9 @@ def explain_selected(
 def _selected_accumulate(
     explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> SelectedTrade:
-    """Return the split into micro-batches, compared to the same recomputations on the whole
-    batch."""
+    """Return the split into micro-batches, compared with the same recomputations on the whole
+    batch.
+    """
     without = _estimate_on(explored, variant, point, variant.unsplit)
     return SelectedTrade(
         trade=variant.split[0].trade,
@@ -96,9 +99,9 @@ def _selected_accumulate(
 def _selected_changes(
     explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> list[SelectedTrade]:
-    """Return the other changes of the graph, together compared to the same step without them.
+    """Return the other changes of the graph, compared as a whole with the same step without them.
 
-    The saving and cost of all of them stand with the first trade.
+    The saving and cost of all of them are shown at the first trade.
     """
     changed = variant if variant.unchanged in explored else variant.unsplit.unchunked
     with_changes = _estimate_on(explored, variant, point, changed)
@@ -122,7 +125,7 @@ def _selected_changes(
 def _selected_chunks(
     explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> SelectedTrade:
-    """Return the chunked computation, compared to the same recomputations without chunks.
+    """Return the chunked computation, compared with the same recomputations without chunks.
 
     The comparison is made on the whole batch if micro-batches were never explored without chunks.
     """
@@ -144,7 +147,7 @@ def _selected_chunks(
 def _selected_states(
     unoffloaded: Explored, variant: Variant, *, before: Point, point: Point
 ) -> list[SelectedTrade]:
-    """Return the offloaded state, compared to the same plan with all state on the device.
+    """Return the offloaded state, compared with the same plan with all state on the device.
 
     The total saving and cost are split by bytes.
     """
@@ -187,8 +190,8 @@ def _selected_modules(
     value_on, is_of_trade = _values_of_trade(rule, estimator)
     is_recompute = issubclass(rule, Recomputation)
     offered = _by_module(graph, value_on)
-    # If a value has several choices, only one takes effect; none does if the backward pass does
-    # not read the value.
+    # If there are several choices for a value, only one takes effect; if the backward pass does not
+    # read the value, none does.
     counted_choices = choices if is_recompute else frozenset(with_all.evicted)
     times = estimator.times_of(counted_choices)
     slices = estimator.slice_counts(choices) if issubclass(rule, ValueOffload) else {}
@@ -213,7 +216,7 @@ def _selected_modules(
         num_offered = sum(
             len(members) for m, members in offered.items() if _truncate(m, depth) == module
         )
-        # Remove all evictions of these values, or else another choice would evict them.
+        # Remove all evictions of these values; otherwise another choice would evict them.
         evicted_storages = set() if is_recompute else {estimator.storage(c) for c in group}
         without = estimator.estimate(
             frozenset(
@@ -239,7 +242,7 @@ def _selected_modules(
 def _slices_label(
     estimator: FastEstimator, choices: Iterable[int], slices: Mapping[str, int]
 ) -> str:
-    """Return the text that says how many of the values are fetched in slices, and in how many."""
+    """Return a text: how many of the values are fetched in slices, and in how many slices."""
     values = [estimator.evicted_value(c) for c in choices] if slices else []
     counts = sorted(slices[value] for value in values if value in slices)
     if not counts:
@@ -249,7 +252,7 @@ def _slices_label(
 
 
 def _repeats_label(times: Iterable[int]) -> str:
-    """Return the text that says how many values are recomputed more than once."""
+    """Return a text: how many values are recomputed more than once."""
     repeats = list(times)
     if not repeats:
         return ""
@@ -271,7 +274,9 @@ def _rules_for(
 def _values_of_trade(
     rule: type[Rule], estimator: FastEstimator
 ) -> tuple[Mapping[int, str], Callable[[int], bool]]:
-    """Return the values that the trade can apply to, by storage, and a test for its choices."""
+    """Return the values to which the trade can be applied, by storage, and a test for its
+    choices.
+    """
     if issubclass(rule, ValueOffload):
         return estimator.offloadable, estimator.is_offload
     if issubclass(rule, ValueCodec):
@@ -280,7 +285,7 @@ def _values_of_trade(
 
 
 def _by_module(graph: Graph, values: Mapping[int, str]) -> dict[str, set[int]]:
-    """Return the choices by module, with blocks of a run under one name.
+    """Return the choices by module, with all blocks of a run under one name.
 
     ``values`` maps choices to values.
     """
@@ -305,7 +310,7 @@ def explain_rejected(
     point: Point,
     budget: Budget,
 ) -> tuple[Rejection, ...]:
-    """Return a rejection, with the binding reason, for each offer not applied in full."""
+    """Return a rejection, with the decisive reason, for each offer that is not applied in full."""
     rejections = []
     for offer in offers:
         left = Remaining.WHOLE
@@ -429,7 +434,7 @@ def _is_sliced(offer: Offer) -> bool:
 def _evicted(offer: Offer, explored: Explored, point: Point) -> frozenset[int]:
     """Return the storages that the plan offloads or keeps in 8 bits.
 
-    For an offer of sliced fetches, only those that are fetched in slices.
+    For an offer of sliced fetches, these are only the storages that are fetched in slices.
     """
     estimator = explored.estimator
     _, is_of_trade = _values_of_trade(type(offer.rules[0]), estimator)

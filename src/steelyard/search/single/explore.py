@@ -1,4 +1,4 @@
-"""Find the plans between the unplanned step and the least memory it can run in.
+"""Finds the plans between the unplanned step and the plan with the least memory.
 
 One exploration answers every budget, so that a larger budget never gets a slower plan. Not for
 choosing among the plans found: see search.py.
@@ -31,14 +31,15 @@ from steelyard.search.single.price_sweep import (
 
 _LIMITS = 24
 _ROUNDS, _OFFLOAD_ROUNDS = 20, 8
-# Trials of each descent: over block-uniform atoms, over single values, and over single values of
-# micro-batches.
+# The number of trials in each descent: over block-uniform atoms, over single values, and over
+# single values of micro-batches.
 _BLOCK_UNIFORM_EFFORTS, _EFFORTS, _EFFORTS_ON_PARTS = (250,), (500, 1000), (250,)
-# Trials times lines of the program: small programs get more trials, and none takes long.
+# The number of trials, multiplied by that of program lines: small programs get more trials, and the
+# search never takes long.
 _KICKING_WORK = 20_000_000
 _KICKS_PER_LIMIT = 4
 _STALE_RATIO = 0.995
-# Block-uniform plans make short plan files; this slowdown is accepted for that.
+# Block-uniform plans make short plan files; this much slowdown is accepted for that.
 _MAX_SHORT_PLAN_SLOWDOWN = 1.001
 
 
@@ -68,7 +69,7 @@ class Explored:
         return self.chain[-1]
 
     def recomputed(self, point: Point) -> dict[str, int]:
-        """Return the values to recompute, with the maximum number of recomputes of each."""
+        """Return the values to recompute, with the maximum number of recomputations of each."""
         estimator, choices = self.estimator, self.choices_of(point)
         times = estimator.times_of(choices)
         return {
@@ -84,7 +85,7 @@ class Explored:
         return self.estimator.slice_counts(self.choices_of(point))
 
     def unsliced(self, point: Point) -> Point:
-        """Return the same plan with whole fetches in place of sliced ones."""
+        """Return the same plan with whole fetches instead of sliced ones."""
         choices = self.estimator.unsliced(self.choices_of(point))
         estimate = self.estimator.estimate(choices)
         return Point(peak_bytes=estimate.peak_bytes, seconds=estimate.seconds, choices=choices)
@@ -96,7 +97,7 @@ class Explored:
         return frozenset(estimator.evicted_value(c) for c in evicted if estimator.is_quantize(c))
 
     def choices_of(self, point: Point) -> frozenset[int]:
-        """Return the choices of a plan, extended to all blocks of a run where that is free."""
+        """Return the choices of a plan, extended to all blocks of a run if that costs nothing."""
         choices = point.choices
         for group in self.groups:
             if group & choices and not group <= choices:
@@ -122,10 +123,10 @@ def explore(
     """Explore the plans of one step.
 
     ``values`` may be recomputed (with ``repeats``, more than once), ``offloadable`` ones moved to
-    offload memory, those in ``slices`` fetched in slices, and ``quantizable`` ones kept in 8
-    bits. The plans of ``known``, the same step in another variant, are a starting point. With
-    ``known_plans_only``, only sweeps and baseline plans are tried, for a budget that needs none
-    of them.
+    offload memory, those in ``slices`` fetched in slices, and ``quantizable`` ones kept in 8 bits.
+    The search starts from the plans of ``known``, the same step in another variant. With
+    ``known_plans_only``, only sweeps and baseline plans are tried, for a budget that needs no
+    better plans.
     """
     estimator = FastEstimator(program, costs, values, offloadable, quantizable, slices)
     trials = Trials(estimator)
@@ -155,7 +156,7 @@ def explore(
 
 
 def sketch(program: Program, costs: CostTable, values: Iterable[str]) -> Explored:
-    """Try only the sweeps and baseline plans, for a quick and approximate front."""
+    """Try only the sweeps and baseline plans, for a quick and approximate Pareto front."""
     estimator = FastEstimator(program, costs, values)
     trials = Trials(estimator)
     if estimator.unit_of:
@@ -165,7 +166,7 @@ def sketch(program: Program, costs: CostTable, values: Iterable[str]) -> Explore
 
 
 def reevaluate(program: Program, costs: CostTable, *, known: Explored) -> Explored:
-    """Evaluate the plans of ``known`` for the same passes with another optimizer update."""
+    """Evaluate the plans of ``known``, which has the same passes with another optimizer update."""
     source = known.estimator
     recomputable, offloadable, quantizable = (
         v.values() for v in (source.value_on, source.offloadable, source.quantizable)
@@ -238,7 +239,7 @@ def choices_in_trace(
 
 
 def _names_in_trace(values: Iterable[str], graph: Graph, to: FastEstimator) -> dict[str, str]:
-    """Map the names of these values to their names in the other trace."""
+    """Map the names of these values to the names in the other trace."""
     names_by_spot = spots(to.program.graph)
     spots_here = {v: spot_of(graph, graph.by_name[v]) for v in values}
     return {
@@ -272,10 +273,10 @@ def _sweep(trials: Trials) -> None:
 
 
 def _try_offload_all(trials: Trials) -> None:
-    """Try every value offloaded, on top of each plan so far, at any cost of the link.
+    """Try offloading every value on top of each plan so far, however much link time it costs.
 
-    The first offloaded value also pays for the transfer buffers, and alone it may save nothing.
-    So no single change leads to these plans from one that offloads nothing.
+    The first offloaded value also adds the transfer buffers, so alone it may save nothing.
+    Therefore no single change leads from a plan that offloads nothing to these plans.
     """
     estimator = trials.estimator
     for point in (trials.plain, *trials.archive.hull()):
@@ -293,7 +294,9 @@ def _try_offload_all(trials: Trials) -> None:
 
 
 def _try_quantize_all(trials: Trials) -> None:
-    """Try every possible value in 8 bits, on top of the recomputes of each plan so far."""
+    """Try keeping every possible value in 8 bits, on top of the recomputations of each plan so
+    far.
+    """
     all_quantized = {trials.estimator.quantize_choice(s) for s in trials.estimator.quantizable}
     for point in (trials.plain, *trials.archive.hull()):
         trials.evaluate(point.choices | all_quantized)
@@ -314,7 +317,9 @@ def _improve(trials: Trials, local_search: LocalSearch, *, efforts: tuple[int, .
 
 
 def _kick(trials: Trials, local_search: LocalSearch) -> None:
-    """Kick until it hardly helps, or until enough was tried for a program of this size."""
+    """Make random changes until they hardly help, or until enough was tried for this program's
+    size.
+    """
     max_tried = _KICKING_WORK // (200 + trials.estimator.num_lines)
     limits = _memory_limits(trials.archive)
     stale = number = 0
@@ -367,7 +372,7 @@ def _pattern(spot: CallSite, runs: list[BlockRun]) -> CallSite:
 
 
 def prefer_block_uniform(archive: ParetoFront, block_uniform: ParetoFront) -> tuple[Point, ...]:
-    """Return the archive, with block-uniform plans where they are about as good."""
+    """Return the archive, with block-uniform plans in place of others that are hardly better."""
     chain: list[Point] = []
     for point in archive:
         uniform_point = block_uniform.within(point.peak_bytes)

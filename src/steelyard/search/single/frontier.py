@@ -72,15 +72,16 @@ def gap(
 ) -> Gap | None:
     """Return the gap to the lower bound; None if memory is not bounded.
 
-    With offloaded parameters or gradients, the bound is the plain step: the estimator does not
-    model memory without them.
+    With offloaded parameters or gradients, the bound is the time of the plain step, because the
+    estimator does not model memory without them.
     """
     estimator = explored.estimator
     is_often = bool(estimator.times_of(point.choices))
     if budget.memory_bytes is None or not (estimator.unit_of or estimator.eviction_choices()):
         return None
     least = min(estimator.plain_seconds, point.seconds)
-    # No plan is faster than one without recompute and offload, except by faster sliced products.
+    # No plan is faster than the step without recompute and offload, except through faster sliced
+    # products.
     is_plain = not point.choices and not estimator.slicing_gain_seconds
     if not has_offloaded_states and not is_plain:
         least = least_seconds(

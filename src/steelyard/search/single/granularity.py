@@ -1,6 +1,6 @@
 """The few levels of micro-batches, chunks and offloaded state that the search explores.
 
-Each level is a step of its own to explore. Not for choosing among them: see search.py.
+Each level is explored as a step of its own. Not for choosing among the levels: see search.py.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,8 +11,9 @@ from steelyard.ir.optimizer_update import WEIGHT, parameter_of, states
 from steelyard.ir.program import Program
 from steelyard.ir.rule_kinds import SlicedComputation, StateOffload
 
-# Each number of micro-batches needs another capture, which takes seconds. A step that fits in few
-# parts is fastest in the fewest, so all coarse splits are explored, and only some finer ones.
+# Each number of micro-batches needs another capture, which takes seconds. If a step fits with few
+# micro-batches, it is fastest with the fewest. So all coarse splits are explored, and only some
+# finer ones.
 _COARSEST, _FINER = 5, 3
 _OPTIMIZER, _GRADIENT, _WEIGHT = "optimizer", "gradient", "weight"
 # Shares of the bytes of each kind that are offloaded before all of them are.
@@ -58,10 +59,10 @@ def offload_levels(
 ) -> tuple[tuple[StateOffload, ...], ...]:
     """Return the levels of offloaded optimizer state, gradients and parameters, from none to all.
 
-    Optimizer state comes first, in parts, the largest first: it is needed once a step. Then come
-    gradients, then parameters, which each pass needs; each of these two also alone. The last
-    levels offload all optimizer state, that with all gradients, and all three, with the data of
-    only one parameter on the device.
+    Optimizer state comes first, in parts, the largest first, because it is needed only once per
+    step. Then come gradients, then parameters, which each pass needs; each of these two is also
+    offloaded alone. The last levels keep the data of only one parameter on the device. They offload
+    all optimizer state, optimizer state with all gradients, and all three.
 
     ``rules`` contain each parameter once. Each level is repeated with each of the ``finer``
     numbers of slices. A parameter is sliced only where all its data is offloaded.
@@ -79,7 +80,8 @@ def offload_levels(
         levels.append((*before, *rules_of_op))
         full.append(levels[-1])
     levels += [by_op.get(op, ()) for op in _ALONE]
-    # Where parameters are few and large, prefetching takes back most of the memory just freed.
+    # If parameters are few and large, prefetching takes back most of the memory that was just
+    # freed.
     levels += [[replace(rule, lead=0) for rule in level] for level in full]
     coarse = tuple(levels)
     for slices in finer:

@@ -1,6 +1,6 @@
-"""Improve known plans: mix two of them, or remove, add and exchange single values.
+"""Improves known plans: mixes two of them, or removes, adds and exchanges single values.
 
-Every step is estimated exactly, and a number of trials, never a time, ends each. Not for the
+Every step is estimated exactly, and ends after a number of trials, never after a time. Not for the
 global search with minimum cuts: see price_sweep.py.
 """
 
@@ -16,7 +16,7 @@ from steelyard.search.single.evaluated_sets import Trials
 
 _MAX_NEIGHBORS = 8
 _FEW_NEIGHBORS = 4
-# If none of the first neighbours helps, up to this many times as many are tried.
+# If none of the first neighbours is better, up to this many times as many are tried.
 _NEIGHBOR_FACTOR = 5
 
 
@@ -34,12 +34,12 @@ class LocalSearch:
         self.are_block_uniform = are_block_uniform
         estimator = self._estimator
         self.atoms = tuple(sorted(atoms, key=min))
-        # Where atoms share a choice, take the first: the one with that choice alone.
+        # If several atoms share a choice, the first one is used, which has only that choice.
         self._atom_of: dict[int, frozenset[int]] = {}
         for atom in self.atoms:
             for choice in atom:
                 self._atom_of.setdefault(choice, atom)
-        # Atoms of repeat choices only; a dict, because it keeps its order.
+        # Atoms that consist of repeat choices only; a dict, because it keeps its order.
         self._repeat_atoms = dict.fromkeys(
             a for a in self.atoms if all(map(estimator.is_repeat, a))
         )
@@ -50,7 +50,7 @@ class LocalSearch:
         self._nbytes = {
             a: sum(estimator.nbytes[estimator.storage(s)] for s in a) for a in self.atoms
         }
-        # Most seconds per byte first: these are the first to be saved instead.
+        # Sorted by seconds per byte, the largest first: these are the first to be saved instead.
         self._dearest = sorted(
             self.atoms, key=lambda a: (-self._seconds[a] / (1 + self._nbytes[a]), min(a))
         )
@@ -60,7 +60,8 @@ class LocalSearch:
     def seed(self, points: Iterable[Point]) -> None:
         """Start from known plans.
 
-        Atoms of several choices are rounded up, rounded down, and rounded to the majority.
+        If a plan makes only some choices of an atom, it is tried with all of them, with none, and
+        with what the majority says.
         """
         for point in points:
             touched = [a for a in self.atoms if a & point.choices]
@@ -71,7 +72,9 @@ class LocalSearch:
             )
 
     def relink(self, points: Sequence[Point], *, steps: int = 24) -> None:
-        """Mix neighbouring plans: the choices of one up to a line, those of the other after it."""
+        """Mix neighbouring plans: use the choices of one up to a line, and those of the other after
+        it.
+        """
         born, storage = self._estimator.born, self._estimator.storage
         for left, right in pairwise(points):
             differ = sorted(left.choices ^ right.choices, key=lambda s: (born[storage(s)], s))
@@ -96,7 +99,7 @@ class LocalSearch:
         return self._trials.block_uniform if self.are_block_uniform else self._trials.archive
 
     def drop(self, point: Point, limit_bytes: int) -> Point:
-        """Undo choices that are not needed, while the peak stays within the limit."""
+        """Undo choices that are not needed, as long as the peak stays within the limit."""
         improved = True
         while improved:
             improved = False
@@ -115,7 +118,7 @@ class LocalSearch:
     def _exceeds_slack(
         self, atom: frozenset[int], estimate: PeakEstimate, line: int, slack_bytes: int
     ) -> bool:
-        """True if undoing the atom probably adds more than the slack at the peak line.
+        """True if undoing the atom probably adds more bytes at the peak line than are free there.
 
         The saved values would be idle there, and no copy of them is live there now. This is no
         proof: values upstream of them may be dropped in exchange.
@@ -132,7 +135,8 @@ class LocalSearch:
     def repair(
         self, point: Point, limit_bytes: int, *, width: int = _MAX_NEIGHBORS, steps: int = 200
     ) -> Point | None:
-        """Change the values that hold most at the peak, cheapest first, until the limit is met.
+        """Change the values with the most bytes at the peak, cheapest first, until the limit is
+        met.
 
         Return None if that does not succeed.
         """
@@ -151,7 +155,9 @@ class LocalSearch:
     def _best_relief(
         self, choices: frozenset[int], estimate: PeakEstimate, limit_bytes: int, width: int
     ) -> tuple[frozenset[int], PeakEstimate] | None:
-        """Return the best of a few neighbours: most excess removed per second paid."""
+        """Return the best of a few neighbours: the one that removes the most excess per second
+        paid.
+        """
         excess = estimate.excess(limit_bytes)
         best: tuple[float, frozenset[int], PeakEstimate] | None = None
         for number, neighbor in enumerate(self._relieving_neighbors(choices, estimate)):
@@ -185,7 +191,8 @@ class LocalSearch:
                 cost = self._seconds[atom] / (1 + self._nbytes[atom])
                 candidates.append((cost, min(atom), atom, atom))
         for atom in self._other_atoms:
-            # An evicted value may change its mode; a recomputed one has nothing to evict.
+            # The transfer mode of an evicted value may change; a recomputed value cannot be
+            # evicted.
             new_storages = {estimator.storage(s) for s in atom - choices} - choices
             if any(_is_idle_at(estimator, s, line, estimate) for s in new_storages):
                 closure = self._closure(atom, choices)
@@ -209,11 +216,11 @@ class LocalSearch:
             yield choices - atom
 
     def _adds_next_copy(self, atom: frozenset[int], choices: frozenset[int]) -> bool:
-        """True if the atom recomputes values once more that are recomputed already."""
+        """True if the atom recomputes values that are already recomputed once more."""
         return all(c not in choices and self._estimator.required_choice(c) in choices for c in atom)
 
     def _closure(self, atom: frozenset[int], choices: frozenset[int]) -> frozenset[int]:
-        """Return the atom with all inputs of its recomputes that nothing else saves.
+        """Return the atom with all inputs of its recomputations that nothing else saves.
 
         Otherwise recomputing the atom would keep these inputs alive.
         """
@@ -232,7 +239,9 @@ class LocalSearch:
         return frozenset(found)
 
     def descend(self, *, trials: int) -> None:
-        """Lower the least known peak: change one atom, even for the worse, then repair."""
+        """Lower the least known peak: change one atom, even if that is worse at first, then
+        repair.
+        """
         end = self._trials.num_tried + trials
         while self._trials.num_tried < end:
             least = self._known.least
@@ -263,7 +272,7 @@ class LocalSearch:
         return False
 
     def exchange(self, limit_bytes: int, *, trials: int) -> None:
-        """Save one value and repair elsewhere, longest operators first."""
+        """Save one value and repair elsewhere, starting with the longest operators."""
         point = self._known.within(limit_bytes)
         end = self._trials.num_tried + trials
         improved = point is not None
@@ -285,7 +294,7 @@ class LocalSearch:
                     return
 
     def kick(self, limit_bytes: int, *, times: int, seed: int) -> None:
-        """Change a random range of atoms, then repair and drop; the archive keeps improvements."""
+        """Change a random range of atoms, then repair and undo; the archive keeps improvements."""
         rng = Random(seed)
         for _ in range(times):
             point = self._known.within(limit_bytes)

@@ -1,7 +1,7 @@
 """A lower bound on the step time of all plans: the Lagrangian dual of the minimum cut.
 
-It counts only bytes that every plan holds at a line. Transients of the copies are left out, so
-the bound is loose where memory is tight. Not for finding plans.
+It counts only bytes that every plan holds at a line. Temporary memory for the copies is left out,
+so the bound is loose if memory is tight. Not for finding plans.
 """
 
 import numpy as np
@@ -31,9 +31,9 @@ def least_seconds(
     (with ``repeats``, any number of times). ``within_seconds`` is the time of some known plan; it
     only sets the step sizes of the ascent.
 
-    With offload memory, a step takes at least as long as its operators and as either link, and so
-    as any mixture of the three. The bound assumes that all products which are faster in slices
-    use slices.
+    With offload memory, a step takes at least as long as its operators, and at least as long as
+    each of the two links; so it takes at least as long as any weighted mean of the three. The bound
+    assumes that all products which are faster in slices use slices.
     """
     shares = _MIXTURES if estimator.offloadable else (0.0,)
     gaps = _CertainGaps(estimator, cut, repeats=repeats)
@@ -70,7 +70,8 @@ def _least(
             allows_quantize=True,
             compute_scale=1 - link_share,
         )
-        # Capacities are rounded to ticks; subtract the most that rounding may have added.
+        # Capacities are rounded to integers, so the most that rounding may have added is
+        # subtracted.
         value = choice.seconds - cut.rounding_seconds - float(prices @ room)
         if value > best:
             best, stale = value, 0
@@ -97,7 +98,8 @@ class _CertainGaps:
         self._quantized_shares = cut.quantized_shares
         self._nbytes = np.array([estimator.nbytes[s] for s in saved], dtype=np.float64)
         self._starts = np.array([min(estimator.forward_last[s] + 1, lines) for s in saved])
-        # A value that only copies read is certainly live to the end of the forward pass, no longer.
+        # A value that only copies read is certainly alive until the end of the forward pass, but no
+        # longer.
         ends = [estimator.backward_first[s] if estimator.backward_first[s] != NEVER
                 else estimator.backward_start for s in saved]  # fmt: skip
         self._ends = np.maximum(self._starts, np.array([min(e, lines) for e in ends]))
@@ -130,7 +132,8 @@ def unavoidable_bytes(
 ) -> Floats:
     """Return the bytes that every plan holds at each line.
 
-    ``persistent`` storages live to the end. Values that cannot be sliced are whole at each read.
+    ``persistent`` storages live to the end. A value that cannot be sliced is in memory as a whole
+    at each read.
     """
     lines = estimator.num_lines
     change = np.zeros(lines + 1)

@@ -1,8 +1,8 @@
-"""Choose recomputations by a minimum cut: seconds for recomputed values, weights for saved ones.
+"""Chooses recomputations by a minimum cut: seconds for recomputed values, weights for saved ones.
 
-The network of torch's min-cut partitioner (He and Yu, 2023) with one change: the weight of saving
-a value is its bytes times a price on each line of the gap in which it is idle, so that peaks are
-priced instead of the sum of all saved bytes. Not for setting these prices: see price_sweep.py.
+The network is that of torch's min-cut partitioner (He and Yu, 2023) with one change. To save a
+value costs its bytes times a price for each line of the gap during which it is idle; so peaks have
+a price, instead of the sum of all saved bytes. Not for setting these prices: see price_sweep.py.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,7 +15,7 @@ from steelyard.search.single.estimator.copy_placement import NEVER
 from steelyard.search.single.estimator.estimate import Floats
 from steelyard.search.single.estimator.fast_estimator import FastEstimator
 
-# Capacities are integers: picoseconds, which leaves room for steps of ten hours.
+# Capacities are integers, in picoseconds. This leaves room for steps of ten hours.
 _TICKS_PER_SECOND = 1e12
 _UNCUTTABLE = 1 << 58
 _SOURCE, _SINK = 0, 1
@@ -25,9 +25,9 @@ _SOURCE, _SINK = 0, 1
 class RecomputeChoice:
     """The result of a cut.
 
-    ``again`` are the storages to recompute, ``kept`` those to save for that: on the device or,
-    where that is cheaper, ``offloaded`` or ``quantized``. ``seconds`` is the value of the whole
-    cut, including all these prices.
+    ``again`` are the storages to recompute, and ``kept`` those that must be saved for this: on the
+    device or, if that is cheaper, ``offloaded`` or ``quantized``. ``seconds`` is the value of the
+    whole cut, including all these prices.
     """
 
     again: frozenset[int]
@@ -72,7 +72,8 @@ class MinCut:
             unit_results = [s for s in unit.makes if estimator.unit_of.get(s) == number]
             entry = self._in_node[unit_results[0]]
             if len(unit_results) > 1:
-                # Several results of one call: its seconds are paid once, however many are needed.
+                # If a call has several results, its seconds are paid once, however many of the
+                # results are needed.
                 entry = self._node()
                 self._arcs += [(entry, self._in_node[s], _UNCUTTABLE) for s in unit_results]
             ticks = round(estimator.seconds_of((number,)) * _TICKS_PER_SECOND)
@@ -100,16 +101,16 @@ class MinCut:
         """Return the cheapest set of recomputations at these prices.
 
         ``weights`` are the seconds charged for saving each of ``kept`` on the device,
-        ``offload_seconds`` those for offloading it (infinite where that is impossible). Units in
-        ``not_recomputed`` must not run again. ``compute_scale`` is the share that counts of the
-        seconds of recomputation and codecs.
+        ``offload_seconds`` those for offloading it (infinite if that is impossible). Units in
+        ``not_recomputed`` must not run again. The seconds of recomputation and codecs are
+        multiplied by ``compute_scale``.
         """
         ticks = self._ticks.copy()
         if compute_scale != 1.0:
             arcs = list(self._compute_arc.values())
             ticks[arcs] = np.rint(ticks[arcs] * compute_scale).astype(np.int64)
         resident = np.asarray(weights)
-        # A quantized value also occupies memory while idle, with fewer bytes.
+        # A quantized value also occupies memory while it is idle, but with fewer bytes.
         quantized = np.full_like(resident, np.inf)
         if allows_quantize:
             quantized = compute_scale * self._quantize_seconds + resident * self.quantized_shares
@@ -143,5 +144,5 @@ class MinCut:
 
     @property
     def rounding_seconds(self) -> float:
-        """The maximum rounding error of a cut's value: half a tick for each arc."""
+        """The maximum rounding error of a cut's value, which is half a unit for each arc."""
         return len(self._arcs) * 0.5 / _TICKS_PER_SECOND

@@ -1,7 +1,7 @@
-"""Lower the memory of plans by recomputing values more than once, for tight budgets.
+"""Lowers the memory of plans by recomputing values more than once, for tight budgets.
 
-It starts from the plans that recompute each value at most once, and only adds to them. Not for
-the single steps: see local_search.py.
+It starts from the plans that recompute each value at most once, and only adds to them. Not for the
+steps of the search: see local_search.py.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,9 @@ from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.evaluated_sets import Trials
 from steelyard.search.single.local_search import LocalSearch
 
-# Extra trials, as a share of those made before, and their minimum. They cover only the lower part
-# of the memory range: above it, recomputing a value twice never paid (docs/log.md, 2026-11-22).
+# The number of extra trials, as a share of those made before, and its minimum. They cover only the
+# lower part of the memory range; above it, recomputing a value twice was never worthwhile
+# (docs/log.md, 2026-11-22).
 _EXTRA_SHARE, _FEWEST = 0.025, 400
 _TIGHT_SHARE = 0.5
 _LIMITS = 5
@@ -22,7 +23,7 @@ _DESCENT_TRIALS = 200
 
 
 def recompute_repeatedly(trials: Trials) -> None:
-    """Search for plans that recompute values repeatedly, for a limited number of trials."""
+    """Search for plans that recompute values repeatedly, with a limited number of trials."""
     end = trials.num_tried + max(_FEWEST, int(_EXTRA_SHARE * trials.num_tried))
     local_search = LocalSearch(trials, _atoms(trials.estimator), are_block_uniform=False)
     known = trials.archive
@@ -55,7 +56,9 @@ def _hull_up_to(trials: Trials, peak_bytes: int) -> list[Point]:
 
 
 def _atoms(estimator: FastEstimator) -> Iterator[frozenset[int]]:
-    """Yield single choices, and repeat choices up to the number of reads of each value."""
+    """Yield choices for single values, and choices to recompute a value up to as often as it is
+    read.
+    """
     yield from (
         frozenset({choice}) for choice in (*estimator.unit_of, *estimator.eviction_choices())
     )

@@ -1,4 +1,4 @@
-"""Solve the minimum cut at many prices: one price for all saved bytes, then prices for each line.
+"""Solves the minimum cut at many prices: one price for all saved bytes, then prices for each line.
 
 This is the global half of the search. Not for changes to single values: see local_search.py.
 """
@@ -13,13 +13,14 @@ from steelyard.search.single.estimator.transfer_timing import TransferMode
 from steelyard.search.single.evaluated_sets import Trials
 from steelyard.search.single.min_cut import MinCut, RecomputeChoice
 
-# From a price at which nothing is worth recomputing to one at which everything is, in steps of a
+# Prices from one at which nothing is worth recomputing to one at which everything is, in steps of a
 # third.
 _UNIFORM_PRICES = np.geomspace(1e-4, 1e4, 64)
 _PACKED_LEVELS = 512
 _PACKINGS = 64
 _PACKED_PRICES = (1.0, 1e4)
-# Price of a second on the link: zero if the link would be idle, one if every transfer stalls.
+# The price of a second on the link: zero if the link would be idle, one if every transfer stalls
+# the device.
 _LINK_PRICES = (0.0, 0.03, 0.2, 1.0)
 _GROWTH = 1.6
 _PUSH = 12.0
@@ -42,19 +43,21 @@ class Gaps:
         return self._nbytes * gap_prices
 
     def uniform(self, price: float) -> Floats:
-        """Return the seconds for each saved value at one price per byte, however long its gap."""
+        """Return the seconds for each saved value at one price per byte, however long it is
+        idle.
+        """
         return self._nbytes * price
 
 
 def uniform_sweep(trials: Trials, cut: MinCut, gaps: Gaps) -> None:
-    """Try torch's min-cut over all its memory ratios, and beyond."""
+    """Try torch's min-cut over the whole range of its memory ratios, and beyond."""
     seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
     for price in _UNIFORM_PRICES:
         trials.evaluate(cut.solve(gaps.uniform(seconds_per_byte * price)).again)
 
 
 def packed_sweep(trials: Trials, cut: MinCut, gaps: Gaps) -> None:
-    """Try torch's second step (2.13, ``knapsack_solver="dp"``) for ever less memory.
+    """Try the second step of torch 2.13 (``knapsack_solver="dp"``) for ever less memory.
 
     A knapsack chooses the expensive operators whose outputs are saved; the cut is free to
     recompute all others.
@@ -82,7 +85,7 @@ def packed_sweep(trials: Trials, cut: MinCut, gaps: Gaps) -> None:
 def _knapsack(sizes: list[int], worth: Floats, *, room: int) -> Callable[[int], list[bool]]:
     """Solve the knapsack by dynamic programming.
 
-    The returned function gives the items to take for any room up to ``room``.
+    The returned function gives the selected items for any room up to ``room``.
     """
     best = np.zeros(room + 1)
     takes = np.zeros((len(sizes), room + 1), dtype=bool)
@@ -140,10 +143,10 @@ def offload_sweep(
 
 
 def _try_choice(trials: Trials, choice: RecomputeChoice) -> PeakEstimate:
-    """Record the choice, also with only some of its offloaded values, and return its estimate.
+    """Record the choice, also with only some of its offloaded values; return its estimate.
 
-    The values made first are kept: they have the longest gaps, so their transfers hardly compete
-    for the link.
+    In the latter case, the values that were made first are offloaded: they are idle for longest, so
+    their transfers hardly compete for the link.
     """
     estimator = trials.estimator
     resident = choice.again | {estimator.quantize_choice(s) for s in choice.quantized}

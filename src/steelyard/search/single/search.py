@@ -1,4 +1,4 @@
-"""Choose the trades to apply: the fastest program within the budget, from one exploration.
+"""Chooses the trades to apply: the fastest program within the budget, from one exploration.
 
 Not for exploring plans (variant_plans.py) or for explaining them (explain.py).
 """
@@ -74,11 +74,11 @@ def search(
 class StepSearch:
     """The search over one training step, explored once for all budgets.
 
-    More micro-batches are explored only on demand. ``lossy`` are the call sites of the values
-    that a lossy trade may change; without any, lossy trades are offered and refused for the
-    reason given to ``find``. With ``repeats``, a value may be recomputed more than once.
-    ``layout`` are rules that shard the step over several ranks; the search then plans the program
-    of one of them.
+    More micro-batches are explored only on demand. ``lossy`` are the call sites of the values that
+    a lossy trade may change. If there are none, lossy trades are offered, but refused for the
+    reason given to ``find``. With ``repeats``, a value may be recomputed more than once. ``layout``
+    are rules that shard the step over several ranks; the search then plans the program of one of
+    them.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class StepSearch:
             if trade.rule.stage in BETWEEN_RANKS or (
                 trade.rule.needs_offload_memory and not costs.far_bytes
             ):
-                continue  # not requested, or already fixed by ``layout``
+                continue  # not requested, or already decided by ``layout``
             offers, refusals = trade.offers(self.program, self._step.source)
             if trade.is_exact:
                 self.offers += offers
@@ -126,7 +126,7 @@ class StepSearch:
     def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> SearchResult:
         """Return the plan for one budget.
 
-        ``barred`` is the reason for refusing lossy trades where none may be applied.
+        ``barred`` is the reason to refuse lossy trades, if none may be applied.
         """
         if (
             not self._plans.is_brief
@@ -171,15 +171,17 @@ class StepSearch:
 
     @cached_property
     def _brief_search(self) -> "StepSearch":
-        """This search without the long exploration, for budgets that do not need to save memory."""
+        """This search without the long exploration, for budgets that do not require saving
+        memory.
+        """
         brief = copy.copy(self)
         brief._plans = self._plans.brief()
         return brief
 
     def _meets_budget_untraded(self, budget: Budget) -> bool:
-        """True if the step meets every bound of the budget with no trade applied.
+        """True if the step meets every bound of the budget without any trade.
 
-        Only time can then be saved.
+        Trades can then only save time.
         """
         limit = budget.memory_bytes
         if limit is not None and self.untraded_bytes > limit:
@@ -194,9 +196,9 @@ class StepSearch:
         return Trials(FastEstimator(self.program, self._costs, ())).plain.peak_bytes
 
     def _lossy_rejections(self, variant: Variant, reason: str) -> tuple[Rejection, ...]:
-        """Return the widest offer of each lossy trade, with its saving as the only trade.
+        """Return the widest offer of each lossy trade, with its saving if it were the only trade.
 
-        A single estimate of the peak is enough, because these trades are not applied.
+        One estimate of the peak is enough, because these trades are not applied.
         """
         rejections = []
         for trade in self._step.trades:
@@ -219,7 +221,7 @@ class StepSearch:
         return tuple(rejections)
 
     def least_bytes(self, *, enough_bytes: int) -> int:
-        """Return the least memory of the whole batch.
+        """Return the least memory with which the whole batch can run.
 
         The search ends early at the first variant that needs at most ``enough_bytes``.
         """
@@ -233,7 +235,7 @@ class StepSearch:
     def plans_of_recomputation(self, parts: int, *, count: int) -> Iterator[tuple[Rule, ...]]:
         """Yield the recompute rules of some plans with ``parts`` micro-batches.
 
-        These plans apply no other trade.
+        These plans apply no other trades.
         """
         program = self._step.apply(self._step.split(parts))
         sketched = sketch(program, self._costs, self._step.offered(Recomputation, program))
@@ -251,19 +253,21 @@ class StepSearch:
     def _least_within(self) -> int:
         tried = {variant.parts for variant in self._plans.known}
         if self._plans.is_brief:
-            return max(tried)  # even these were not explored in full
+            return max(tried)  # even these variants were not explored in full
         return max(tried) if set(self._levels.micro_batch_counts) - tried else 0
 
     def frontier(self, *, points: int = NUM_POINTS) -> tuple[FrontierPoint, ...]:
-        """Return the memory-time curve over all explored plans; more memory is never slower."""
+        """Return the memory-time curve over all explored plans; with more memory, a plan is never
+        slower.
+        """
         return frontier(self._plans, points=points)
 
     def _best(self, budget: Budget) -> tuple[Variant, Point]:
         """Return the fastest plan over all variants that could contain it.
 
         Splitting the batch or chunking costs time even if nothing is recomputed, and from some
-        number on it costs more the finer it is. Once that alone is no faster than the best plan,
-        finer splits are skipped.
+        number on, finer splits cost more. Once a split alone takes as long as the best plan, finer
+        splits are skipped.
         """
         limit = budget.memory_bytes
         best: tuple[Variant, Point] | None = None
@@ -319,8 +323,8 @@ class StepSearch:
     def _is_not_worth_exploring(self, variant: Variant, best: Point, limit: int | None) -> bool:
         """True if the variant is optional and, before other trades, no faster than the best plan.
 
-        Without a memory limit, every variant is optional. Within a limit, these are optional:
-        offloaded states, chunked micro-batches, and chunks where the plain step fits.
+        Without a memory limit, every variant is optional. With a limit, these are optional:
+        offloaded states, chunked micro-batches, and chunks if the plain step fits.
         """
         if limit is not None and not variant.states:
             exceeds_limit = self.explored().plain.peak_bytes > limit

@@ -1,7 +1,7 @@
-"""The values worth reading in slices: those that, whole, would be live near the peak.
+"""Selects values worth reading in slices: those that would be alive near the peak as a whole.
 
-A product with enough memory in every plan gains nothing from slices, and each further mode of a
-value enlarges the search. Not for the number of slices: see trades/.
+If a product has enough memory in every plan, it gains nothing from slices, and each additional mode
+of a value makes the search larger. Not for the number of slices: see trades/.
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.lower_bound import unavoidable_bytes
 
-# Share of the maximum over all lines. A line with fewer unavoidable bytes has free memory when the
-# peak line has none.
+# A share of the maximum over all lines. If the unavoidable bytes of a line are fewer, it has free
+# memory when the peak line has none.
 _THRESHOLD_SHARE = 0.9
 
 
 def worth_slicing(estimator: FastEstimator, slices: Mapping[str, int]) -> dict[str, int]:
     """Return the values read at a line where every plan holds nearly the maximum.
 
-    This is checked with all gradients on the device, and with none.
+    This is checked once with all gradients on the device, and once with none.
     """
     found: dict[str, int] = {}
     for persistent in (estimator.persistent, estimator.persistent - estimator.gradients):

@@ -37,7 +37,8 @@ class TradedStep:
         lossy: frozenset[CallSite],
         layout: Sequence[Rule],
     ) -> None:
-        # With unequal shares of the batch, plan the rank with the largest: it has the least memory.
+        # With unequal shares of the batch, plan the rank with the largest share, because it has the
+        # least free memory.
         rank, *others = ParallelLayout.of(layout).unequal_ranks
         self._base = replace(program, rank=rank) if others else program
         self._base_source = source
@@ -65,7 +66,7 @@ class TradedStep:
         return (split(micro_batches=parts),) if split is not None else ()
 
     def rewrite(self, kind: type[Rule], program: Program, rules: Sequence[Rule]) -> Program:
-        """Return the program after these rules of the trade of this kind."""
+        """Return the program after the rules that are of this trade's kind."""
         trade = trade_of(self.trades, kind)
         assert trade is not None or not rules
         return program if trade is None else trade.rewrite(program, rules, self.source)

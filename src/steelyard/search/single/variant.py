@@ -13,9 +13,9 @@ from steelyard.ir.rule_kinds import MicroBatches, SlicedComputation, StateOffloa
 class Variant:
     """A step in micro-batches, with optional chunks, offloaded state and other graph changes.
 
-    ``split`` is empty for the whole batch. ``chunks`` are rules for the whole batch; ``states``
-    are rules for parameters, gradients and optimizer state. ``changes`` are the rules of trades
-    that the search knows nothing else of.
+    ``split`` is empty for the whole batch. ``chunks`` are rules for the whole batch; ``states`` are
+    rules for parameters, gradients and optimizer state. ``changes`` are the rules of trades about
+    which the search knows nothing else.
     """
 
     split: tuple[MicroBatches, ...] = ()

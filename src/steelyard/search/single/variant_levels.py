@@ -22,7 +22,7 @@ from steelyard.search.single.granularity import (
 from steelyard.search.single.traded_step import TradedStep
 from steelyard.search.single.variant import Variant
 
-# The kinds of variants with levels of their own; all others are tried in full or not at all.
+# The kinds of variants that have levels of their own; all others are tried in full or not at all.
 _LEVELLED = (MicroBatches, SlicedComputation, StateOffload)
 
 
@@ -59,7 +59,7 @@ class VariantLevels:
         return tuple({variant.rules: variant for variant in variants}.values())
 
     def _with_chunks(self, parts: int, chunks: tuple[SlicedComputation, ...]) -> Variant:
-        """Return the variant with chunks if its micro-batches can be chunked, else without.
+        """Return the variant with chunks if its micro-batches can be chunked, otherwise without.
 
         A micro-batch may have too few rows.
         """
@@ -91,9 +91,9 @@ class VariantLevels:
     def _fastest_slice_counts(
         self, counts: Mapping[StateOffload, Sequence[int]]
     ) -> dict[StateOffload, int]:
-        """Return the number of slices of each parameter that hides most of its transfers.
+        """Return, for each parameter, the number of slices that hides most of its transfers.
 
-        The parameters are tried in turn, each with the current choice of the others.
+        The parameters are tried in turn, each with the current choices for the others.
         """
         chosen = {rule: degrees[-1] for rule, degrees in counts.items() if len(degrees) > 1}
         for rule in chosen:

@@ -20,7 +20,8 @@ from steelyard.search.single.slicing_candidates import worth_slicing
 from steelyard.search.single.traded_step import TradedStep, rules_of
 from steelyard.search.single.variant import PLAIN, Variant
 
-# Plans that are tried with offloaded parameters or gradients; each is rewritten in full.
+# The number of plans that are tried with offloaded parameters or gradients; each is rewritten in
+# full.
 _STATE_POINTS = 8
 
 
@@ -86,7 +87,7 @@ class VariantPlans:
         if quantizable:
             recomputable -= settled(program.graph)
             rules = to_rules(program.graph, quantizable, rule_type(self._step.trades, ValueCodec))
-            # Makes the source price the codec operators.
+            # This makes the source price the codec operators.
             self._step.source.rewritten(self._step.rewrite(ValueCodec, program, rules).graph)
         has_offload_memory = bool(self._costs.far_bytes)
         return explore(
@@ -103,7 +104,7 @@ class VariantPlans:
         )
 
     def _explore_with_offloaded_states(self, variant: Variant) -> Explored:
-        """Offload states in some plans of the same step, and predict each plan anew.
+        """Offload states in some plans of the same step, and predict each plan again.
 
         The timing of parameter transfers depends on everything else that runs.
         """
@@ -123,7 +124,7 @@ class VariantPlans:
             explored = self.explored(variant)
             points = spread(explored.chain, _STATE_POINTS)
             if self._slices_gradients:
-                # A product that reads slices cannot make its result in slices: try whole reads.
+                # A product that reads slices cannot make its result in slices, so try whole reads.
                 points += [explored.unsliced(p) for p in points if explored.slice_counts(p)]
             found = []
             for point in points:
@@ -146,6 +147,6 @@ class VariantPlans:
             worth_slicing(FastEstimator(program, self._costs, ()), counts) if counts else {}
         )
         rules = [r for r in rules if rule_of(graph, [r]).keys() & worthwhile.keys()]
-        # Makes the source price the sliced reads.
+        # This makes the source price the sliced reads.
         trade.rewrite(program, rules, self._step.source)
         return worthwhile

@@ -1,7 +1,7 @@
 """The lines that recomputation and quantization add to a program, and the shift of the others.
 
-The fast estimator's counterpart of the programs that the recompute and quantize_activations
-trades write. Not for the memory or seconds of those lines.
+The fast estimator uses it to mirror the programs that the recompute and quantize_activations trades
+write. Not for the memory or seconds of those lines.
 """
 
 from bisect import bisect
@@ -13,17 +13,17 @@ import numpy as np
 from steelyard.passes.recompute_copies import Span, starts
 from steelyard.search.single.estimator.estimate import Ints, RecomputableUnit
 
-# A line number after every line: the value is never needed.
+# A line number after every line means that the value is never needed.
 NEVER = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """The recomputed operators, their lines in the longer program, and the shift of the others.
+    """The recomputed operators, their lines in the longer program, and the shift of other lines.
 
     ``first_read`` and ``last_read`` are the lines at which copies read each storage.
     ``first_needed`` is the line of the plain program before which the backward pass first needs a
-    storage. ``repeated_last_read`` covers values that are recomputed several times: it maps a
+    storage. ``repeated_last_read`` is for values that are recomputed several times: it maps a
     storage and the line that makes a copy to the last line that reads that copy.
     """
 
@@ -62,9 +62,9 @@ class CopyPlacement:
     backward_reads: Mapping[int, Sequence[Span]]
 
     def copies(self, recomputed: frozenset[int], times: Mapping[int, int]) -> Copies:
-        """Return the operators to recompute, and their lines.
+        """Return the operators to be recomputed, and their lines.
 
-        A copy stands before the first line that needs it. A value that is recomputed several
+        A copy is placed before the first line that needs it. A value that is recomputed several
         times also gets copies at the ends of the longest gaps between its reads.
         """
         first_needed, copy_lines, placed_copies = self._place_copies(recomputed, times)
@@ -99,7 +99,7 @@ class CopyPlacement:
         operators.
 
         The second result has the lines of all copies of each value that is recomputed repeatedly.
-        The third has a sorted pair (line, unit) for each recomputed operator.
+        The third has a pair (line, unit) for each recomputed operator, sorted.
         """
         first_needed = list(self.backward_first)
         units, unit_of = self.units, self.unit_of
@@ -143,7 +143,7 @@ class CopyPlacement:
         placed_copies: Iterable[tuple[int, int]],
         shift: Ints,
     ) -> dict[tuple[int, int], int]:
-        """Return the last line that reads each copy, copies counted.
+        """Return the last line that reads each copy; line numbers include the copies.
 
         The keys are the storage and the line that makes the copy.
         """
@@ -197,8 +197,8 @@ def placed(
     """Insert the lines that encode and decode quantized values.
 
     ``after_line`` is the last line of the forward pass that reads each value; ``before_line`` is
-    the first later one, copies counted. At the same place the smallest value is encoded first and
-    decoded last.
+    the first later line that reads it. Both line numbers include the copies. If several values are
+    encoded at the same place, the smallest one is encoded first and decoded last.
     """
     insertions = sorted(
         [(after_line[s] + 1, 0, nbytes[s], -s) for s in quantized]

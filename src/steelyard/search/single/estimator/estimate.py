@@ -20,12 +20,12 @@ Floats = npt.NDArray[np.float64]
 class PeakEstimate:
     """The peak bytes and seconds of a set of choices.
 
-    ``active`` are the operators that really run again; a chosen value that nobody reads costs
-    nothing. ``evicted`` are the choices to offload or to keep in 8 bits that take effect,
-    ``repeated`` the choices to recompute a value several times that do. ``live_bytes`` are the
-    bytes at each line, copies included; ``shift`` is the offset that copies add to each line of
-    the plain program; ``first_needed`` is the line before which the backward pass first needs
-    each storage.
+    ``active`` are the operators that really run again; a chosen value that nothing reads costs
+    nothing. ``evicted`` are those choices to offload a value, or to keep it in 8 bits, that take
+    effect. ``repeated`` are those choices to recompute a value several times that take effect.
+    ``live_bytes`` are the bytes at each line, including copies. ``shift`` is the offset that copies
+    add to each line of the plain program. ``first_needed`` is the line before which the backward
+    pass first needs each storage.
     """
 
     peak_bytes: int
@@ -38,25 +38,28 @@ class PeakEstimate:
     first_needed: list[int]
 
     def excess(self, peak_bytes: int) -> float:
-        """Return the bytes above the limit, summed over the lines."""
+        """Return the bytes above the limit, summed over all lines."""
         return float(np.maximum(self.live_bytes - peak_bytes, 0.0).sum())
 
     def folded(self) -> Floats:
-        """Return the peak bytes at each line of the plain program and the copies before it."""
+        """Return the peak bytes at each line of the plain program, including the copies before
+        it.
+        """
         starts = np.arange(len(self.shift)) + np.concatenate(([0], self.shift[:-1]))
         folded: Floats = np.maximum.reduceat(self.live_bytes, starts)
         return folded
 
     def peak_line(self) -> int:
-        """Return the line of the plain program at, or just before, which the peak occurs."""
+        """Return the line of the plain program at which, or just before which, the peak occurs."""
         return int(self.folded().argmax())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputableUnit:
-    """One operator that can be recomputed, with the storages it makes and reads.
+    """One operator that can be recomputed, with the storages that it makes and reads.
 
-    ``touches`` are the new buffer values that must wait for this read of the old ones.
+    ``touches`` are the new values of buffers that must not be written before this operator has read
+    the old ones.
     """
 
     node: str
@@ -70,7 +73,9 @@ class RecomputableUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coder:
-    """The cost of keeping one value in 8 bits; seconds are the operators alone, for one pass."""
+    """The cost of keeping one value in 8 bits; the seconds are those of the operators, for one
+    pass.
+    """
 
     nbytes: int
     encode_seconds: float

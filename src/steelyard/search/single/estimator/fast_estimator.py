@@ -1,8 +1,8 @@
-"""Estimate the peak bytes and seconds of a set of choices without rewriting the program.
+"""Estimates the peak bytes and seconds of a set of choices without rewriting the program.
 
-The search's surrogate: it mirrors what the trades write and what predict/ computes, about thirty
-times as fast, and tests hold the two equal. Not for reported numbers: a plan that is returned has
-been rewritten and predicted in full.
+The search uses it as a surrogate: it mirrors what the trades write and what predict/ computes,
+about thirty times as fast. Tests verify that the two are equal. Not for reported numbers: every
+plan that is returned has been rewritten and predicted in full.
 """
 
 from collections import Counter
@@ -40,20 +40,20 @@ from steelyard.search.single.estimator.transfer_timing import (
 )
 
 _UNHIDDEN_SHARE = 0.1
-# The numbers of choices: all storages to recompute, then to offload in each mode, then to keep in 8
-# bits, then to recompute twice, three times, and so on.
+# Choices are numbered in this order: all storages to recompute, then those to offload in each mode,
+# then those to keep in 8 bits, then those to recompute twice, three times, and so on.
 _QUANTIZE_BLOCK = 1 + len(TransferMode)
 
 
 class FastEstimator:
     """A program without copies, prepared for fast estimates; a choice is an integer.
 
-    A forward value is identified by its storage. The number of the storage is the choice to
+    A forward value is identified by its storage. The number of the storage is also the choice to
     recompute the value. ``repeat_choice`` is an additional choice to recompute it more than once,
     ``offload_choice`` moves it to offload memory and back, and ``quantize_choice`` keeps it in 8
     bits.
 
-    Lines are the computed instructions of the plain program, numbered; a copy stands just before
+    Lines are the computed instructions of the plain program, numbered. A copy is placed just before
     the line of the backward pass that first needs it. ``slices`` maps offloadable values that may
     be fetched in slices to their number of slices.
     """
@@ -160,11 +160,11 @@ class FastEstimator:
         return choice // len(self.nbytes) > _QUANTIZE_BLOCK
 
     def times(self, choice: int) -> int:
-        """Return the maximum number of recomputes of a repeat choice."""
+        """Return the maximum number of recomputations of a repeat choice."""
         return choice // len(self.nbytes) - _QUANTIZE_BLOCK + 1
 
     def required_choice(self, choice: int) -> int:
-        """Return the choice that a repeat choice requires: one recompute less."""
+        """Return the choice that a repeat choice requires: one recomputation less."""
         return self.storage(choice) if self.times(choice) == 2 else choice - len(self.nbytes)
 
     def is_offload(self, choice: int) -> bool:
@@ -174,7 +174,7 @@ class FastEstimator:
         return choice // len(self.nbytes) == _QUANTIZE_BLOCK
 
     def unsliced(self, choices: Iterable[int]) -> frozenset[int]:
-        """Return the same choices with whole fetches in place of sliced ones."""
+        """Return the same choices with whole fetches instead of sliced ones."""
         return frozenset(
             self.offload_choice(self.storage(c), self.mode(c).unsliced) if self.is_offload(c) else c
             for c in choices
@@ -195,7 +195,7 @@ class FastEstimator:
         return offloads + [self.quantize_choice(s) for s in self.quantizable]
 
     def transfer_seconds(self, storages: Iterable[int], *, share: float = 1.0) -> Floats:
-        """Return a share of the send and fetch seconds of each storage.
+        """Return a share of the seconds to send and fetch each storage.
 
         The seconds are infinite for a storage that cannot be offloaded.
         """
@@ -208,7 +208,7 @@ class FastEstimator:
     def standalone_seconds(self, choices: Collection[int]) -> float:
         """Return the seconds of these choices if nothing overlapped with them.
 
-        Only a share of each transfer counts, because most of it overlaps with compute.
+        Only a share of each transfer counts, because most of it overlaps with computation.
         """
         recomputed, offloaded, quantized = self._split_by_trade(choices)
         seconds = self.seconds_of({self.unit_of[s] for s in recomputed})
@@ -220,7 +220,8 @@ class FastEstimator:
         return seconds
 
     def quantization_costs(self, storages: Iterable[int]) -> tuple[Floats, Floats]:
-        """Return the codec seconds and the encoded share of the bytes of each storage.
+        """Return the codec seconds for each storage, and the share of its bytes that is left when
+        encoded.
 
         The seconds are those to encode and decode, infinite for a storage that cannot be
         quantized.
@@ -260,7 +261,9 @@ class FastEstimator:
         )
 
     def times_of(self, choices: Collection[int]) -> dict[int, int]:
-        """Map the storages that are recomputed repeatedly to their maximum number of recomputes."""
+        """Map each storage that is recomputed repeatedly to its maximum number of
+        recomputations.
+        """
         first_repeat = self.repeat_choice(0, 2)
         if max(choices, default=0) < first_repeat:
             return {}
@@ -325,8 +328,8 @@ class FastEstimator:
         self._update_bytes = peak_bytes(update_only, costs) + self.persistent_bytes
         self.plain_seconds = step_seconds(program, costs).value
         self._factor = program.repeats * costs.whole_step_in(program.parts).value
-        # What the optimizer's step offloads takes part of the offload memory, and its transfer
-        # buffers are resident already.
+        # The tensors that the optimizer's step offloads take part of the offload memory, and its
+        # transfer buffers are already resident.
         self._offload_bytes = costs.far_bytes - program.far_bytes
         self._pieces_bytes = 0 if program.is_moving else 2 * OFFLOAD_PIECE_BYTES
 
@@ -335,7 +338,7 @@ class FastEstimator:
         return frozenset(self._storages_by_node[value][0] for value in values)
 
     def flops_of(self, choices: frozenset[int]) -> int:
-        """Return the FLOPs of the program, recomputed operators included."""
+        """Return the FLOPs of the program, including recomputed operators."""
         copies = self.copies(choices)
         more = sum(self.units[u].flops for u in copies.units)
         return self.program.flops + self.program.repeats * more
@@ -347,7 +350,7 @@ class FastEstimator:
     def _find_needed_lines(self) -> list[int]:
         """Return the line that ends the idle gap of each saved value.
 
-        The line is a guess for a value that only copies read.
+        For a value that only copies read, the line is a guess.
         """
         needed_at = self.backward_first.copy()
         for unit in reversed(self.units):
@@ -371,7 +374,8 @@ class FastEstimator:
         pieces = self._pieces_bytes if transfers.by_storage else 0
         live_bytes = live_bytes + self.resident_bytes + pieces
         if transfers.nbytes > self._offload_bytes:
-            live_bytes = live_bytes + NEVER  # the offload memory is too small: exceed every limit
+            # the offload memory is too small, so exceed every limit
+            live_bytes = live_bytes + NEVER
         seconds = self.seconds_of(copies.units) + self.program.repeats * transfers.seconds
         seconds += sum(self._codec_seconds(s) for s in codes.by_storage)
         offload_choices = (self.offload_choice(s, offloaded[s]) for s in transfers.by_storage)
@@ -387,7 +391,9 @@ class FastEstimator:
         )
 
     def lags_and_leads(self, choice: frozenset[int]) -> dict[str, tuple[int, int]]:
-        """Return the lag and lead of each offloaded value: the operators its transfers overlap."""
+        """Return the lag and lead of each offloaded value: how many operators its transfers overlap
+        with.
+        """
         transfers = self._transfers_of(choice)
         return {
             self.offloadable[s]: (transfer.lag, transfer.lead) for s, transfer in transfers.items()

@@ -1,6 +1,6 @@
 """The storage lifetimes of a program as line intervals, with evictions and recomputed copies.
 
-Not for choosing the lines: those follow from the choices.
+Not for choosing the lines, which follow from the choices.
 """
 
 import numpy as np
@@ -28,8 +28,8 @@ class Lifetimes:
     def evict(self, row: int, *, evicted_at: int, restored_at: int | None) -> None:
         """Free the storage after ``evicted_at``, but not before its last forward read.
 
-        A copy lives from ``restored_at`` to the storage's old end; None means that it is not
-        restored.
+        A copy lives from ``restored_at`` to the original end of the storage; None means that it is
+        not restored.
         """
         if restored_at is not None:
             self.add_copy(row, restored_at, int(self.dies[row]))

@@ -55,7 +55,7 @@ class LiveBytes:
     def by_line(
         self, recomputed: frozenset[int], copies: Copies, codes: Codes, transfers: TransferPlans
     ) -> tuple[Floats, Floats]:
-        """Return the bytes above the resident ones at each line, copies included.
+        """Return the bytes, beyond the resident ones, at each line including copies.
 
         The first array is for the first micro-batch, the second for the later ones, which add to
         its gradients.

@@ -1,6 +1,6 @@
 """The cost of reading an offloaded value slice by slice, for each product that supports it.
 
-Part of the fast estimator. Not for choosing the products: that is a choice of the search.
+This is a part of the fast estimator. Not for choosing the products, which the search does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from steelyard.predict.cost_table import CostTable
 class SlicedRead:
     """A product that may read a value in ``pieces`` slices, through a buffer for two of them.
 
-    ``line`` is its line in the plain program. ``more_seconds`` and ``more_workspace`` compare it
+    ``line`` is its line in the plain program. ``more_seconds`` and ``more_workspace`` are relative
     to the product on the whole value.
     """
 

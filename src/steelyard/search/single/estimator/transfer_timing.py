@@ -1,7 +1,7 @@
 """The schedule of transfers to and from offload memory: lags, leads and device stalls.
 
-Part of the fast estimator: it mirrors the programs that the offload trade writes and the timeline
-of predict/. Not for choosing the values to offload.
+This is a part of the fast estimator. It mirrors the programs that the offload trade writes, and the
+timeline of predict/. Not for choosing the values to offload.
 """
 
 from collections import deque
@@ -43,14 +43,14 @@ class TransferMode(IntEnum):
 
     @property
     def unsliced(self) -> "TransferMode":
-        """The corresponding mode for a value that cannot be sliced."""
+        """The corresponding mode for a value that cannot be read in slices."""
         return {
             TransferMode.SLICED: TransferMode.HIDDEN,
             TransferMode.SLICED_IMMEDIATE: TransferMode.IMMEDIATE,
         }.get(self, self)
 
 
-# Fetching starts this many operators before the product: most slices arrive while it runs.
+# Fetching starts this many operators before the product, because most slices arrive while it runs.
 _SLICE_LEAD = 1
 
 
@@ -58,10 +58,10 @@ _SLICE_LEAD = 1
 class TransferPlan:
     """The transfers of one offloaded value.
 
-    ``evicted_at`` is the last line at which the device copy exists, ``restored_at`` the first
-    line at which it exists again; both count copies. A sliced value is never restored: each of
-    its ``slices`` is a first line, a last line and the product for which slices are on the device
-    between them.
+    ``evicted_at`` is the last line at which the device copy exists, ``restored_at`` the first line
+    at which it exists again; both line numbers include recomputed copies. A sliced value is never
+    restored as a whole. Each entry of ``slices`` has a first line, a last line, and the product
+    whose slices are on the device between them.
     """
 
     lag: int
@@ -75,7 +75,7 @@ class TransferPlan:
 class TransferPlans:
     """The transfers of all values.
 
-    ``seconds`` are those of one pass: stalls, and the device time of the calls themselves.
+    ``seconds`` are those of one pass: stalls, and the device time of the transfer calls themselves.
     """
 
     by_storage: Mapping[int, TransferPlan] = field(default_factory=dict)
@@ -88,9 +88,9 @@ NO_TRANSFERS = TransferPlans()
 
 @dataclass(slots=True)
 class _Transfer:
-    """The transfers of one value, timed by kernels.
+    """The transfers of one value, with kernels as the unit of time.
 
-    Each number is the index of the kernel that runs next.
+    Each time is the index of the kernel that runs next.
     """
 
     storage: int
@@ -114,7 +114,7 @@ class _Transfer:
 
 
 class TransferLinks:
-    """The two offload links of one program, and the compute that overlaps with them."""
+    """The two offload links of one program, and the computation that overlaps with them."""
 
     def __init__(
         self,
@@ -152,13 +152,13 @@ class TransferLinks:
             for read in reads
         }
         out_link, in_link = links = costs.links[OFFLOAD_OUT], costs.links[OFFLOAD_IN]
-        # While the device stalls, a transfer has no kernel to slow down.
+        # While the device stalls, there is no kernel that a transfer could slow down.
         self._slowdown_rate = {
             1: step_factor * out_link.disturbs,
             3: step_factor * in_link.disturbs,
         }
-        # The slowdown that each value's transfers cause to concurrent kernels, and the device time
-        # of the calls: for a whole fetch and for a sliced one.
+        # For a whole fetch and for a sliced one: the slowdown that each value's transfers cause to
+        # concurrent kernels, and the device time of the calls.
         self._slowdown_seconds: dict[tuple[int, bool], float] = {}
         self._call_seconds: dict[tuple[int, bool], float] = {}
         for s, b in self._nbytes.items():
@@ -187,11 +187,11 @@ class TransferLinks:
         copy_seconds: Sequence[float],
         added_early: int,
     ) -> TransferPlans:
-        """Return the transfers of the values in ``modes``, and the seconds they add.
+        """Return the transfers of the values in ``modes``, and the seconds that they add.
 
-        ``needed_at`` is the line, copies counted, of the first backward read of each value.
-        ``copies`` are all lines that were added; ``added_early`` of them precede the backward
-        pass.
+        ``needed_at`` is the line of the first backward read of each value, with copies included in
+        the line number. ``copies`` are all lines that were added; ``added_early`` of them precede
+        the backward pass.
         """
         length = len(self._seconds) + len(copies)
         new_line = np.arange(len(self._seconds)) + shift
@@ -268,7 +268,7 @@ class TransferLinks:
         begins: Floats,
         turn: int,
     ) -> None:
-        """Issue each fetch as late as it can still arrive in time, one after another."""
+        """Issue each fetch as late as possible for it to arrive in time, one after another."""
         link_free_until = float(begins[-1])
         for m in sorted(transfers, key=lambda m: (needed_at[m.storage], m.storage), reverse=True):
             if m.mode is TransferMode.IMMEDIATE:
@@ -285,7 +285,9 @@ class TransferLinks:
             m.fetch_issue = min(max(latest, earliest), m.fetch_wait)
 
     def _set_sends(self, transfers: Sequence[_Transfer], begins: Floats, turn: int) -> None:
-        """Evict each value when its send has certainly arrived, or earlier if its mode says so."""
+        """Evict each value when its send has certainly arrived, or earlier if its mode requires
+        it.
+        """
         link_free_at = 0.0
         for m in sorted(transfers, key=lambda m: (m.send_issue, m.storage)):
             link_free_at = (
@@ -301,7 +303,7 @@ class TransferLinks:
     def _stall_seconds(
         self, transfers: Sequence[_Transfer], needed_at: Mapping[int, int], begins: Floats
     ) -> float:
-        """Simulate the transfers and return how many seconds they stall the device.
+        """Simulate the transfers and return for how many seconds they stall the device.
 
         The slowdown that transfers would have caused during those stalls is subtracted.
         """
@@ -356,7 +358,8 @@ def _stream_slices(
     slice_seconds: float,
     scale: float,
 ) -> tuple[float, float]:
-    """Return the stall of a product that reads slices, and when the link is free again.
+    """Return the stall of a product that reads slices, and the time at which the link is free
+    again.
 
     Each further slice is fetched once the buffer of the slice before the previous one is free.
     """
