@@ -5,6 +5,7 @@ trades apply them. Not for the kinds of rules: see rule_kinds.py. Not for findin
 search/.
 """
 
+import re
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -177,11 +178,9 @@ def kind_named(trade: str) -> type[Rule]:
 
 
 def trade_name(kind: type[Rule]) -> str:
-    """Return the name of the first trade of this kind, or the name of the kind if no trade is
-    imported.
-    """
+    """Return the name of the first trade of this kind; the kind in words if none is imported."""
     names = (name for name, rule in rule_types().items() if issubclass(rule, kind))
-    return next(names, kind.__name__)
+    return next(names, re.sub("(?<!^)(?=[A-Z])", "_", kind.__name__).lower())
 
 
 def rule_types() -> dict[str, type[Rule]]:

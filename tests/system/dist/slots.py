@@ -28,6 +28,7 @@ from steelyard.comm.shared_memory.same_host import SharedMemoryTransport
 from steelyard.comm.shared_memory.transport import shared_memory_transport
 from steelyard.comm.shared_memory.slots import Like
 from steelyard.measure.operators.memory import meter_once
+from steelyard.trades import shared_memory_transfer  # noqa: F401 - a message names it
 
 MESSAGES = 40
 

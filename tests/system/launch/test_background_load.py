@@ -124,7 +124,7 @@ def test_a_worker_that_dies_fails_the_measurement(two: BackgroundLoad) -> None:
             the_other(two)._process.kill()
             the_other(two)._process.wait()
 
-    with pytest.raises(RunFailed, match="ended with -9"):
+    with pytest.raises(RunFailed, match="exit code -9"):
         measured()
 
 

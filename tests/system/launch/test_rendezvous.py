@@ -119,7 +119,7 @@ def test_half_of_the_variables_are_refused() -> None:
 
 def test_a_plan_for_four_ranks_is_not_run_on_two() -> None:
     RankInfo(size=4).check_size(4)
-    with pytest.raises(Mismatch, match="for 4 ranks, and 2"):
+    with pytest.raises(Mismatch, match="for 4 ranks, but 2"):
         RankInfo(size=2).check_size(4)
 
 
@@ -210,12 +210,12 @@ def test_ranks_with_equal_values_agree() -> None:
 @pytest.mark.parametrize(
     ("odd", "item", "said"),
     [
-        (held(plan="8a"), "plan", "8a, there 7f3c"),
-        (held(rows=5), "parameters", "a.weight float32 [5, 3], there a.weight float32 [4, 3]"),
+        (held(plan="8a"), "plan", "8a and 7f3c"),
+        (held(rows=5), "parameters", "a.weight float32 [5, 3] and a.weight float32 [4, 3]"),
         (held(dtype=torch.float16), "parameters", "a.weight float16 [4, 3]"),
         ({**held(), "torch": "2.12"}, "torch", "2.12"),
         ({**held(), "batch": "x float32 [7, 3]"}, "batch", "x float32 [7, 3]"),
-        ({**held(), "batch": ""}, "batch", "nothing, there x float32"),
+        ({**held(), "batch": ""}, "batch", "nothing and x float32"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1, 2])
