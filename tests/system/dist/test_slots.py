@@ -57,7 +57,7 @@ def test_the_rank_without_shared_memory_is_named_on_all_ranks() -> None:
         assert "pipe:" not in said, "a pipe stays open"
     assert "on rank 0, another rank is on another host or in another" in one["another host"]
     assert "on rank 1, 8.00 KiB of shared memory cannot be allocated: Cannot allocate memory" in one["no memory"]
-    assert "on rank 0 memory of another rank cannot be opened: No such file" in one["not seen"]
+    assert "on rank 0, memory of another rank cannot be opened: No such file" in one["not seen"]
 
 
 def test_a_silent_rank_is_waited_for_until_the_group_timeout() -> None:

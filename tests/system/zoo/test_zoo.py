@@ -101,7 +101,7 @@ SAYS = {
     "hook_with_side_effect": r"a forward hook of model\.0$",
     "full_backward_hook": r"module 0 has a backward hook",
     "linalg": r"at edge\.py:\d+: .*torch\.linalg|has operators that check",
-    "trainable_loss": r"trains temperature, which is no parameter",
+    "trainable_loss": r"trains temperature, which is not a parameter",
     "compiled_model": r"was compiled by torch\.compile",
     "branch_on_value": rf"at edge\.py:\d+: {_VALUE}",
     "branch_on_item": rf"at edge\.py:\d+: {_VALUE}",
