@@ -41,6 +41,7 @@ NAVIGATION = {
         "docs/command-line",
         "docs/hooks",
         "docs/models",
+        "docs/torch-versions",
     ),
     "Several hosts and clusters": (
         "docs/hosts",

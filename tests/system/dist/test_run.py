@@ -325,4 +325,4 @@ def test_a_different_number_of_ranks_is_refused(folder: Path) -> None:
     alone = steelyard(folder, "run", "train.py", RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1",
                       MASTER_PORT="29500")  # fmt: skip
     assert alone.returncode == 2
-    assert "the plan is for 2 ranks, and 3 were started" in alone.stderr
+    assert "the plan is for 2 ranks, but 3 were started" in alone.stderr

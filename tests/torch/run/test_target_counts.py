@@ -99,7 +99,7 @@ def test_two_means_that_count_differently_are_refused_before_anything_runs() -> 
     later = _with_others(_batch(4, 5, 4, 7), 10, 10, 10, 10)
     with pytest.raises(Mismatch, match="micro-batch 1 of 2 holds 9 of the 20 targets") as error:
         step.backward(later)
-    assert "20 of 40 of another" in str(error.value)
+    assert "20 of the 40 of another" in str(error.value)
     assert all(p.grad is None for p in model.parameters())
     assert CapturedStep(model=model, loss=_with_a_head_beside, batch=later).why_not_split()
 
