@@ -91,7 +91,7 @@ def offers(trade: Trade, name: str) -> list[Offer]:
     for refusal in refusals:
         assert refusal.trade == trade.name
         assert refusal.reason
-    ordered = sorted(found, key=lambda o: (-sum(r.count for r in o.rules), o.label))
+    ordered = sorted(found, key=lambda o: (-sum(getattr(r, "count", 1) for r in o.rules), o.label))
     places = {i * (len(ordered) - 1) // max(1, _OFFERS - 1) for i in range(_OFFERS)}
     return [ordered[place] for place in sorted(places)] if ordered else []
 

@@ -193,7 +193,7 @@ def test_a_number_of_ranks_that_divides_nothing_is_taken_where_it_is_the_fastest
             way.seconds
             for layout in layouts(costs(4e6), num_ranks=num_ranks).layouts
             if layout.num_ranks == num_ranks
-            for way in layouts(costs(4e6), num_ranks=num_ranks).ways.of(layout)
+            for way in layouts(costs(4e6), num_ranks=num_ranks).candidates.of(layout)
         )
         for num_ranks in (1, 2, 3)
     }

@@ -125,7 +125,7 @@ def _lines_between(program: Program) -> int:
         ((MLP[0], replace(MLP[0], dim=1)), "sharded by two shard_tensor rules"),
         ((replace(MLP[0], ranks=3),), "cannot be sharded as"),
         ((replace(MLP[0], dim=7),), "cannot be sharded as"),
-        ((states(2),), "and the batch among 1"),
+        ((states(2),), "but the batch over 1"),
         ((states(4), batch(2)), "over 4 ranks, but the batch over 2"),
         ((states(2, count=1), batch(2)), "matches 2 parameters"),
         ((states(8, "position.weight", 1), batch(8)), None),
