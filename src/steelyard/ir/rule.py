@@ -12,7 +12,14 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, GetCoreSchemaHandler, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    create_model,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from steelyard.errors import Mismatch
@@ -169,7 +176,10 @@ def _from_json(given: object) -> Rule:
     rule = rule_types().get(str(values.pop("trade", "")))
     if rule is None:
         raise PydanticCustomError("rule", "a rule of a known trade")
-    return rule(**table_of(rule).model_validate(values).model_dump())
+    try:
+        return rule(**table_of(rule).model_validate(values).model_dump())
+    except ValidationError:
+        raise PydanticCustomError("rule", "a rule with the keys of its trade") from None
 
 
 def kind_named(trade: str) -> type[Rule]:

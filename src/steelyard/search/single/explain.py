@@ -317,8 +317,6 @@ def explain_rejected(
         first = offer.rules[0]
         if isinstance(first, MicroBatches):
             reason = _why_not_split(first, explored, variant, point)
-        elif isinstance(first, SlicedComputation):
-            reason = _why_not_chunk(first, explored, variant, point)
         elif isinstance(first, StateOffload):
             reason = _why_not_states(first, explored, variant, budget)
         elif first.stage is Stage.VARIANT:
@@ -351,21 +349,20 @@ def _why_not_split(
     return _why_slower(known, point)
 
 
-def _why_not_chunk(
-    rule: SlicedComputation, explored: Mapping[Variant, Explored], variant: Variant, point: Point
-) -> str | None:
-    if rule in variant.chunks:
-        return None
-    known = next((e for v, e in explored.items() if rule in v.chunks and not v.states), None)
-    return "not needed" if known is None else _why_slower(known, point)
-
-
 def _why_not_changed(
     rule: Rule, explored: Mapping[Variant, Explored], variant: Variant, point: Point
 ) -> str | None:
-    if rule in variant.changes:
+    """Return why the graph is not changed by this rule; None if it is."""
+    if rule in (*variant.chunks, *variant.changes):
         return None
-    known = next((e for v, e in explored.items() if rule in v.changes and not v.states), None)
+    known = next(
+        (
+            found
+            for other, found in explored.items()
+            if rule in (*other.chunks, *other.changes) and not other.states
+        ),
+        None,
+    )
     return "not needed" if known is None else _why_slower(known, point)
 
 
