@@ -119,6 +119,14 @@ def trade_of(trades: Iterable[Trade], kind: type[Rule]) -> Trade | None:
     return next((trade for trade in trades if issubclass(trade.rule, kind)), None)
 
 
+def offers_of(
+    trades: Iterable[Trade], kind: type[Rule], program: Program, source: StepSource
+) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
+    """Return the offers of the trade of this kind; there are none if the list has no such trade."""
+    trade = trade_of(trades, kind)
+    return ((), ()) if trade is None else trade.offers(program, source)
+
+
 def rule_type(trades: Iterable[Trade], kind: type[RuleT]) -> type[RuleT]:
     """Return the rule type of the first trade of this kind."""
     return next(trade.rule for trade in trades if issubclass(trade.rule, kind))

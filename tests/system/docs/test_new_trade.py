@@ -8,6 +8,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from steelyard.ir.rule import Stage
+from steelyard.trades import BY_NAME
+from tests.replay.cases import RECORDS
 from tests.system.docs import pages
 
 PAGE = pages.ROOT / "docs" / "extend" / "a-new-trade.md"
@@ -20,12 +25,17 @@ def _block(begin: str) -> str:
     return found[0]
 
 
-def _copy_with_the_trade(folder: Path) -> Path:
-    """A copy of the package with the page's file, and its line in the list of trades."""
+def _copied_package(folder: Path) -> Path:
     source = folder / "src"
     shutil.copytree(
         pages.ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.so")
     )
+    return source
+
+
+def _copy_with_the_trade(folder: Path) -> Path:
+    """A copy of the package with the page's file, and its line in the list of trades."""
+    source = _copied_package(folder)
     trades = source / "steelyard" / "trades"
     code = _block("# src/steelyard/trades/postpone.py").partition("\n")[2]
     assert len(code.splitlines()) < 50
@@ -51,3 +61,52 @@ def test_the_trade_of_the_page_is_planned_and_run_after_two_files_changed(tmp_pa
     assert re.search(r"fits: 22\.\d MiB of 25\.0 MiB", run.stdout)
     plan = tomllib.loads((tmp_path / "train.plan.toml").read_text())
     assert plan["postpone"] == tomllib.loads(_block("[[postpone]]"))["postpone"]
+
+
+_PLANS_A_RECORDED_CASE = """
+import sys
+from pathlib import Path
+from tests.replay.cases import cases
+
+(case,) = (case for case in cases() if case.name == sys.argv[1])
+for recorded in case.make(Path(sys.argv[2])):
+    for name, text in recorded.files().items():
+        Path(sys.argv[2], name).write_text(text)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "case"),
+    [
+        ("sparse_gradients", Stage.LAYOUT, "gpt-2-ranks"),
+        ("chunk", Stage.VARIANT, "gpt-2-ranks"),
+        ("quantize_activations", Stage.VALUE, "gpt-2-ranks"),
+        ("shared_memory_transfer", Stage.ORDER, "gpt-2-ranks"),
+    ],
+)
+def test_a_trade_of_each_stage_goes_with_its_file_and_its_line(
+    name: str, stage: Stage, case: str, tmp_path: Path
+) -> None:
+    """Nothing else in the package needs the trade, so nothing else had to change to add it."""
+    kind = type(BY_NAME[name])
+    assert BY_NAME[name].rule.stage is stage
+    source = _copied_package(tmp_path)
+    trades = source / "steelyard" / "trades"
+    (trades / f"{name}.py").unlink()
+    listed = (trades / "__init__.py").read_text()
+    for line in (f"from steelyard.trades.{name} import {kind.__name__}\n", f"{kind.__name__}(),"):
+        assert listed.count(line) == 1
+        listed = listed.replace(line, "")
+    (trades / "__init__.py").write_text(listed)
+    run = subprocess.run(
+        [sys.executable, "-c", _PLANS_A_RECORDED_CASE, case, str(tmp_path)], cwd=pages.ROOT,
+        capture_output=True, text=True, timeout=600, check=False,
+        env={**os.environ, "PYTHONPATH": str(source)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    plans = sorted(tmp_path.glob("*.plan.toml"))
+    assert plans
+    for plan in plans:
+        # The recorded plans do not use the trade, so they are the same without it.
+        assert plan.read_text("utf-8") == (RECORDS / plan.name).read_text("utf-8")
+        assert f'"{name}"' not in plan.with_name(f"{plan.stem}.json").read_text("utf-8")

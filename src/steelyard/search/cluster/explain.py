@@ -6,11 +6,12 @@ Not for choosing the plan: see search.py.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 from steelyard.ir.model_blocks import SAVE_ALL
 from steelyard.ir.parallel_layout import ParallelLayout
-from steelyard.ir.rule import Rule, of_kind, trade_name
+from steelyard.ir.rule import Rule, of_kind
 from steelyard.ir.rule_kinds import (
     BatchSharding,
     CollectiveOverlap,
@@ -27,6 +28,7 @@ from steelyard.plans.plan import SelectedTrade
 from steelyard.plans.trade import Rejection, Remaining
 from steelyard.search.cluster.policy_mixture import ALIKE
 from steelyard.search.cluster.search import ClusterPlan, ClusterSearch
+from steelyard.search.rejection import impossible, rejected, takes
 from steelyard.search.trade_price import price_without
 from steelyard.units import format_bytes, format_seconds
 
@@ -124,12 +126,7 @@ def _layout_trades(
         label = f"layers on {layout.pipeline} ranks{runs}, {cut}"
         yield PipelineStageEnd, label, replace(without_virtual, pipeline=1)
     if layout.state_stage:
-        state_names = {
-            1: "optimizer state",
-            2: "optimizer state and gradients",
-            3: "weights, gradients and optimizer state",
-        }
-        label = f"{state_names[layout.state_stage]} sharded over {layout.data} ranks"
+        label = f"{_STATES_BY_STAGE[layout.state_stage]} sharded over {layout.data} ranks"
         yield StateSharding, label, replace(layout, state_stage=0)
     if layout.offloads_state:
         label = "optimizer state, in host memory"
@@ -146,49 +143,41 @@ def _refused(search: ClusterSearch, best: ClusterPlan, limit_bytes: int) -> Iter
     all_fits = "all saved activations fit in memory"
     if not any(policy.recomputed for policy in policies):
         reason = all_fits if policies == {SAVE_ALL} else "offloading saved activations is faster"
-        yield Rejection(trade=trade_name(Recomputation), label="blocks", reason=reason)
+        yield rejected(Recomputation, "blocks", reason)
     if not any(policy.is_offloaded for policy in policies):
-        yield _not_offloaded(
-            search, best, "saved activations", all_fits if policies == {SAVE_ALL} else ""
-        )
+        reason = "recomputing is faster than offloading, or host memory is too small"
+        reason = all_fits if policies == {SAVE_ALL} else reason
+        yield _not_offloaded(search, best, ValueOffload, "saved activations", lambda: reason)
     if not best.layout.offloads_state:
-        yield _states_not_offloaded(search, best, limit_bytes, is_needed=policies != {SAVE_ALL})
-    for trade in map(trade_name, _NOT_SEARCHED):
-        reason = "is not searched for declared clusters"
-        yield Rejection(trade=trade, label="the step", reason=reason, left=Remaining.NEVER)
+        why_not = partial(_why_not_states, search, best, limit_bytes, policies != {SAVE_ALL})
+        yield _not_offloaded(search, best, StateOffload, "optimizer state", why_not)
+    for kind in _NOT_SEARCHED:
+        yield impossible(kind, "the step", "is not searched for declared clusters")
     if search.why_indivisible:
-        yield Rejection(
-            trade=trade_name(BatchSharding),
-            label="the batch",
-            reason=search.why_indivisible,
-            left=Remaining.NEVER,
-        )
+        yield impossible(BatchSharding, "the batch", search.why_indivisible)
 
 
-def _not_offloaded(search: ClusterSearch, best: ClusterPlan, label: str, reason: str) -> Rejection:
-    if not search.pricing.has_host_memory(best.layout):
-        reason = "the cluster declares no host memory, or no link to it"
-        return Rejection(
-            trade=trade_name(ValueOffload), label=label, reason=reason, left=Remaining.NEVER
-        )
-    default_reason = "recomputing is faster than offloading, or host memory is too small"
-    return Rejection(trade=trade_name(ValueOffload), label=label, reason=reason or default_reason)
-
-
-def _states_not_offloaded(
-    search: ClusterSearch, best: ClusterPlan, limit_bytes: int, *, is_needed: bool
+def _not_offloaded(
+    search: ClusterSearch,
+    best: ClusterPlan,
+    kind: type[Rule],
+    label: str,
+    why_not: Callable[[], str],
 ) -> Rejection:
-    label = "optimizer state"
     if not search.pricing.has_host_memory(best.layout):
-        return replace(_not_offloaded(search, best, label, ""), trade=trade_name(StateOffload))
-    reason = "it fits, together with all saved activations"
-    if is_needed:
-        other = search.with_offloaded_states(best, limit_bytes)
-        reason = "no plan with it fits"
-        if other is not None:
-            takes, plan = (format_seconds(p.step.step_seconds) for p in (other, best))
-            reason = f"takes ~{takes} a step; the plan takes ~{plan}"
-    return Rejection(trade=trade_name(StateOffload), label=label, reason=reason)
+        return impossible(kind, label, "the cluster declares no host memory, or no link to it")
+    return rejected(kind, label, why_not())
+
+
+def _why_not_states(
+    search: ClusterSearch, best: ClusterPlan, limit_bytes: int, is_needed: bool
+) -> str:
+    if not is_needed:
+        return "it fits, together with all saved activations"
+    other = search.with_offloaded_states(best, limit_bytes)
+    if other is None:
+        return "no plan with it fits"
+    return takes(other.step.step_seconds, best.step.step_seconds)
 
 
 def _alternatives(
@@ -240,12 +229,11 @@ def _why_not(
     ranks = best.layout.num_ranks
     other = search.fastest(ranks, limit_bytes, fits=fits)
     if other is not None:
-        takes = format_seconds(other.step.step_seconds)
+        other_seconds, plan_seconds = other.step.step_seconds, best.step.step_seconds
         reason = (
-            f"takes at least ~{takes} a step; the plan takes "
-            f"~{format_seconds(best.step.step_seconds)}"
-            if other.step.step_seconds > best.step.step_seconds * (1 + ALIKE)
-            else f"also takes ~{takes} a step, and the plan is simpler"
+            takes(other_seconds, plan_seconds, bound="at least")
+            if other_seconds > plan_seconds * (1 + ALIKE)
+            else f"also takes ~{format_seconds(other_seconds)} a step, and the plan is simpler"
         )
     else:
         leanest = search.leanest_bytes(ranks, fits=fits)
@@ -260,4 +248,4 @@ def _why_not(
             )
             if leanest <= limit_bytes:
                 reason = f"needs more than the {format_bytes(limit_bytes)} a rank that is allowed"
-    return Rejection(trade=trade_name(kind), label=label, reason=reason)
+    return rejected(kind, label, reason)

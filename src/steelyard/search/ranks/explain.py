@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from steelyard.ir.collective import SLOTS
 from steelyard.ir.parallel_layout import ALONE, ParallelLayout
-from steelyard.ir.rule import Rule, of_kind, trade_name
+from steelyard.ir.rule import Rule, of_kind
 from steelyard.ir.rule_kinds import (
     BatchSharding,
     CollectiveOverlap,
@@ -19,16 +19,22 @@ from steelyard.ir.rule_kinds import (
 )
 from steelyard.passes.data_parallel.sync_batchnorm import is_synchronised
 from steelyard.plans.plan import Prediction, SelectedTrade
-from steelyard.plans.trade import Offer, Rejection, Remaining
+from steelyard.plans.trade import Offer, Rejection
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable
-from steelyard.search.ranks.labels import layout_label, tensor_count, why_slower
+from steelyard.search.ranks.labels import layout_label, tensor_count
 from steelyard.search.ranks.layout_candidates import (
     KNOWN_KINDS,
     LayoutCandidate,
     LayoutCandidates,
 )
 from steelyard.search.ranks.rank_speeds import RankSpeeds
+from steelyard.search.rejection import (
+    StepCosts,
+    alone_takes,
+    rejected,
+    without_shared_memory,
+)
 from steelyard.search.result import SearchResult
 from steelyard.search.trade_price import (
     computation_seconds,
@@ -36,7 +42,7 @@ from steelyard.search.trade_price import (
     price_without,
     step_price_without,
 )
-from steelyard.units import format_bytes, format_seconds
+from steelyard.units import format_bytes
 
 _THROUGH_SLOTS = "collectives through shared memory"
 _MAX_LISTED_RANKS = 8
@@ -67,11 +73,11 @@ class LayoutExplanation:
             if not set(o.rules) <= set(candidate.rules)
         ]
         refused = [*refusals, *(self.why_not(layout, found) for layout in other_layouts)]
-        refused += [self._why_not_sharded(offer, found, candidate) for offer in unapplied_offers]
+        refused += [self._why_not_sharded(offer, candidate) for offer in unapplied_offers]
         sparse_offers, impossible = self._candidates.sparse_offers(candidate)
         refused += [
             *impossible,
-            *self._why_not_sparse(sparse_offers, found, candidate),
+            *self._why_not_sparse(sparse_offers, candidate),
             *self._why_no_slots(candidate),
         ]
         offers = len(layouts) - (ALONE in layouts) + len(unapplied_offers) + len(sparse_offers)
@@ -183,11 +189,9 @@ class LayoutExplanation:
 
     def why_not(self, layout: ParallelLayout, found: SearchResult) -> Rejection:
         seconds = min(candidate.seconds for candidate in self._candidates.of(layout))
-        return Rejection(
-            trade=trade_name(TensorSharding if layout.tensor > 1 else BatchSharding),
-            label=self._label(layout),
-            reason=why_slower(seconds, found) or "no plan that uses it is faster within the budget",
-        )
+        kind = TensorSharding if layout.tensor > 1 else BatchSharding
+        reason = alone_takes(seconds, found.prediction.metrics.step_seconds.value)
+        return rejected(kind, self._label(layout), reason)
 
     def _label(self, layout: ParallelLayout) -> str:
         """Return the layout's label; it mentions equal shares if unequal ones were evaluated
@@ -197,53 +201,40 @@ class LayoutExplanation:
             return layout_label(layout)
         return f"{layout_label(layout)}, in equal shares"
 
-    def _why_not_sharded(
-        self, offer: Offer, found: SearchResult, candidate: LayoutCandidate
-    ) -> Rejection:
+    def _why_not_sharded(self, offer: Offer, candidate: LayoutCandidate) -> Rejection:
         """Return why the tensors of this offer are not sharded, or are sharded in another way."""
         if not self._candidates.sharded_tensors(candidate.rules).isdisjoint(
             self._candidates.sharded_tensors(offer.rules)
         ):
             reason = "the plan shards the same weights differently"
-        else:
-            seconds = self._candidates.counted((*candidate.rules, *offer.rules)).seconds
-            reason = (
-                why_slower(seconds, found, than=candidate.seconds)
-                or "no faster plan was found with it"
-            )
-        return Rejection(trade=trade_name(TensorSharding), label=offer.label, reason=reason)
+            return rejected(TensorSharding, offer.label, reason)
+        return self._why_not_added(TensorSharding, offer, candidate)
 
     def _why_not_sparse(
-        self, offers: Sequence[Offer], found: SearchResult, candidate: LayoutCandidate
+        self, offers: Sequence[Offer], candidate: LayoutCandidate
     ) -> Iterator[Rejection]:
         for offer in offers:
             if not set(offer.rules) <= set(candidate.rules):
-                seconds = self._candidates.counted((*candidate.rules, *offer.rules)).seconds
-                reason = (
-                    why_slower(seconds, found, than=candidate.seconds) or "no faster plan uses it"
-                )
-                yield Rejection(trade=trade_name(SparseRows), label=offer.label, reason=reason)
+                yield self._why_not_added(SparseRows, offer, candidate)
+
+    def _why_not_added(
+        self, kind: type[Rule], offer: Offer, candidate: LayoutCandidate
+    ) -> Rejection:
+        """Return why the layout does not use this offer as well."""
+        seconds = self._candidates.counted((*candidate.rules, *offer.rules)).seconds
+        reason = alone_takes(seconds, candidate.seconds, reference="without it, a step takes")
+        return rejected(kind, offer.label, reason)
 
     def _why_no_slots(self, candidate: LayoutCandidate) -> Iterator[Rejection]:
         if candidate.layout == ALONE or bool(of_kind(candidate.rules, SharedMemoryMessages)):
             return
-        if SLOTS not in self._candidates.costs.links:
-            reason = (
-                "these ranks are not known to share memory or to reach each other's memory by RDMA"
-            )
-            yield Rejection(
-                trade=trade_name(SharedMemoryMessages),
-                label=_THROUGH_SLOTS,
-                reason=reason,
-                left=Remaining.NEVER,
-            )
-        elif rules := self._candidates.slot_rules(candidate.rules):
-            tried = self._candidates.counted((*candidate.rules, *rules))
-            with_slots = f"{format_seconds(tried.seconds)} a step and {format_bytes(tried.nbytes)}"
-            without_slots = (
-                f"{format_seconds(candidate.seconds)} and {format_bytes(candidate.nbytes)}"
-            )
-            reason = f"would take ~{with_slots}; without it, a step takes ~{without_slots}"
-            yield Rejection(
-                trade=trade_name(SharedMemoryMessages), label=_THROUGH_SLOTS, reason=reason
-            )
+        links, tried = self._candidates.costs.links, None
+        if rules := self._candidates.slot_rules(candidate.rules) if SLOTS in links else ():
+            with_slots = self._candidates.counted((*candidate.rules, *rules))
+            tried = StepCosts(with_slots.seconds, with_slots.nbytes)
+        yield from without_shared_memory(
+            _THROUGH_SLOTS,
+            is_possible=SLOTS in links,
+            tried=tried,
+            chosen=StepCosts(candidate.seconds, candidate.nbytes),
+        )

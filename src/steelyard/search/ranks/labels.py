@@ -6,9 +6,9 @@ Not for the choice itself: see layout_search.py.
 from collections.abc import Iterable
 
 from steelyard.ir.parallel_layout import ParallelLayout, spelled
-from steelyard.ir.rule import trade_name
 from steelyard.ir.rule_kinds import BatchSharding, ParameterRule, PipelineStageEnd
 from steelyard.plans.trade import Rejection
+from steelyard.search.rejection import rejected, takes
 from steelyard.search.result import SearchResult
 from steelyard.units import format_seconds
 
@@ -29,14 +29,12 @@ def layout_label(layout: ParallelLayout) -> str:
 
 def pipeline_too_slow(layout: ParallelLayout, seconds: float, found: SearchResult) -> Rejection:
     step = found.prediction.metrics.step_seconds.value
-    plan, takes = format_seconds(step), format_seconds(seconds)
     # The fastest pipeline may not fit the budget, and a pipeline that fits may save too little.
     prefix = (
         "saves less than a tenth of the step time within the budget: " if seconds < step else ""
     )
-    return pipeline_rejection(
-        layout, f"{prefix}takes at least ~{takes} a step; the plan takes ~{plan}"
-    )
+    reason = prefix + takes(seconds, step, bound="at least")
+    return rejected(PipelineStageEnd, layers_label(layout), reason)
 
 
 def rank_count_too_slow(ranks: int, least_seconds: float, best_seconds: float) -> Rejection:
@@ -46,11 +44,7 @@ def rank_count_too_slow(ranks: int, least_seconds: float, best_seconds: float) -
     """
     least, best = format_seconds(least_seconds), format_seconds(best_seconds)
     reason = f"computes for at least ~{least} a step; another number of ranks takes ~{best} in all"
-    return Rejection(trade=trade_name(BatchSharding), label=f"among {ranks} ranks", reason=reason)
-
-
-def pipeline_rejection(layout: ParallelLayout, reason: str) -> Rejection:
-    return Rejection(trade=trade_name(PipelineStageEnd), label=layers_label(layout), reason=reason)
+    return rejected(BatchSharding, f"among {ranks} ranks", reason)
 
 
 def layers_label(layout: ParallelLayout) -> str:
@@ -62,17 +56,3 @@ def ranks_label(layout: ParallelLayout) -> str:
     groups = f", in {layout.data} groups that share the batch" if layout.data > 1 else ""
     tensor_ranks = f" times {layout.tensor} that share tensors" if layout.tensor > 1 else ""
     return f"on {layout.pipeline}{tensor_ranks or ' ranks'}{groups}"
-
-
-def why_slower(seconds: float, found: SearchResult, *, than: float | None = None) -> str:
-    """Return the reason why a layout with this step time loses to the plan, or '' if it is faster.
-
-    ``than`` is the time to compare with, instead of that of the plan.
-    """
-    plan = found.prediction.metrics.step_seconds.value
-    if seconds < (plan if than is None else than):
-        return ""
-    reference = f"the whole plan takes ~{format_seconds(plan)}"
-    if than is not None:
-        reference = f"without it, a step takes ~{format_seconds(than)}"
-    return f"alone takes ~{format_seconds(seconds)} a step; {reference}"

@@ -25,7 +25,7 @@ from steelyard.ir.rule_kinds import (
     TensorSharding,
 )
 from steelyard.ir.step_source import StepSource
-from steelyard.plans.trade import Offer, Rejection, Trade, apply_rules_on_ranks, trade_of
+from steelyard.plans.trade import Offer, Rejection, Trade, apply_rules_on_ranks, offers_of
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.layout_rules import batch_rules
@@ -130,7 +130,7 @@ class LayoutCandidates:
                     yield self.counted((*candidate.rules, *rules))
 
     def slot_rules(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        offers, _ = self.trade(SharedMemoryMessages).offers(self.apply_rules(rules), self.source)
+        offers, _ = self.offers(SharedMemoryMessages, self.apply_rules(rules))
         return tuple(rule for offer in offers for rule in offer.rules)
 
     def _with_sharded_states(
@@ -145,7 +145,7 @@ class LayoutCandidates:
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         for candidate in dict.fromkeys((fastest, leanest)):
             program = self.apply_rules(candidate.rules)
-            offers, _ = self.trade(StateSharding).offers(program, self.source)
+            offers, _ = self.offers(StateSharding, program)
             states = [rule for offer in offers for rule in of_kind(offer.rules, StateSharding)]
             # Weights gathered for each pass can be freed between the two passes.
             for times in (1, 2) if states else ():
@@ -184,7 +184,7 @@ class LayoutCandidates:
             or candidate.layout == ALONE
         ):
             return (), ()
-        return self.trade(SparseRows).offers(self.apply_rules(dense), self.source)
+        return self.offers(SparseRows, self.apply_rules(dense))
 
     def _rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         if layout.tensor == 1:
@@ -205,11 +205,9 @@ class LayoutCandidates:
             if batch_rules:
                 yield *batch_rules, *sharding
                 continue
-            offers, _ = self.trade(CollectiveOverlap).offers(
-                self.apply_rules(sharding), self.source
-            )
-            for offer in offers[:: max(len(offers) - 1, 1)]:
-                yield *offer.rules, *sharding
+            overlaps = self._overlaps(sharding)
+            for overlap in overlaps[:: max(len(overlaps) - 1, 1)]:
+                yield *overlap, *sharding
 
     def _fastest_of_groups(
         self, candidates: Sequence[LayoutCandidate], group: int
@@ -254,11 +252,15 @@ class LayoutCandidates:
     def _batch_rules(self, layout: ParallelLayout) -> Iterator[tuple[Rule, ...]]:
         for nbytes in BUCKETS:
             batch = batch_rules(layout, self.trades, bucket_bytes=nbytes)
-            offers, _ = self.trade(CollectiveOverlap).offers(self.apply_rules(batch), self.source)
             # If several candidates are predicted to be equal, the first one wins. It has the
             # largest lag, and so waits least.
-            for offer in reversed(offers):
-                yield *offer.rules, *batch
+            for overlap in reversed(self._overlaps(batch)):
+                yield *overlap, *batch
+
+    def _overlaps(self, rules: tuple[Rule, ...]) -> list[tuple[Rule, ...]]:
+        """Return the possible overlaps of a step with these rules, or no rules if it has none."""
+        offers, _ = self.offers(CollectiveOverlap, self.apply_rules(rules))
+        return [offer.rules for offer in offers] or [()]
 
     def counted(self, rules: tuple[Rule, ...]) -> LayoutCandidate:
         program = self.apply_rules(rules)
@@ -269,10 +271,10 @@ class LayoutCandidates:
             nbytes=peak_bytes(program, self.costs),
         )
 
-    def trade(self, kind: type[Rule]) -> Trade:
-        trade = trade_of(self.trades, kind)
-        assert trade is not None, kind
-        return trade
+    def offers(
+        self, kind: type[Rule], program: Program
+    ) -> tuple[tuple[Offer, ...], tuple[Rejection, ...]]:
+        return offers_of(self.trades, kind, program, self.source)
 
     def apply_rules(self, rules: Sequence[Rule]) -> Program:
         return apply_rules_on_ranks(self._program, rules, trades=self.trades, source=self.source)

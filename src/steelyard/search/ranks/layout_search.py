@@ -17,7 +17,7 @@ from functools import partial
 from steelyard.errors import Infeasible, Mismatch
 from steelyard.ir.parallel_layout import ALONE, ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import BETWEEN_RANKS, Rule, of_kind, trade_name
+from steelyard.ir.rule import BETWEEN_RANKS, Rule, of_kind
 from steelyard.ir.rule_kinds import (
     BatchSharding,
     CollectiveOverlap,
@@ -37,7 +37,6 @@ from steelyard.search.ranks.batch_shares import Shares, near_equal_shares, unequ
 from steelyard.search.ranks.explain import LayoutExplanation
 from steelyard.search.ranks.labels import (
     layers_label,
-    pipeline_rejection,
     pipeline_too_slow,
     rank_count_too_slow,
 )
@@ -49,6 +48,7 @@ from steelyard.search.ranks.layout_candidates import (
 )
 from steelyard.search.ranks.pipeline_search import PipelineSearch
 from steelyard.search.ranks.rank_speeds import RankSpeeds
+from steelyard.search.rejection import impossible, rejected
 from steelyard.search.result import SearchResult
 from steelyard.search.single.search import ALLOWS_NONE, StepSearch
 
@@ -110,7 +110,7 @@ class LayoutSearch:
         self._rank_counts = [1, *(n for n in divisors if n % of_a_host == 0)]
         other_counts = numbers_of_ranks(num_ranks, of_a_host=of_a_host)
         self._other_rank_counts = [n for n in reversed(other_counts) if n not in self._rank_counts]
-        batches, refusals = self.candidates.trade(BatchSharding).offers(program, source)
+        batches, refusals = self.candidates.offers(BatchSharding, program)
         self._batch_degrees = [
             1,
             *(r.ranks for o in batches for r in of_kind(o.rules, BatchSharding)),
@@ -146,9 +146,7 @@ class LayoutSearch:
         if self._rank_speeds.is_homogeneous(ranks):
             return True
         reason = f"all ranks would wait for the slowest: {self._rank_speeds.describe(ranks)}"
-        self.refusals += (
-            Rejection(trade=trade_name(kind), label=label, reason=reason, left=Remaining.NEVER),
-        )
+        self.refusals += (impossible(kind, label, reason),)
         return False
 
     def _add_other_rank_counts(self) -> None:
@@ -206,7 +204,7 @@ class LayoutSearch:
             if ranks > possible[-1]:
                 if ranks == self._num_ranks:
                     reason = f"the batch has only {possible[-1]} samples"
-                    self.refusals += self._batch_rejection(f"among {ranks} ranks", reason)
+                    self.refusals += (impossible(BatchSharding, f"among {ranks} ranks", reason),)
                 continue
             is_homogeneous = self._rank_speeds.is_homogeneous(ranks)
             if is_homogeneous and ranks in self._batch_degrees:
@@ -225,16 +223,14 @@ class LayoutSearch:
                     )
             except Mismatch as mismatch:
                 label = f"among {ranks} ranks, unequally"
-                self.refusals += self._batch_rejection(label, mismatch.happened)
+                self.refusals += (impossible(BatchSharding, label, mismatch.happened),)
                 continue
             if shares is not None:
                 yield ParallelLayout(data=ranks, shares=shares)
 
     def _find_regions(self, ranks: int) -> None:
         sharded = replace(self._program, layout=ParallelLayout(tensor=ranks))
-        offers, refusals = self.candidates.trade(TensorSharding).offers(
-            sharded, self.candidates.source
-        )
+        offers, refusals = self.candidates.offers(TensorSharding, sharded)
         self.refusals = (*self.refusals, *_as_impossible(refusals))
         if offers:
             self._regions[ranks] = offers
@@ -360,7 +356,9 @@ class LayoutSearch:
                 pipelined = pipeline_search.find(budget, within_seconds=max_seconds)
             except Infeasible as infeasible:
                 infeasible_pipelines.append(infeasible)
-                refused.append(pipeline_rejection(layout, infeasible.happened))
+                refused.append(
+                    rejected(PipelineStageEnd, layers_label(layout), infeasible.happened)
+                )
                 continue
             if pipelined is not None:
                 found = pipelined
@@ -422,13 +420,6 @@ class LayoutSearch:
     def _explained(self, candidate: LayoutCandidate, found: SearchResult) -> SearchResult:
         return self.explanation.explain(
             candidate, found, layouts=self.layouts, refusals=self.refusals
-        )
-
-    def _batch_rejection(self, label: str, reason: str) -> tuple[Rejection, ...]:
-        return (
-            Rejection(
-                trade=trade_name(BatchSharding), label=label, reason=reason, left=Remaining.NEVER
-            ),
         )
 
 

@@ -14,7 +14,7 @@ from steelyard.ir.graph import Node, Phase, Role
 from steelyard.ir.message_slots import PINNED
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
-from steelyard.ir.rule import Rule, of_kind, trade_name
+from steelyard.ir.rule import Rule, of_kind
 from steelyard.ir.rule_kinds import (
     PipelineStageEnd,
     Recomputation,
@@ -26,12 +26,13 @@ from steelyard.ir.step_source import StepSource
 from steelyard.passes.pipeline.stage_boundaries import balanced_ends
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import FrontierPoint, SelectedTrade
-from steelyard.plans.trade import Rejection, Remaining, Trade, apply_rules, trade_of
+from steelyard.plans.trade import Rejection, Remaining, Trade, apply_rules, offers_of
 from steelyard.predict import message_of, pipelined, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.layout_rules import batch_rules
 from steelyard.search.ranks.labels import ranks_label, tensor_count
+from steelyard.search.rejection import StepCosts, rejected, without_shared_memory
 from steelyard.search.result import SearchResult
 from steelyard.search.single.search import StepSearch
 from steelyard.search.trade_price import price_without, step_price_without
@@ -48,6 +49,7 @@ _MIN_GAIN_RATIO = 0.98
 # differ in their messages, and link speeds are known to within a seventh.
 _EQUAL_RATIO = 1.06
 _NEVER = float("inf")
+_THROUGH_SLOTS = "pipeline messages through shared memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ class PipelineSearch:
         self._make_search, self._make_cuts = searching, cuts
         self.refusals: tuple[Rejection, ...] = ()
         target = replace(program, layout=layout)
-        self.offers, refusals = self._trade(PipelineStageEnd).offers(target, source)
+        self.offers, refusals = offers_of(trades, PipelineStageEnd, target, source)
         self._add_refusals(refusals)
         self._evaluated: dict[tuple[Rule, ...], _ScheduleCandidate] = {}
         self._slots: tuple[Rule, ...] | None = None
@@ -283,8 +285,8 @@ class PipelineSearch:
         """
         leanest = min(candidates, key=lambda c: (c.nbytes, c.seconds))
         for candidate in dict.fromkeys((candidates[0], leanest)) if self._layout.data > 1 else ():
-            offers, _ = self._trade(StateSharding).offers(
-                self._apply(candidate.rules), self._source
+            offers, _ = offers_of(
+                self._trades, StateSharding, self._apply(candidate.rules), self._source
             )
             state_rules = tuple(rule for offer in offers for rule in offer.rules)
             found = (
@@ -301,8 +303,8 @@ class PipelineSearch:
         """Yield the candidate with its messages in shared-memory slots, if there are any."""
         if PINNED in self._costs.links:
             if self._slots is None:  # this is the same for all candidates
-                offers, _ = self._trade(SharedMemoryMessages).offers(
-                    self._apply(candidate.rules), self._source
+                offers, _ = offers_of(
+                    self._trades, SharedMemoryMessages, self._apply(candidate.rules), self._source
                 )
                 self._slots = tuple(rule for offer in offers for rule in offer.rules)
             found = self._evaluate(
@@ -337,13 +339,7 @@ class PipelineSearch:
                 program = self._apply(rules)
             except (BadInput, Mismatch) as refusal:
                 label = f"{schedule}, {parts} micro-batches"
-                self._add_refusals(
-                    [
-                        Rejection(
-                            trade=trade_name(PipelineStageEnd), label=label, reason=refusal.happened
-                        )
-                    ]
-                )
+                self._add_refusals([rejected(PipelineStageEnd, label, refusal.happened)])
                 return None
             assert program.pipeline is not None
             priced = pipelined(program, program.pipeline, self._costs)
@@ -392,7 +388,7 @@ class PipelineSearch:
         )
         count = sum(rule.count for rule in recomputed)
         for kind, label, rules in (
-            (SharedMemoryMessages, "pipeline messages through shared memory", slot_rules),
+            (SharedMemoryMessages, _THROUGH_SLOTS, slot_rules),
             (
                 StateSharding,
                 f"{tensor_count(state_rules)} sharded over {self._layout.data} ranks",
@@ -422,44 +418,25 @@ class PipelineSearch:
                 candidate for candidate in self.candidates if candidate.schedule == schedule
             )
             if schedule != best.schedule:
+                label = f"{schedule} {ranks_label(self._layout)}"
                 its_costs = (
                     f"{format_seconds(candidate.seconds)} and {format_bytes(candidate.nbytes)}"
                 )
                 plan_costs = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
                 note = ", which cannot be distinguished" if candidate.seconds < best.seconds else ""
-                yield Rejection(
-                    trade=trade_name(PipelineStageEnd),
-                    label=f"{schedule} {ranks_label(self._layout)}",
-                    reason=f"takes ~{its_costs} a step; the plan's schedule takes "
-                    f"~{plan_costs}{note}",
-                )
+                reason = f"takes ~{its_costs} a step; the plan's schedule takes ~{plan_costs}{note}"
+                yield rejected(PipelineStageEnd, label, reason)
 
     def _why_no_slots(self, best: _ScheduleCandidate) -> Iterator[Rejection]:
         if best.is_pinned:
             return
-        label = "pipeline messages through shared memory"
-        if PINNED not in self._costs.links:
-            reason = (
-                "these ranks are not known to share memory or to reach each other's memory by RDMA"
-            )
-            yield Rejection(
-                trade=trade_name(SharedMemoryMessages),
-                label=label,
-                reason=reason,
-                left=Remaining.NEVER,
-            )
-        for candidate in self._through_slots(best):
-            its_costs = (
-                f"{format_seconds(candidate.seconds)} a step and {format_bytes(candidate.nbytes)}"
-            )
-            plan_costs = f"{format_seconds(best.seconds)} and {format_bytes(best.nbytes)}"
-            reason = f"would take ~{its_costs}; the plan takes ~{plan_costs}"
-            yield Rejection(trade=trade_name(SharedMemoryMessages), label=label, reason=reason)
-
-    def _trade(self, kind: type[Rule]) -> Trade:
-        trade = trade_of(self._trades, kind)
-        assert trade is not None, kind
-        return trade
+        tried = next(self._through_slots(best), None)
+        yield from without_shared_memory(
+            _THROUGH_SLOTS,
+            is_possible=PINNED in self._costs.links,
+            tried=None if tried is None else StepCosts(tried.seconds, tried.nbytes),
+            chosen=StepCosts(best.seconds, best.nbytes),
+        )
 
     def _apply(self, rules: Sequence[Rule]) -> Program:
         return apply_rules(self._program, rules, trades=self._trades, source=self._source)

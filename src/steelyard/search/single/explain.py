@@ -30,6 +30,7 @@ from steelyard.plans.budget import Budget
 from steelyard.plans.plan import SelectedTrade
 from steelyard.plans.trade import Offer, Rejection, Remaining, Trade, rule_type, trade_of
 from steelyard.search.pareto_front import Point
+from steelyard.search.rejection import NOT_READ, alone_takes
 from steelyard.search.single.estimator.estimate import PeakEstimate
 from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.estimator.transfer_timing import TransferMode
@@ -346,7 +347,7 @@ def _why_not_split(
     known = next((e for v, e in explored.items() if v.parts == degree and not v.states), None)
     if known is None:
         return f"not needed: {parts} micro-batches are enough" if parts > 1 else "not needed"
-    return _why_slower(known, point)
+    return alone_takes(known.plain.seconds, point.seconds)
 
 
 def _why_not_changed(
@@ -363,7 +364,9 @@ def _why_not_changed(
         ),
         None,
     )
-    return "not needed" if known is None else _why_slower(known, point)
+    if known is None:
+        return "not needed"
+    return alone_takes(known.plain.seconds, point.seconds)
 
 
 def _why_not_states(
@@ -384,13 +387,6 @@ def _why_not_states(
         f"would transfer ~{format_bytes(nbytes)} to offload memory and back each step and free as "
         f"much memory, {reason}"
     )
-
-
-def _why_slower(known: Explored, point: Point) -> str:
-    if known.plain.seconds >= point.seconds:
-        least, plan = format_seconds(known.plain.seconds), format_seconds(point.seconds)
-        return f"alone takes ~{least} a step; the whole plan takes ~{plan}"
-    return "no plan that uses it is faster within the budget"
 
 
 def _recomputable(
@@ -454,7 +450,7 @@ def _why_not_evict(
         point.choices | {_evict_choice(offer, estimator, s) for s in remaining}
     )
     if not set(estimate.evicted) - point.choices:
-        return "the backward pass does not read it in this plan"
+        return NOT_READ
     return _not_worth_it(point, estimate, budget)
 
 
@@ -466,7 +462,7 @@ def _why_not_recompute(
     estimator = explored.estimator
     estimate = estimator.estimate(point.choices | storages)
     if estimate.seconds <= point.seconds:
-        return "the backward pass does not read it in this plan"
+        return NOT_READ
     return _not_worth_it(point, estimate, budget)
 
 

@@ -148,7 +148,9 @@ def test_top_k_sends_the_largest_of_each_quarter_and_keeps_the_rest(numel: int) 
         least = sizes.topk(LARGEST.num_largest, dim=2).values[..., -1:]
         assert ((read != 0) <= (sizes >= least)).all()
         scale = sizes.amax((0, 2), keepdim=True) / 127
-        assert ((read - values).abs() <= scale * 0.51)[sizes >= least].all()
+        # Of several elements that equal the least one, not all are sent.
+        assert ((read - values).abs() <= scale * 0.51)[sizes > least].all()
+        assert ((read - values).abs() <= scale * 0.51)[read != 0].all()
     # Sent when it has grown: nothing waits for ever.
     for _ in range(BLOCK):
         encode_gradients([torch.zeros(numel)], lost, LARGEST.name, 1)
