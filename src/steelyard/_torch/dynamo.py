@@ -251,8 +251,12 @@ def _dynamo_config(
 ) -> contextlib.AbstractContextManager[Any]:
     import torch._dynamo
 
-    # torch 2.11 takes x.add_(y, alpha=a) apart, which rounds otherwise than eager.
-    older: dict[str, Any] = {"enable_dynamo_decompositions": False}
+    older: dict[str, Any] = {
+        # torch 2.11 takes x.add_(y, alpha=a) apart, which rounds otherwise than eager.
+        "enable_dynamo_decompositions": False,
+        # torch 2.11 takes a list of constants in a default argument for one that cannot change.
+        "skip_guards_on_constant_func_defaults": False,
+    }
     patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
         **(older if minor_version(torch.__version__) < (2, 12) else {}),
         ignore_logging_functions=ignored_loggers,

@@ -33,6 +33,7 @@ from steelyard.trades.shard_tensor import ShardTensor
 from tests.harness import Trial
 from tests.support.declared import costs
 from tests.support.in_stages import InStages
+from tests.support.torch_since import torch_since
 from tests.unit.trades.test_shard_pipeline import of_two_groups, states
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
@@ -135,6 +136,7 @@ def test_states_are_sharded_where_memory_is_short() -> None:
     assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
 
 
+@torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_the_ranks_of_a_stage_can_be_tensor_parallel() -> None:
     """An exchange and its arrival lie in one stage, and each is sent, and waited for, once."""
     among = replace(plain(), layout=ParallelLayout(tensor=2))
@@ -164,6 +166,7 @@ def test_the_ranks_of_a_stage_can_be_tensor_parallel() -> None:
         assert mine.graph.resident_bytes(Role.STATE) < other.graph.resident_bytes(Role.STATE)
 
 
+@torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_slow_exchanges_within_a_stage_are_waited_for() -> None:
     among = replace(plain(), layout=ParallelLayout(tensor=2))
     cut = ShardTensor().offers(among, trial().source)[0][0].rules
@@ -221,6 +224,7 @@ def layouts(rate: float, *, ranks: int = 2, size: int = 8) -> LayoutSearch:
     )
 
 
+@torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_pipelining_is_chosen_where_the_link_is_too_slow_for_gradients() -> None:
     """Weights of 200 KB, an activation of a micro-batch of 4 KB."""
     found = layouts(1e7).find(Budget())
@@ -236,6 +240,7 @@ def test_pipelining_is_chosen_where_the_link_is_too_slow_for_gradients() -> None
     assert not any("share tensors" in label for label in labels)
 
 
+@torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_tensor_parallel_stages_are_found() -> None:
     """Of three samples there are no equal shares for four ranks."""
     found = layouts(5e7, ranks=4, size=3).find(Budget())
@@ -249,6 +254,7 @@ def test_tensor_parallel_stages_are_found() -> None:
     assert {"sharded over 4 ranks", "layers on 4 ranks"} & labels
 
 
+@torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_stages_with_a_small_gain_are_not_taken() -> None:
     """What they wait for is known least."""
     ways = layouts(1e8, ranks=4, size=3)

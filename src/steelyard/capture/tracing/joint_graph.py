@@ -13,8 +13,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from steelyard.capture.checks.python_state_guards import StateGuards
 from steelyard.capture.tracing.source_lines import clean_path
 from steelyard.errors import CaptureRefused
 from steelyard.ir.graph import Output, OutputKind, Role
+from steelyard.torch_version import minor_version
 
 Decompositions = dict[Any, Callable[..., Any]]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -80,14 +81,28 @@ class _StepModule(nn.Module):
         return self.loss(self.model, batch)
 
 
+class _StepModuleOfMethod(_StepModule):
+    """A step whose loss is a bound method.
+
+    Dynamo (torch 2.11) has no guards on the default arguments of a bound method that the traced
+    module holds.
+    """
+
+    def forward(self, batch: Any) -> Any:
+        method = cast("MethodType", self.loss)
+        return method.__func__(method.__self__, self.model, batch)
+
+
 def _step(model: nn.Module, loss: Loss) -> _StepModule:
     """Return the step as a module whose forward has its own globals.
 
     Dynamo (torch 2.13) stores objects for its guards among the globals of the traced function, and
     they are never removed. With separate globals they are freed together with the trace.
     """
-    forward = FunctionType(_StepModule.forward.__code__, {"__builtins__": __builtins__}, "forward")
-    module_class = type("_StepModule", (_StepModule,), {"forward": forward})
+    is_unguarded = isinstance(loss, MethodType) and minor_version(torch.__version__) < (2, 12)
+    base = _StepModuleOfMethod if is_unguarded else _StepModule
+    forward = FunctionType(base.forward.__code__, {"__builtins__": __builtins__}, "forward")
+    module_class = type("_StepModule", (base,), {"forward": forward})
     step: _StepModule = module_class(model, loss)
     return step
 

@@ -281,3 +281,49 @@ def test_unread_keys_of_a_batch_are_recorded() -> None:
     }
     source = CapturedStep(model=nn.Linear(2, 2), loss=loss, batch=batch)
     assert source.captured().reads.unread == {"step", "files"}
+
+
+LISTED, KEYED = [1.0], {"k": 1.0}
+
+
+class OfDefaults(nn.Module):
+    """Its forward pass reads default arguments that can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, gains: list[float] = LISTED) -> Tensor:
+        result: Tensor = self.layer(x) * gains[0]
+        return result
+
+
+class LossOfDefaults:
+    def loss(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        gains: list[float] = LISTED,
+        *,
+        scales: dict[str, float] = KEYED,
+    ) -> Tensor:
+        return model(x).sum() * gains[0] * scales["k"]
+
+
+def loss_of_defaults(model: nn.Module, x: Tensor, scales: dict[str, float] = KEYED) -> Tensor:
+    result: Tensor = model(x).sum() * scales["k"]
+    return result
+
+
+@pytest.mark.parametrize("changed", [(LISTED, 0), (KEYED, "k")], ids=["list", "dict"])
+@pytest.mark.parametrize("loss", [LossOfDefaults().loss, loss_of_defaults], ids=["method", "func"])
+def test_changing_a_default_argument_is_refused(
+    loss: Any, changed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = CapturedStep(model=OfDefaults(), loss=loss, batch=torch.ones(3, 2))
+    reads = step.captured().reads
+    reads.check()
+    container, key = changed
+    monkeypatch.setitem(container, key, 5.0)
+    with pytest.raises(Mismatch, match=r"is no longer 1\.0"):
+        reads.check()

@@ -13,6 +13,7 @@ from steelyard.capture.deep.batch_template import TruncatedStep
 from steelyard.capture.step import CapturedStep
 from steelyard.ir.batch_template import telling_number
 from steelyard.ir.graph import Graph, Role
+from tests.support.torch_since import torch_since
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
@@ -52,6 +53,7 @@ def test_a_template_has_the_operators_of_a_capture_with_as_many_samples(
 
 # Numbers that no size in the step is a multiple of, so that a capture tells the batch from the
 # sequence, which is cut; of fewer samples the gradient of the words would be sent otherwise.
+@torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 @pytest.mark.parametrize("samples", [11, 13])
 def test_sharded_templates_exchange_the_bytes_of_a_capture_with_as_many_samples(
     step: TruncatedStep, samples: int
@@ -76,6 +78,7 @@ def test_the_blocks_are_found_and_the_bytes_of_their_optimizer(step: TruncatedSt
     assert step.why_indivisible == ""
 
 
+@torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_no_tensor_is_cut_twice_and_each_is_a_parameter(step: TruncatedStep) -> None:
     names = [name for region in step.regions(2) for name, _ in region.inputs]
     assert len(names) == len(set(names)) > 6
