@@ -147,6 +147,7 @@ def _within_step(name: str) -> str:
     assert modules is not None
     path = clean_path(modules[1])
     rest = name[modules.end() :].lstrip(".") if not path else name[modules.end() :]
+    rest = re.sub(r"^loss_(?:self|function)\b", "loss", rest)  # see joint_graph.py
     return f"{path}{rest}".replace(".__self__", "")
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,15 +82,22 @@ class _StepModule(nn.Module):
 
 
 class _StepModuleOfMethod(_StepModule):
-    """A step whose loss is a bound method.
+    """A step whose loss is a bound method, held as a function and its object.
 
-    Dynamo (torch 2.11) has no guards on the default arguments of a bound method that the traced
-    module holds.
+    Dynamo (torch 2.11) has no guards on the default arguments of a method that a module holds.
     """
 
+    loss_function: Callable[..., Any]
+    loss_self: Any
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__(model, loss)
+        method: Any = loss
+        self.__dict__["loss_function"] = method.__func__
+        self.__dict__["loss_self"] = method.__self__
+
     def forward(self, batch: Any) -> Any:
-        method = cast("MethodType", self.loss)
-        return method.__func__(method.__self__, self.model, batch)
+        return self.loss_function(self.loss_self, self.model, batch)
 
 
 def _step(model: nn.Module, loss: Loss) -> _StepModule:
