@@ -13,11 +13,9 @@ from markupsafe import Markup
 
 from steelyard.ir.rule import of_kind
 from steelyard.ir.rule_kinds import MicroBatches
-from steelyard.plans.plan import Plan
-from steelyard.plans.receipt import Receipt
 from steelyard.report import svg
 from steelyard.report.amounts_table import AmountRow
-from steelyard.report.document import ReportDocument, describe_rule, refused_label, tree_of
+from steelyard.report.document import ReportDocument, describe_rule, refused_label
 from steelyard.report.quantities import Quantity
 from steelyard.report.rank_memory import lines_of, shown_of
 from steelyard.report.styled_text import unbroken
@@ -66,10 +64,6 @@ circle.peak { fill: var(--peak); } line.peak { stroke-dasharray: 2 3; }
 @media print { body { max-width: none; } details { display: block; } }
 """
 _MOST_REFUSED = 200
-
-
-def html_of(subject: Plan | Receipt) -> str:
-    return to_html(tree_of(subject))
 
 
 def to_html(tree: ReportDocument) -> str:

@@ -6,21 +6,18 @@ terminal.py chooses the colours. Not for the contents: see document.py.
 from collections.abc import Sequence
 
 from steelyard.ir.metrics import EXACT
-from steelyard.plans.plan import Plan
-from steelyard.plans.receipt import Receipt
 from steelyard.report.amounts_table import AmountRow
 from steelyard.report.document import (
     ReportDocument,
     TakenOffer,
     describe_rule,
     refused_label,
-    tree_of,
 )
 from steelyard.report.frontier import CurvePoint
 from steelyard.report.peak_groups import Group
 from steelyard.report.quantities import Quantity
 from steelyard.report.rank_memory import lines_of
-from steelyard.report.styled_text import NARROW, Line, Tone, Zoom, headed, indented, plain, shown
+from steelyard.report.styled_text import NARROW, Line, Tone, Zoom, headed, indented, shown
 from steelyard.safe_text import printable
 from steelyard.units import format_bytes, format_share
 
@@ -28,11 +25,6 @@ _MOST_REFUSED = 4
 # The number of groups shown for the peak without trades.
 _FEW_GROUPS = 5
 _HEAD = 12  # the width of the column of heads
-
-
-def text_of(subject: Plan | Receipt, *, width: int = 100) -> str:
-    """Return the text that ``print(plan)`` shows."""
-    return plain(render(tree_of(subject), width=width)).rstrip("\n")
 
 
 def render(
