@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Never
 
+from steelyard.cli.garbage_collection import without_collection
 from steelyard.cli.process_exit import leave
 from steelyard.cli.signals import InterruptHandler, was_pressed
 
@@ -25,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     with InterruptHandler():
         try:
-            from steelyard.cli.commands import app
-
+            with without_collection():
+                from steelyard.cli.commands import app
             code = app(given, exit_on_error=False, print_error=False)
             sys.stdout.flush()
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the last line

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 from steelyard.cli.training_script import script_path
 from steelyard.errors import BadInput, PlanFileError
 from steelyard.hardware.cluster import Cluster, OffloadMemory
-from steelyard.plan_files.plan_file import read_decisions
 from steelyard.plans.budget import Maximize, Minimize
 from steelyard.report.progress import TrainingProgress
 from steelyard.safe_text import printable
-from steelyard.trades import BY_NAME
 from steelyard.units import parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
@@ -194,6 +192,8 @@ def refuse_contradictions(
 
 def refuse_no_trade(name: str) -> None:
     """Raise BadInput for an unknown trade before planning, which takes minutes; needs no torch."""
+    from steelyard.trades import BY_NAME
+
     if name not in BY_NAME:
         close = difflib.get_close_matches(name, BY_NAME, n=1)
         raise BadInput(
@@ -209,6 +209,7 @@ def _stored_arguments(path: Path, *, needs_script: bool) -> "Asked":
 
     Damaged predictions are ignored if the user names the script, because they will be replaced.
     """
+    from steelyard.plan_files.plan_file import read_decisions
     from steelyard.plan_files.prediction_file import read_plan
     from steelyard.plans.plan_on_file import Asked
 

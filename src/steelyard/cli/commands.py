@@ -1,6 +1,7 @@
 """The eight commands: each reads its arguments, calls the api and prints the result.
 
 Commands decide nothing and connect nothing. A command that only reads a plan never imports torch.
+Each imports what it alone needs when it is called, so that ``--help`` and ``explain`` start fast.
 """
 
 import shlex
@@ -40,15 +41,12 @@ from steelyard.cli.exit_codes import (
     RUN_FAILED,
     user_code,
 )
+from steelyard.cli.garbage_collection import without_collection
 from steelyard.cli.output_options import OutputOptions, hint, load_script, planning
-from steelyard.cli.plan_command import PlanOptions, plan_by
-from steelyard.cli.run_command import RunOptions, run_by
 from steelyard.cli.signals import handle_interrupts
 from steelyard.cli.training_script import refuse_no_script, script_path
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import OffloadMemory
-from steelyard.ir.rule import MOST_RANKS
-from steelyard.plan_files.plan_file import read_decisions
 from steelyard.plans.budget import Budget, Maximize, Minimize
 from steelyard.report.styled_text import Zoom
 
@@ -159,6 +157,10 @@ def plan(
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Make the step fit a budget, explain the cost and the reasons, and write a plan file."""
+    from steelyard.cli.plan_command import PlanOptions, plan_by
+    from steelyard.ir.rule import MOST_RANKS
+    from steelyard.plan_files.plan_file import read_decisions
+
     refuse_no_script(train, "plan")
     check_range("--ranks", ranks, most=MOST_RANKS, write=2)
     path = check or output or plan_path(train)
@@ -247,6 +249,7 @@ def run(
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Train with a plan, and show the measured cost beside the predicted cost."""
+    from steelyard.cli.run_command import RunOptions, run_by
     from steelyard.run.checkpoint.position import refuse_impossible
 
     start, folder = resume_from(resume, checkpoint)
@@ -409,10 +412,11 @@ def explain(
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Show a plan with its predictions and, after a run, its measurements; needs no torch."""
-    from steelyard.plan_files.prediction_file import read_plan
-    from steelyard.plans.receipt import Receipt
-    from steelyard.report.document import tree_of
-    from steelyard.report.output import show, show_decisions, write_page
+    with without_collection():
+        from steelyard.plan_files.prediction_file import read_plan
+        from steelyard.plans.receipt import Receipt
+        from steelyard.report.document import tree_of
+        from steelyard.report.output import show, show_decisions, write_page
 
     refuse_unwritable(html, _OTHER_PAGE)
     refuse_same_file("--html", html, file, explanation_of(file))

@@ -43,11 +43,9 @@ _Problem = tuple[_Place, str]
 
 def implausible(plan: Plan, measured: RunMeasurement | None) -> list[str]:
     """Return one line for each impossible value, with its place in the file."""
-    values = [
-        found
-        for root, value in (("plan", plan), ("measured", measured))
-        for found in _values(value, (root,))
-    ]
+    values: list[tuple[object, _Place]] = []
+    _collect(plan, ("plan",), into=values)
+    _collect(measured, ("measured",), into=values)
     # Relations are checked only between values within bounds; others may not fit into a float.
     found = _formatted(
         problem for value, place in values for problem in _bound_problems(value, place)
@@ -61,23 +59,25 @@ def _formatted(problems: Iterator[_Problem]) -> list[str]:
     return [f"{where(place)} {text}" for place, text in islice(problems, _MOST_PROBLEMS)]
 
 
-def _values(value: object, place: _Place) -> Iterator[tuple[object, _Place]]:
-    """Yield the value and all values inside it, each container before its contents."""
-    yield value, place
+def _collect(value: object, place: _Place, *, into: list[tuple[object, _Place]]) -> None:
+    """Append the value and all values inside it, each container before its contents."""
+    if isinstance(value, str):  # no check is about text
+        return
+    into.append((value, place))
     if isinstance(value, tuple):
         for index, inner in enumerate(value):
-            yield from _values(inner, (*place, index))
+            _collect(inner, (*place, index), into=into)
     elif is_dataclass(value):
         for field in fields(value):
             # The decisions are in a file of their own, which is checked when it is read.
             if field.name != "decisions":
-                yield from _values(getattr(value, field.name), (*place, field.name))
+                _collect(getattr(value, field.name), (*place, field.name), into=into)
 
 
 def _relation_problems(value: object, place: _Place) -> Iterator[_Problem]:
-    for kind, problems in _RELATIONS.items():
-        if isinstance(value, kind):
-            yield from (((*place, *inner), text) for inner, text in problems(value))
+    problems = _RELATIONS.get(type(value))
+    if problems is not None:
+        yield from (((*place, *inner), text) for inner, text in problems(value))
 
 
 def _bound_problems(value: object, place: _Place) -> Iterator[_Problem]:

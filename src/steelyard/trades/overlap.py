@@ -16,7 +16,6 @@ from steelyard.ir.rule_kinds import WITHIN_PEAK, CollectiveOverlap
 from steelyard.ir.step_source import StepSource
 from steelyard.passes.data_parallel.overlap import issued_ahead, sent_first, waits_within
 from steelyard.plans.trade import Offer, Rejection
-from steelyard.predict.liveness import liveness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +82,16 @@ class Overlap:
 
 
 def _peak(program: Program) -> int:
+    # Imported here: reading a plan imports this trade, but not the predictor.
+    from steelyard.predict.liveness import liveness
+
     return liveness(program, None).peak_bytes
 
 
 def _headroom(program: Program) -> tuple[int, ...]:
     """Return the free bytes below the peak at each line."""
+    from steelyard.predict.liveness import liveness
+
     found = liveness(program, None)
     alive = zip(program.instructions, found.bytes_at, strict=True)
     return tuple(found.peak_bytes - nbytes for line, nbytes in alive if line.sink is None)
