@@ -97,9 +97,9 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
 def floor_bytes(planned: Planned) -> int:
     """The smallest memory budget of this step that is searched, and not refused before."""
     cluster = planned.session.request.cluster
-    far_bytes = 0 if cluster.offload_memory is None else cluster.offload_memory.size_bytes
+    offload_bytes = 0 if cluster.offload_memory is None else cluster.offload_memory.size_bytes
     floor = Floor.of(planned.session.base)
-    return floor.least_bytes(ranks=cluster.num_devices, far_bytes=far_bytes)
+    return floor.least_bytes(ranks=cluster.num_devices, offload_bytes=offload_bytes)
 
 
 # Of each operator by its signature, metered once: a kernel takes the same in whatever program.

@@ -125,9 +125,12 @@ class BatchPrograms:
                 expected=f"at most {format_bytes(limit)}, the plan's budget",
                 remedy="drop or pad that batch, raise the budget, or plan for this shape",
             )
-        if self._offload_memory is not None and program.far_bytes > self._offload_memory.size_bytes:
+        if (
+            self._offload_memory is not None
+            and program.offload_bytes > self._offload_memory.size_bytes
+        ):
             raise Mismatch(
-                f"a batch of another shape would offload {format_bytes(program.far_bytes)}",
+                f"a batch of another shape would offload {format_bytes(program.offload_bytes)}",
                 expected=f"at most {format_bytes(self._offload_memory.size_bytes)}, "
                 "the size of the offload memory",
                 remedy="drop that batch, give offload memory a larger size, or plan for this shape",

@@ -437,7 +437,7 @@ class Step:
         self, optimizer: torch.optim.Optimizer | None, program: Program
     ) -> OffloadedStates | None:
         """Return the offloaded weights, gradients and optimizer state, if the plan offloads any."""
-        if not program.far_rooms:
+        if not program.offloaded_nbytes:
             return None
         assert self.offload_file is not None
         parameters = dict(self._source.model.named_parameters())

@@ -67,7 +67,7 @@ def owners(graph: Graph) -> Mapping[str, str] | None:
             owner[node.name] = parameter_of(node.name) if is_owned else ""
             continue
         if node.is_transfer:
-            owner[node.name] = parameter_of(far_name(node))
+            owner[node.name] = parameter_of(offloaded_name(node))
             continue
         parameters = {owner[name] for name in node.inputs} - {""}
         if len(parameters) > 1 or any(not owner[name] for name in node.mutates):
@@ -91,7 +91,7 @@ def parameter_of(name: str) -> str:
     return rest.rpartition(":")[0] if kind == "state" else rest
 
 
-def far_name(node: Node) -> str:
+def offloaded_name(node: Node) -> str:
     """Return the name of the parameter's tensor that this call transfers."""
     name = node.args[0]
     assert isinstance(name, str)

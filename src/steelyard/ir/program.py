@@ -40,7 +40,7 @@ class Instruction:
     sink: Output | None = None
 
     @property
-    def is_again(self) -> bool:
+    def is_recomputed(self) -> bool:
         return self.sink is None and self.value != self.node
 
 
@@ -273,7 +273,7 @@ class Program:
     @cached_property
     def recomputed(self) -> tuple[Instruction, ...]:
         """The instructions that recompute a value."""
-        return tuple(i for i in self.instructions if i.is_again)
+        return tuple(i for i in self.instructions if i.is_recomputed)
 
     @cached_property
     def quantized(self) -> tuple[str, ...]:
@@ -318,15 +318,15 @@ class Program:
         return tuple(c for c in issued if c is not None)
 
     @cached_property
-    def far_bytes(self) -> int:
+    def offload_bytes(self) -> int:
         """Bytes allocated in offload memory, in whole pages for each value."""
         slots = [n for name, n in self._offloaded_sizes().items() if not isinstance(name, str)]
-        return sum(map(offload_room, (*self.far_rooms.values(), *slots)))
+        return sum(map(offload_room, (*self.offloaded_nbytes.values(), *slots)))
 
     @cached_property
-    def far_rooms(self) -> dict[str, int]:
+    def offloaded_nbytes(self) -> dict[str, int]:
         """Bytes of each value that owns a permanent allocation in offload memory, by name."""
-        update = {} if self.update is None else self.update.far_rooms
+        update = {} if self.update is None else self.update.offloaded_nbytes
         return update | {k: n for k, n in self._offloaded_sizes().items() if isinstance(k, str)}
 
     def _offloaded_sizes(self) -> dict[Argument, int]:

@@ -19,7 +19,14 @@ from torch import nn
 
 from steelyard.errors import BadInput, Mismatch, RunFailed
 from steelyard.ir.graph import OFFLOAD_CALLS
-from steelyard.ir.optimizer_update import GRADIENT, WEIGHT, far_name, key_of, owners, parameter_of
+from steelyard.ir.optimizer_update import (
+    GRADIENT,
+    WEIGHT,
+    key_of,
+    offloaded_name,
+    owners,
+    parameter_of,
+)
 from steelyard.ir.program import Program
 from steelyard.offload.location import OffloadedLayout
 from steelyard.offload.optimizer_state_entry import OffloadedState
@@ -49,7 +56,7 @@ class OffloadedStates:
         memory: OffloadFile,
     ) -> None:
         self._memory = memory
-        nbytes_of = program.far_rooms
+        nbytes_of = program.offloaded_nbytes
         places = dict(
             zip(nbytes_of, memory.reserve_permanent(list(nbytes_of.values())), strict=True)
         )
@@ -282,14 +289,14 @@ def _calls_of_update(update: Program, sliced: Collection[str]) -> Iterator[tuple
     nodes = update.graph.by_name
     owner = owners(update.graph)
     assert owner is not None
-    offloaded = {parameter_of(far_name(node)) for node in nodes.values() if node.is_transfer}
+    offloaded = {parameter_of(offloaded_name(node)) for node in nodes.values() if node.is_transfer}
     done: set[str] = set()
     for line in update.instructions:
         node = nodes[line.node]
         if node.is_transfer and owner[line.node] in sliced:
             continue
         if node.is_transfer:
-            yield node.op.removeprefix(OFFLOAD_CALLS).partition("_")[0], far_name(node)
+            yield node.op.removeprefix(OFFLOAD_CALLS).partition("_")[0], offloaded_name(node)
             continue
         portion = owner[line.node] if owner[line.node] in offloaded else ""
         if portion not in done:

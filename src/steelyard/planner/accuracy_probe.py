@@ -192,7 +192,7 @@ def _trained(
         OffloadFile(offload_memory) if offload_memory is not None and program.is_moving else None
     )
     own, states = optimizer(twin.parameters()), None
-    if memory is not None and program.far_rooms:
+    if memory is not None and program.offloaded_nbytes:
         named = dict(twin.named_parameters())
         states = OffloadedStates(own, program, parameters=named, memory=memory)
     step = LiveStep(

@@ -119,8 +119,8 @@ class CostProvider:
         self._calibration = StepCalibration(self._conditions, on_progress=on_progress)
         if cluster.offload_memory is not None:
             on_progress("measuring offload memory")
-            far_links, notes = measured_links(cluster.offload_memory, cache=cache)
-            links |= far_links
+            offload_links, notes = measured_links(cluster.offload_memory, cache=cache)
+            links |= offload_links
             self.notes += notes
         self.costs = CostTable(
             device=cluster.fastest,
@@ -128,7 +128,7 @@ class CostProvider:
             operators=self._operators,
             cut_steps=self._split_calibrations,
             links=links,
-            far_bytes=cluster.offload_memory.size_bytes if cluster.offload_memory else 0,
+            offload_bytes=cluster.offload_memory.size_bytes if cluster.offload_memory else 0,
             collective_curves=declared_curves(cluster),
             spread=spread,
             subsets=subsets,

@@ -236,9 +236,9 @@ class Planner:
 def check_offload_room(decisions: Decisions, program: Program) -> None:
     """Raise Mismatch if the program moves more to offload memory than fits there."""
     offload_memory = decisions.offload_memory
-    if offload_memory is not None and program.far_bytes > offload_memory.size_bytes:
+    if offload_memory is not None and program.offload_bytes > offload_memory.size_bytes:
         raise Mismatch(
-            f"the plan offloads {format_bytes(program.far_bytes)} to "
+            f"the plan offloads {format_bytes(program.offload_bytes)} to "
             f"{printable(offload_memory.folder)}, which may hold "
             f"{format_bytes(offload_memory.size_bytes)}",
             expected="offload memory of at least that size",

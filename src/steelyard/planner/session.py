@@ -92,7 +92,7 @@ class PlanRequest:
         floor.check(
             budget,
             ranks=self.cluster.num_devices,
-            far_bytes=0 if offload_memory is None else offload_memory.size_bytes,
+            offload_bytes=0 if offload_memory is None else offload_memory.size_bytes,
         )
 
     def _captured(self, torch_device: torch.device, within: Budget) -> "PlanningSession":

@@ -55,6 +55,6 @@ def _least_bytes(session: PlanningSession, program: Program) -> int:
         offload_memory = session.request.cluster.offload_memory
         return Floor.of(session.base).least_bytes(
             ranks=program.layout.num_ranks,
-            far_bytes=0 if offload_memory is None else offload_memory.size_bytes,
+            offload_bytes=0 if offload_memory is None else offload_memory.size_bytes,
         )
     return peak_bytes(program, CostTable(device=session.cluster.fastest))

@@ -53,10 +53,9 @@ class CostTable:
     operator.
 
     ``links`` gives the class of link for each mesh axis, and for transfers between device memory
-    and offload memory; the latter has a capacity of ``far_bytes``. ``collective_curves`` gives the
-    time of whole exchanges, by axis, kind, number of ranks and their distance, where these are
+    and offload memory; the latter has a capacity of ``offload_bytes``. ``collective_curves`` gives
+    the time of whole exchanges, by axis, kind, number of ranks and their distance, where these are
     known. ``skew`` is the measured time that ranks wait for the last one at an exchange.
-
     ``devices`` are the devices of the ranks if these differ from ``device``. ``spread`` describes
     how the ranks are distributed over hosts, if several hosts have several ranks. ``subsets``
     gives, for a number of ranks, which ranks a step uses, if these are not the first ones or have
@@ -70,7 +69,7 @@ class CostTable:
     cut_steps: Mapping[int, Estimate] = field(default_factory=dict)
     update_call_seconds: Estimate = NOTHING
     links: Mapping[str, Link] = field(default_factory=dict)
-    far_bytes: int = 0
+    offload_bytes: int = 0
     collective_curves: Mapping[tuple[str, Exchange, int, int], Link] = field(default_factory=dict)
     devices: tuple[Device, ...] = ()
     spread: RanksPerHost | None = None

@@ -93,7 +93,7 @@ def _label(graph: Graph, instruction: Instruction) -> str:
     if node.op == DECODE:
         (encode,) = node.inputs
         return f"{graph.by_name[graph.by_name[encode].inputs[0]].op} (dequantized)"
-    return node.op + (" (recomputed)" if instruction.is_again else "")
+    return node.op + (" (recomputed)" if instruction.is_recomputed else "")
 
 
 _FETCHES = {

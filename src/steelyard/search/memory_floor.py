@@ -52,17 +52,17 @@ class Floor:
         """The bytes that offload memory may hold instead of device memory."""
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes
 
-    def least_bytes(self, *, ranks: int = 1, far_bytes: int = 0) -> int:
-        """Return the least bytes on the fullest rank if each rank has ``far_bytes`` of offload
+    def least_bytes(self, *, ranks: int = 1, offload_bytes: int = 0) -> int:
+        """Return the least bytes on the fullest rank if each rank has ``offload_bytes`` of offload
         memory.
         """
-        resident_bytes = max(0, self.movable_bytes // ranks - far_bytes)
+        resident_bytes = max(0, self.movable_bytes // ranks - offload_bytes)
         return resident_bytes + (self.buffer_bytes + self.batch_bytes) // ranks
 
-    def check(self, budget: Budget, *, ranks: int = 1, far_bytes: int = 0) -> None:
+    def check(self, budget: Budget, *, ranks: int = 1, offload_bytes: int = 0) -> None:
         """Raise Infeasible if the memory budget is below the floor."""
         limit = budget.memory_bytes
-        least = self.least_bytes(ranks=ranks, far_bytes=far_bytes)
+        least = self.least_bytes(ranks=ranks, offload_bytes=offload_bytes)
         if limit is None or least <= limit:
             return
         sizes = {
@@ -74,16 +74,18 @@ class Floor:
         }
         listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in sizes.items() if n)
         by_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
-        offload_text = f", with {format_bytes(far_bytes)} in offload memory" if far_bytes else ""
+        offload_text = (
+            f", with {format_bytes(offload_bytes)} in offload memory" if offload_bytes else ""
+        )
         raise Infeasible(
             f"no plan fits memory <= {format_bytes(limit)}{by_rank}: memory that is resident for "
             f"the whole step takes at least {format_bytes(least)}{by_rank}{offload_text}, which "
             f"is {format_bytes(least - limit)} more",
             expected=f"at least {format_bytes(least)}, before any activation: {listed}",
-            remedy=self._remedy(limit, ranks=ranks, far_bytes=far_bytes),
+            remedy=self._remedy(limit, ranks=ranks, offload_bytes=offload_bytes),
         )
 
-    def _remedy(self, limit_bytes: int, *, ranks: int, far_bytes: int) -> str:
+    def _remedy(self, limit_bytes: int, *, ranks: int, offload_bytes: int) -> str:
         if limit_bytes < _SMALLEST_LIKELY_BYTES < self.least_bytes(ranks=ranks):
             return "write the budget with its unit, such as 2GiB: a number without one is bytes"
         remedies = ["use a smaller model"]
@@ -91,10 +93,10 @@ class Floor:
             remedies = ["use a smaller batch"]
         elif self.state_bytes:
             remedies.append("an optimizer with less state")
-        if ranks == 1 and not far_bytes:
+        if ranks == 1 and not offload_bytes:
             remedies.append("offload memory for weights and optimizer state (--offload-dir)")
             remedies.append("more ranks that each hold a share (--ranks)")
-        elif far_bytes:
+        elif offload_bytes:
             remedies.append("larger offload memory")
         else:
             remedies.append("more ranks")

@@ -22,9 +22,9 @@ from steelyard.ir.step_source import StepSource
 from steelyard.passes.offload.sliced_gradients import made_by_products
 from steelyard.passes.offload.sliced_weight_matmuls import sliceable
 from steelyard.passes.offload.state_transfers import (
-    with_gradients_far,
+    with_offloaded_gradients,
     with_offloaded_states,
-    with_weights_far,
+    with_offloaded_weights,
 )
 from steelyard.plans.trade import Offer, Rejection
 
@@ -161,12 +161,14 @@ class OffloadState:
         program = _with_update(program, leads, _updated_in_slices(program, leads, slices))
         # Slices are dropped if another trade or another batch size made the pass unsliceable.
         sliced_reads = _restricted_to(slices[WEIGHTS], sliceable(program, slices[WEIGHTS]))
-        program = with_weights_far(program, leads[WEIGHTS], sliced_reads, is_pointwise=is_pointwise)
+        program = with_offloaded_weights(
+            program, leads[WEIGHTS], sliced_reads, is_pointwise=is_pointwise
+        )
         if sliced_reads:
             # This registers the new graph, so that the costs of its new calls are known.
             source.rewritten(program.graph)
         sliced_gradients = made_by_products(program, slices[GRADIENTS])
-        return with_gradients_far(
+        return with_offloaded_gradients(
             program, leads[GRADIENTS], _restricted_to(slices[GRADIENTS], sliced_gradients)
         )
 

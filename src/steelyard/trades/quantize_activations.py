@@ -163,7 +163,7 @@ def _inexact_choice(program: Program) -> Node | None:
             node = graph.by_name[line.node]
             if chooses(graph, node):
                 return node
-            if line.is_again:
+            if line.is_recomputed:
                 inexact.add(line.value)
     return None
 
@@ -214,7 +214,7 @@ def _in_order(
     for number, encodings in before.items():
         # The node of a recomputed line is in the forward pass, so the decoding is placed before its
         # reader in the backward pass instead.
-        reader = next(line for line in lines[number:] if not line.is_again)
+        reader = next(line for line in lines[number:] if not line.is_recomputed)
         ahead.setdefault(reader.node, []).extend(c.decode for c in encodings)
     return tuple(
         node

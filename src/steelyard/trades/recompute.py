@@ -90,7 +90,7 @@ def with_copies(
     ``times`` has the maximum number of copies of each value that may be recomputed more than once.
     """
     graph = program.graph
-    computed = [i for i in program.instructions if i.sink is None and not i.is_again]
+    computed = [i for i in program.instructions if i.sink is None and not i.is_recomputed]
     first = _first_backward(computed)
     copied = _nodes_to_recompute(graph, frozenset(again))
     needed = _needed(graph, computed[first:], copied)
@@ -185,7 +185,7 @@ class _Copies:
         return name in self._needed and self._copy(name, number) not in self._made
 
     def _copy(self, name: str, number: int) -> str:
-        return again_name(name, self._copy_table.of_line(name, number))
+        return copy_name(name, self._copy_table.of_line(name, number))
 
 
 class _CopyTable:
@@ -261,8 +261,8 @@ class _CopyTable:
                     self._reads[self._base[name]] += [(line, line) for line in lines]
 
 
-def again_name(name: str, turn: int = 0) -> str:
-    return f"{name}.again{turn + 1}" if turn else f"{name}.again"
+def copy_name(name: str, turn: int = 0) -> str:
+    return f"{name}.copy{turn + 1}" if turn else f"{name}.copy"
 
 
 def recomputable(graph: Graph) -> frozenset[str]:

@@ -394,7 +394,9 @@ class Large(nn.Module):
 def test_slices_are_chosen_by_their_prediction(latency: float, slices: int) -> None:
     trial = Trial(Large(), loss, torch.randn(64, 1024))
     link = Link(kind="declared", latency_seconds=latency, bytes_per_second=1e9, doubt=0.0)
-    costs = replace(trial.costs(), links={OFFLOAD_IN: link, OFFLOAD_OUT: link}, far_bytes=1 << 30)
+    costs = replace(
+        trial.costs(), links={OFFLOAD_IN: link, OFFLOAD_OUT: link}, offload_bytes=1 << 30
+    )
     search = trial.searching(costs)
     found = search.find(sy.Budget(memory="15 MiB"))
     (rule,) = (r for r in found.rules if r.parameter == "wide.weight")

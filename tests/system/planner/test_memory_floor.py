@@ -35,12 +35,12 @@ def test_no_plan_of_a_random_step_is_below_the_memory_floor(seed: int, room: int
     graph = random_step(seed)
     program = Program.plain(graph)
     links = {OFFLOAD_OUT: FAR, OFFLOAD_IN: FAR} if room else {}
-    costs = CostTable(device=DEVICE, links=links, far_bytes=room)
+    costs = CostTable(device=DEVICE, links=links, offload_bytes=room)
     with looking_less_far():
         least = StepSearch(program, trades=TRADES, source=Whole(graph), costs=costs).least_bytes(
             enough_bytes=0
         )
-    assert Floor.of(program).least_bytes(far_bytes=room) <= least
+    assert Floor.of(program).least_bytes(offload_bytes=room) <= least
 
 
 @pytest.mark.slow
@@ -51,13 +51,13 @@ def test_no_plan_of_a_model_is_below_the_memory_floor(
 ) -> None:
     source, program = _step(make)
     links = {OFFLOAD_OUT: FAR, OFFLOAD_IN: FAR} if room else {}
-    costs = CostTable(device=DEVICE, links=links, far_bytes=room)
+    costs = CostTable(device=DEVICE, links=links, offload_bytes=room)
     with looking_less_far():
         search = StepSearch(program, trades=TRADES, source=source, costs=costs)
         search.explore_all()
         least = min(point.memory_bytes for point in search.frontier())
     floor = Floor.of(program)
-    assert floor.least_bytes(far_bytes=room) <= least
+    assert floor.least_bytes(offload_bytes=room) <= least
     if not room:
         # And it is no idle bound: weights, gradients and state are most of so small a step.
         assert floor.least_bytes() > 0.5 * least
@@ -108,14 +108,14 @@ def test_a_refusal_lists_the_tensors_that_stay_in_memory() -> None:
 
 
 def test_offload_memory_and_ranks_lower_the_memory_floor() -> None:
-    assert WEIGHTS.least_bytes(far_bytes=1 << 40) == 8192
+    assert WEIGHTS.least_bytes(offload_bytes=1 << 40) == 8192
     assert WEIGHTS.least_bytes(ranks=4) == 20 * MIB + 2048
     WEIGHTS.check(Budget(memory="50 MiB"), ranks=2)
-    WEIGHTS.check(Budget(memory="50 MiB"), far_bytes=40 * MIB)
+    WEIGHTS.check(Budget(memory="50 MiB"), offload_bytes=40 * MIB)
     with pytest.raises(Infeasible, match="on each of 2 ranks"):
         WEIGHTS.check(Budget(memory="39 MiB"), ranks=2)
     with pytest.raises(Infeasible, match=r"with 10\.0 MiB in offload memory") as refused:
-        WEIGHTS.check(Budget(memory="50 MiB"), far_bytes=10 * MIB)
+        WEIGHTS.check(Budget(memory="50 MiB"), offload_bytes=10 * MIB)
     assert "larger offload memory" in refused.value.remedy
 
 

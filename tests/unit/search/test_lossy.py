@@ -55,7 +55,7 @@ def budgets(search: StepSearch, count: int = 5) -> list[Budget]:
 @pytest.mark.parametrize("graph", [in_floats(tower(5)), in_floats(random_step(4, num_values=14))])
 def test_exact_budgets_give_the_plans_without_the_lossy_trade(graph: Graph, far: bool) -> None:
     links = {OFFLOAD_OUT: LINK, OFFLOAD_IN: LINK} if far else {}
-    costs = CostTable(device=DEVICE, links=links, far_bytes=1 << 40 if far else 0)
+    costs = CostTable(device=DEVICE, links=links, offload_bytes=1 << 40 if far else 0)
     with_it = searching(graph, lossy=False, costs=costs)
     without = searching(graph, lossy=False, trades=EXACT, costs=costs)
     assert with_it.explored().trials == without.explored().trials

@@ -25,7 +25,7 @@ COSTS = CostTable(
         call_seconds=1e-9,
     ),
     links={OFFLOAD_OUT: LINK, OFFLOAD_IN: LINK},
-    far_bytes=1 << 40,
+    offload_bytes=1 << 40,
 )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_a_link_too_slow_is_waited_for() -> None:
     plain = Program.plain(tower(6))
     slow = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e4, doubt=0.1)
     costs = CostTable(
-        device=COSTS.device, links={OFFLOAD_OUT: slow, OFFLOAD_IN: slow}, far_bytes=1 << 40
+        device=COSTS.device, links={OFFLOAD_OUT: slow, OFFLOAD_IN: slow}, offload_bytes=1 << 40
     )
     program = with_transfers(plain, {"blocks.0:act": (0, 0)})
     metrics = predict(program, costs).metrics

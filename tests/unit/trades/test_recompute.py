@@ -42,7 +42,7 @@ def test_a_rewrite_is_a_valid_program_with_the_same_sinks(seed: int) -> None:
     assert plain.instructions is before
     sinks = sorted((i.node, i.sink.kind, i.sink.target) for i in program.instructions if i.sink)
     assert sinks == sorted((i.node, i.sink.kind, i.sink.target) for i in before if i.sink)
-    originals = [i.node for i in program.instructions if i.sink is None and not i.is_again]
+    originals = [i.node for i in program.instructions if i.sink is None and not i.is_recomputed]
     assert originals == [i.node for i in before if i.sink is None]
 
 
@@ -81,7 +81,7 @@ def test_repeated_recomputation_serves_the_reads_after_the_longest_gaps(
     assert sinks == sorted(
         (i.node, i.sink.kind, i.sink.target) for i in plain.instructions if i.sink
     )
-    originals = [i.node for i in program.instructions if i.sink is None and not i.is_again]
+    originals = [i.node for i in program.instructions if i.sink is None and not i.is_recomputed]
     assert originals == [i.node for i in plain.instructions if i.sink is None]
     made = Counter(i.node for i in program.recomputed)
     assert made.keys() == {i.node for i in once.recomputed}
@@ -168,9 +168,9 @@ def test_views_follow_their_recomputed_base() -> None:
                 tried += 1
                 plain, base = Program.plain(graph), view.inputs[0]
                 again = with_copies(plain, {base})
-                assert f"{view.name}.again" in {i.value for i in again.instructions}
+                assert f"{view.name}.copy" in {i.value for i in again.instructions}
                 kept = with_copies(plain, values - {base})
-                assert f"{view.name}.again" not in {i.value for i in kept.instructions}
+                assert f"{view.name}.copy" not in {i.value for i in kept.instructions}
     assert tried > 10
 
 

@@ -291,7 +291,7 @@ class LoopCall:
         found = []
         for place, line in enumerate(self._results):
             node = Node(
-                name=f"{line.value}.far",
+                name=f"{line.value}.offloaded",
                 op="getitem",
                 args=(Ref(self.node.name), place),
                 inputs=(self.node.name,),

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from steelyard.ir.graph import Graph, Node
-from steelyard.ir.optimizer_update import GRADIENT, WEIGHT, far_name, owners, parameter_of, states
+from steelyard.ir.optimizer_update import (
+    GRADIENT,
+    WEIGHT,
+    offloaded_name,
+    owners,
+    parameter_of,
+    states,
+)
 from steelyard.ir.program import Instruction, Program
 from steelyard.passes.offload.transfer_nodes import Calls, rows_in_slice
 
@@ -39,7 +46,9 @@ def update_in_slices(
 def counts_of(update: Program) -> dict[str, int]:
     """Return the number of slices of each parameter that this program updates in slices."""
     begins = (n for n in update.graph.nodes if n.is_transfer and len(n.args) > 1)
-    return {parameter_of(far_name(n)): n.args[1] for n in begins if isinstance(n.args[1], int)}
+    return {
+        parameter_of(offloaded_name(n)): n.args[1] for n in begins if isinstance(n.args[1], int)
+    }
 
 
 def why_whole(update: Program, *, is_pointwise: Callable[[str], bool]) -> dict[str, str]:

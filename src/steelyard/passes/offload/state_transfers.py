@@ -60,7 +60,7 @@ def with_offloaded_states(
     return result
 
 
-def with_weights_far(
+def with_offloaded_weights(
     program: Program,
     leads: Mapping[str, int],
     slices: Mapping[str, int],
@@ -104,7 +104,7 @@ def with_weights_far(
     return result
 
 
-def with_gradients_far(
+def with_offloaded_gradients(
     program: Program, lags: Mapping[str, int], slices: Mapping[str, int]
 ) -> Program:
     """Rewrite a pass to send each of these gradients once complete; it is freed ``lag`` later.

@@ -323,10 +323,10 @@ class Running:
 class OffloadedViews:
     """The views of offloaded values, which are repeated on each fetched copy."""
 
-    def __init__(self, program: Program, far: Iterable[str]) -> None:
+    def __init__(self, program: Program, offloaded: Iterable[str]) -> None:
         graph = program.graph
         self._graph = graph
-        self._source = {name: name for name in far}
+        self._source = {name: name for name in offloaded}
         for node in graph.nodes:
             if node.inputs and graph.is_alias(node) and node.inputs[0] in self._source:
                 self._source[node.name] = self._source[node.inputs[0]]

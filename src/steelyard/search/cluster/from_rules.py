@@ -50,8 +50,8 @@ def from_rules(rules: Sequence[Rule], search: ClusterSearch, step: RuleContext) 
     plan = search.price_layout(layout, stages)
     # Converting the plan back must give the same rules, otherwise some rule was ignored.
     regions = step.regions(layout.tensor) if layout.tensor > 1 else ()
-    rules_again = to_rules(plan, step.graph, regions, step.blocks, step.trades)
-    converted, given = _layout_rules(rules_again), _layout_rules(rules)
+    converted_back = to_rules(plan, step.graph, regions, step.blocks, step.trades)
+    converted, given = _layout_rules(converted_back), _layout_rules(rules)
     for rule in [*(given - converted), *(converted - given)]:
         _refuse(rule, "planning for a declared cluster does not write such a rule")
     return plan

@@ -40,7 +40,7 @@ def recompute_sets(
         cut = MinCut(estimator)
         nbytes = np.array([estimator.nbytes[s] for s in cut.kept], dtype=np.float64)
         for price in _PRICES:
-            recomputed = cut.solve(nbytes * price).again
+            recomputed = cut.solve(nbytes * price).recomputed
             found[tuple(sorted(_inside(graph, estimator, blocks, recomputed), key=str))] = None
     return tuple(found)
 

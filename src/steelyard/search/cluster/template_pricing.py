@@ -54,7 +54,7 @@ class TemplatePricing:
         *,
         find_recompute_sets: Callable[[BatchTemplate, CostTable], Sequence[RecomputeSet]],
     ) -> None:
-        self.source, self.cluster, self._again_of = source, cluster, find_recompute_sets
+        self.source, self.cluster, self._find_recompute_sets = source, cluster, find_recompute_sets
         self.num_samples = source.num_samples
         self.stage_devices = StageDevices(cluster)
         self._stacks = {device: stack_on(device) for device in self.stage_devices.classes}
@@ -199,5 +199,5 @@ class TemplatePricing:
         if tensor not in self._recompute_sets:
             sampled = self.source.in_parts(tensor)
             costs = self.costs_of(tensor, self.cluster.fastest)
-            self._recompute_sets[tensor] = tuple(self._again_of(sampled, costs))
+            self._recompute_sets[tensor] = tuple(self._find_recompute_sets(sampled, costs))
         return self._recompute_sets[tensor]

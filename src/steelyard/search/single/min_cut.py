@@ -25,12 +25,12 @@ _SOURCE, _SINK = 0, 1
 class RecomputeChoice:
     """The result of a cut.
 
-    ``again`` are the storages to recompute, and ``kept`` those that must be saved for this: on the
-    device or, if that is cheaper, ``offloaded`` or ``quantized``. ``seconds`` is the value of the
-    whole cut, including all these prices.
+    ``recomputed`` are the storages to recompute, and ``kept`` those that must be saved for this: on
+    the device or, if that is cheaper, ``offloaded`` or ``quantized``. ``seconds`` is the value of
+    the whole cut, including all these prices.
     """
 
-    again: frozenset[int]
+    recomputed: frozenset[int]
     kept: frozenset[int]
     offloaded: frozenset[int]
     quantized: frozenset[int]
@@ -135,7 +135,7 @@ class MinCut:
         ]
         evicted = [(s, index) for s, index in saved if cheaper[index] < resident[index]]
         return RecomputeChoice(
-            again=frozenset(recomputed),
+            recomputed=frozenset(recomputed),
             kept=frozenset(s for s, _ in saved),
             offloaded=frozenset(s for s, index in evicted if offloaded[index] <= quantized[index]),
             quantized=frozenset(s for s, index in evicted if quantized[index] < offloaded[index]),

@@ -53,7 +53,7 @@ def uniform_sweep(trials: Trials, cut: MinCut, gaps: Gaps) -> None:
     """Try torch's min-cut over the whole range of its memory ratios, and beyond."""
     seconds_per_byte = trials.plain.seconds / max(1, trials.plain.peak_bytes)
     for price in _UNIFORM_PRICES:
-        trials.evaluate(cut.solve(gaps.uniform(seconds_per_byte * price)).again)
+        trials.evaluate(cut.solve(gaps.uniform(seconds_per_byte * price)).recomputed)
 
 
 def packed_sweep(trials: Trials, cut: MinCut, gaps: Gaps) -> None:
@@ -79,7 +79,7 @@ def packed_sweep(trials: Trials, cut: MinCut, gaps: Gaps) -> None:
         ]
         for price in _PACKED_PRICES:
             weights = gaps.uniform(seconds_per_byte * price)
-            trials.evaluate(cut.solve(weights, not_recomputed=not_recomputed).again)
+            trials.evaluate(cut.solve(weights, not_recomputed=not_recomputed).recomputed)
 
 
 def _knapsack(sizes: list[int], worth: Floats, *, room: int) -> Callable[[int], list[bool]]:
@@ -149,7 +149,7 @@ def _try_choice(trials: Trials, choice: RecomputeChoice) -> PeakEstimate:
     their transfers hardly compete for the link.
     """
     estimator = trials.estimator
-    resident = choice.again | {estimator.quantize_choice(s) for s in choice.quantized}
+    resident = choice.recomputed | {estimator.quantize_choice(s) for s in choice.quantized}
     by_birth = sorted(choice.offloaded, key=lambda s: estimator.born[s])
     first_estimate = None
     for number in dict.fromkeys(len(by_birth) * quarters // 4 for quarters in (4, 3, 2, 1)):

@@ -100,7 +100,7 @@ class StepSearch:
         self.refusals: list[Rejection] = []
         for trade in trades:
             if trade.rule.stage in BETWEEN_RANKS or (
-                trade.rule.needs_offload_memory and not costs.far_bytes
+                trade.rule.needs_offload_memory and not costs.offload_bytes
             ):
                 continue  # not requested, or already decided by ``layout``
             offers, refusals = trade.offers(self.program, self._step.source)
@@ -298,7 +298,7 @@ class StepSearch:
             budget,
             parts=parts,
             refusals=self.refusals,
-            has_offload_memory=bool(self._costs.far_bytes),
+            has_offload_memory=bool(self._costs.offload_bytes),
             leaner_settings=self._step.source.leaner_settings(),
         )
 

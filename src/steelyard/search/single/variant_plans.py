@@ -89,7 +89,7 @@ class VariantPlans:
             rules = to_rules(program.graph, quantizable, rule_type(self._step.trades, ValueCodec))
             # This makes the source price the codec operators.
             self._step.source.rewritten(self._step.rewrite(ValueCodec, program, rules).graph)
-        has_offload_memory = bool(self._costs.far_bytes)
+        has_offload_memory = bool(self._costs.offload_bytes)
         return explore(
             program,
             self._costs,
@@ -112,7 +112,7 @@ class VariantPlans:
         archive = ParetoFront()
         for choices, resident in self._applied_plans(variant.unoffloaded):
             program = self._step.rewrite(StateOffload, resident, variant.states)
-            if program.far_bytes <= self._costs.far_bytes:
+            if program.offload_bytes <= self._costs.offload_bytes:
                 nbytes = peak_bytes(program, self._costs)
                 seconds = step_seconds(program, self._costs).value
                 archive.add(Point(peak_bytes=nbytes, seconds=seconds, choices=choices))

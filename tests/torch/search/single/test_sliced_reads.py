@@ -48,7 +48,7 @@ def priced(graph: Graph, rng: random.Random) -> CostTable:
         for n in products
     }
     operators = {**costs.operators, **more}
-    return replace(costs, operators=operators, links=links, far_bytes=1 << 40)
+    return replace(costs, operators=operators, links=links, offload_bytes=1 << 40)
 
 
 def test_only_values_read_at_the_peak_are_considered_for_slicing() -> None:

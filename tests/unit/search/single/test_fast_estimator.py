@@ -110,7 +110,7 @@ def test_the_estimator_agrees_with_the_predictor_on_offload(case: tuple[int, int
     rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
     link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.2)
     costs = costs_with_workspace(graph, seed) if measured else CostTable(device=DEVICE)
-    costs = replace(costs, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=1 << 40)
+    costs = replace(costs, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, offload_bytes=1 << 40)
     plain = Program.plain(graph).repeated(repeats)
     values = recomputable(graph)
     tally = FastEstimator(plain, costs, values, saved_for_backward(plain))
@@ -149,7 +149,7 @@ def test_the_estimator_agrees_with_the_predictor_on_all_four_choices(
     if has_offload_memory:
         rate, latency = 10 ** rng.uniform(3, 9), rng.choice([0.0, 1e-5])
         link = Link(kind="made up", latency_seconds=latency, bytes_per_second=rate, disturbs=0.01)
-        costs = replace(costs, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=1 << 40)
+        costs = replace(costs, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, offload_bytes=1 << 40)
     values = recomputable(graph)
     tally = FastEstimator(plain, costs, values, saved_for_backward(plain), able)
     for shares in ((0.0, 0.4), (0.3, 0.4), (0.3, 1.0), (0.0, 1.0)):
@@ -184,7 +184,9 @@ def test_the_estimator_agrees_with_the_predictor_on_all_four_choices(
 def test_a_value_has_one_choice() -> None:
     graph = in_floats(random_step(3, num_values=12))
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
-    costs = CostTable(device=DEVICE, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=1 << 40)
+    costs = CostTable(
+        device=DEVICE, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, offload_bytes=1 << 40
+    )
     plain = Program.plain(graph)
     tally = FastEstimator(
         plain, costs, recomputable(graph), saved_for_backward(plain), quantizable(plain)
@@ -203,7 +205,9 @@ def test_a_value_has_one_choice() -> None:
 def test_too_little_offload_memory_fits_nothing() -> None:
     graph = random_step(3, num_values=12)
     link = Link(kind="made up", latency_seconds=0.0, bytes_per_second=1e9)
-    costs = CostTable(device=DEVICE, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, far_bytes=4096)
+    costs = CostTable(
+        device=DEVICE, links={OFFLOAD_OUT: link, OFFLOAD_IN: link}, offload_bytes=4096
+    )
     plain = Program.plain(graph)
     tally = FastEstimator(plain, costs, (), saved_for_backward(plain))
     choices = [tally.offload_choice(s, TransferMode.HIDDEN) for s in sorted(tally.offloadable)]
@@ -234,7 +238,7 @@ def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:
         assert tally.estimate(tally.storages_of(values)).peak_bytes == peak_bytes(program, costs)
         readers = {i.node for i in program.recomputed if weight.name in i.inputs}
         sink = next(n for n, i in enumerate(program.instructions) if i.sink == update)
-        after = {i.node for i in program.instructions[sink:] if i.is_again}
+        after = {i.node for i in program.instructions[sink:] if i.is_recomputed}
         assert not readers & after, "a copy would read the new value of the buffer"
         seen += bool(readers)
     assert seen > 5

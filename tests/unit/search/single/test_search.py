@@ -202,7 +202,7 @@ def test_never_worse_than_plans_made_by_hand(seed: int) -> None:
     graph = random_step(seed, num_values=14)
     plans = explored(graph)
     tally = plans.estimator
-    sweep = [MinCut(tally).solve([price * b for b in _kept_bytes(tally)]).again
+    sweep = [MinCut(tally).solve([price * b for b in _kept_bytes(tally)]).recomputed
              for price in (1e-12, 1e-9, 1e-8, 1e-7, 1e-5)]  # fmt: skip
     for again in (*simple_plans(tally), *sweep):
         counted = tally.estimate(again)

@@ -330,7 +330,7 @@ class FastEstimator:
         self._factor = program.repeats * costs.whole_step_in(program.parts).value
         # The tensors that the optimizer's step offloads take part of the offload memory, and its
         # transfer buffers are already resident.
-        self._offload_bytes = costs.far_bytes - program.far_bytes
+        self._offload_bytes = costs.offload_bytes - program.offload_bytes
         self._pieces_bytes = 0 if program.is_moving else 2 * OFFLOAD_PIECE_BYTES
 
     def storages_of(self, values: Iterable[str]) -> frozenset[int]:
