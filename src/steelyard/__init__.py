@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steelyard.api import Planned, Workload, load, plan
+    from steelyard.api import Planned, Workload, fit, load, plan
     from steelyard.errors import SteelyardError
     from steelyard.hardware.cluster import Cluster, OffloadMemory
     from steelyard.plans.budget import Budget
@@ -23,6 +23,7 @@ __all__ = [
     "Planned",
     "SteelyardError",
     "Workload",
+    "fit",
     "load",
     "plan",
 ]
@@ -34,6 +35,7 @@ _MODULES = {
     "Planned": "steelyard.api",
     "SteelyardError": "steelyard.errors",
     "Workload": "steelyard.api",
+    "fit": "steelyard.api",
     "load": "steelyard.api",
     "plan": "steelyard.api",
 }

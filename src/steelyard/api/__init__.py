@@ -5,6 +5,8 @@ Not for deciding, measuring or explaining: see planner/, measure/ and report/.
 
 from steelyard import _torch  # noqa: F401 - first: it refuses a torch that is not supported
 from steelyard.api.demo import demo
+from steelyard.api.fitting.config_workload import ConfigRequest
+from steelyard.api.fitting.memory_fit import fit, fit_config, fit_script
 from steelyard.api.machine import doctor
 from steelyard.api.planned import Planned
 from steelyard.api.planning import load, load_planned, plan, plan_workload
@@ -18,6 +20,7 @@ from steelyard.run.launch.launcher import launch
 from steelyard.run.rng_state import seed_everything
 
 __all__ = [
+    "ConfigRequest",
     "HostRendezvous",
     "Planned",
     "Step",
@@ -25,6 +28,9 @@ __all__ = [
     "as_a_rank",
     "demo",
     "doctor",
+    "fit",
+    "fit_config",
+    "fit_script",
     "hold_meeting_place",
     "joined_ranks",
     "keep_to_own_gpu",

@@ -1,4 +1,4 @@
-"""The eight commands: each reads its arguments, calls the api and prints the result.
+"""The nine commands: each reads its arguments, calls the api and prints the result.
 
 Commands decide nothing and connect nothing. A command that only reads a plan never imports torch.
 Each imports what it alone needs when it is called, so that ``--help`` and ``explain`` start fast.
@@ -192,6 +192,50 @@ def plan(
             maximize=maximize, minimize=minimize, ranks=ranks, speeds=speeds, cluster=cluster,
             offload_memory=offload_memory, what_if=question, why_not=why_not, zoom=zoom, html=html,
             shown=shown, ) )  # fmt: skip
+
+
+@app.command
+def fit(
+    target: Annotated[
+        str,
+        Parameter(
+            help="A script with a function workload(), or a transformers config.json or its folder."
+        ),
+    ],
+    /,
+    *,
+    gpu: Annotated[str, Parameter(help="The device, such as RTX-4090, A100-40 or H100.")],
+    batch: Annotated[
+        int | None, Parameter(help="Samples of a step, for a config.", converter=whole_number)
+    ] = None,
+    sequence: Annotated[
+        int | None, Parameter(help="Tokens of a sample, for a config.", converter=whole_number)
+    ] = None,
+    precision: Annotated[
+        str | None,
+        Parameter(help="For a config: bf16, fp16, fp32, bf16-mixed or fp16-mixed."),
+    ] = None,
+    lora: Annotated[
+        int | None,
+        Parameter(
+            help="Rank of LoRA adapters, for a config; PEFT adds them.", converter=whole_number
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        Parameter(help="For a config: adamw, adamw-fused, adafactor, sgd or sgd-momentum."),
+    ] = None,
+    shown: OutputOptions = _DEFAULT_OUTPUT,
+) -> int:
+    """Answer within seconds whether a step fits a GPU, and what would make it fit."""
+    from steelyard.cli.fit_command import fit_by, fit_options
+
+    return fit_by(
+        fit_options(
+            target, gpu=gpu, batch=batch, sequence=sequence, precision=precision, lora=lora,
+            optimizer=optimizer, shown=shown,
+        )
+    )  # fmt: skip
 
 
 @app.command

@@ -221,3 +221,11 @@ class Cluster:
         from steelyard.hardware.cluster_file import preset_tree
 
         return cls(tree=preset_tree(name), offload_memory=offload_memory)
+
+    @classmethod
+    def gpu(cls, name: str) -> "Cluster":
+        """Return one preset GPU, such as ``"RTX-4090"``: see docs/cluster-presets.md."""
+        from steelyard.hardware.cluster_file import preset_device
+
+        member = LevelMember(of=preset_device(name), count=1, link=None)
+        return cls(tree=TopologyLevel(name=f"gpu {name}", members=(member,)))

@@ -66,6 +66,32 @@ def preset_tree(name: str) -> TopologyLevel:
     return _ClusterReader({"preset": name}, name).tree()
 
 
+def preset_device(name: str) -> Device:
+    """Return a preset device by its name, or by a part of it that only one has: ``A100-40``."""
+    devices = list(preset_tables()["device"])
+    found = [d for d in devices if d.lower() == name.lower()]
+    found = found or [d for d in devices if _abbreviates(name, d)]
+    if len(found) == 1:
+        tables = {"scope": {"gpu": {"members": {found[0]: 1}}}}
+        device = _ClusterReader(tables, name).tree().members[0].of
+        assert isinstance(device, Device)
+        return device
+    problem = (
+        f"could be {' or '.join(found)}" if found else f"is unknown{_suggestion(name, devices)}"
+    )
+    raise ClusterFileError(
+        f"the GPU {printable(name, most=60)} {problem}",
+        expected=f"one of {', '.join(found or devices)}",
+        remedy="choose one, or declare the device in a file: see docs/cluster-files.md",
+    )
+
+
+def _abbreviates(given: str, name: str) -> bool:
+    """True if each part of ``given`` starts a part of the name, in the same order."""
+    parts = iter(name.lower().split("-"))
+    return all(any(p.startswith(g) for p in parts) for g in given.lower().split("-"))
+
+
 def _as_cluster_error(error: PlanFileError) -> ClusterFileError:
     """Convert an error of the generic file reader, whose remedies are for plan files."""
     return ClusterFileError(

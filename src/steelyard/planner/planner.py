@@ -17,14 +17,13 @@ from steelyard.ir.rule import Rule
 from steelyard.planner.batch_notes import batch_size_note, half_precision_note
 from steelyard.planner.compatibility import target_differences
 from steelyard.planner.compiled import compiled_frontier, find_compiled_plan
-from steelyard.planner.eager_note import note_beyond_eager
 from steelyard.planner.gradient_compression import (
     note_on_accuracy,
     refuse_unprobed,
     with_compression,
 )
 from steelyard.planner.lossy import LossyPlanner
-from steelyard.planner.optimizer_note import note_on_state
+from steelyard.planner.memory_notes import note_beyond_eager, note_on_state
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import beyond
 from steelyard.plans.budget import Budget

@@ -83,6 +83,7 @@ class Floor:
             f"is {format_bytes(least - limit)} more",
             expected=f"at least {format_bytes(least)}, before any activation: {listed}",
             remedy=self._remedy(limit, ranks=ranks, offload_bytes=offload_bytes),
+            least_bytes=least,
         )
 
     def _remedy(self, limit_bytes: int, *, ranks: int, offload_bytes: int) -> str:

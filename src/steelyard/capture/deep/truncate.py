@@ -16,7 +16,7 @@ from torch import nn
 from steelyard.capture.deep.equal_blocks import describe_node
 from steelyard.ir.graph import Argument, BlockRun, Graph, Node, Output, Ref, Storage, Tensor
 
-_KEPT = 3  # first, middle and last block
+KEPT = 3  # first, middle and last block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +57,13 @@ def with_one_more_block(model: nn.Module, runs: Mapping[str, BlockRange], prefix
     """Return the truncated model with a fourth block in the run ``prefix``, to see what that
     adds.
     """
-    return _truncated(model, runs, {prefix: _KEPT + 1})
+    return _truncated(model, runs, {prefix: KEPT + 1})
 
 
 def _find_runs(model: nn.Module, at_least: int) -> dict[str, BlockRange]:
     runs: dict[str, BlockRange] = {}
     lengths: set[int] = set()
-    for name, children in _sibling_lists(model):
+    for name, children in sibling_lists(model):
         run = _equal_to_the_end(children)
         if run.count >= at_least and not any(name.startswith(f"{n}.") for n in runs):
             runs[name] = run
@@ -82,7 +82,7 @@ def expand_runs(graph: Graph, runs: Mapping[str, BlockRange]) -> Graph | None:
     return graph
 
 
-def _sibling_lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+def sibling_lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             yield name, list(module)
@@ -168,7 +168,7 @@ def _truncated(
     children = dict(model._modules)
     if prefix in runs:
         blocks = [b for b in children.values() if b is not None]
-        remaining = runs[prefix].subset(blocks, more.get(prefix, _KEPT))
+        remaining = runs[prefix].subset(blocks, more.get(prefix, KEPT))
         children = {str(i): b for i, b in enumerate(remaining)}
     head = f"{prefix}." if prefix else ""
     copied.__dict__["_modules"] = {
@@ -190,7 +190,7 @@ class _GrowingRun:
         self._first = run.first
         self._count = run.count
         self._block: dict[str, int] = {}
-        self._members: dict[int, dict[str, list[Node]]] = {k: {} for k in range(_KEPT)}
+        self._members: dict[int, dict[str, list[Node]]] = {k: {} for k in range(KEPT)}
         for node in graph.nodes:
             block = self._block_of(node)
             if block is not None:
@@ -243,7 +243,7 @@ class _GrowingRun:
         if not path.startswith(head):
             return None
         index = path[len(head) :].partition(".")[0]
-        if not index.isdigit() or not 0 <= int(index) - self._first < _KEPT:
+        if not index.isdigit() or not 0 <= int(index) - self._first < KEPT:
             return None
         return int(index) - self._first
 
@@ -293,7 +293,7 @@ class _GrowingRun:
             return ours == theirs
         if other is None:
             # At the ends of the run, a node outside of it stands in for the missing neighbour.
-            return not 0 <= mine + shift < _KEPT
+            return not 0 <= mine + shift < KEPT
         return other == mine + shift and self._middle[ours] == self._middle[theirs]
 
     def _template(self, k: int) -> int:

@@ -1,0 +1,105 @@
+"""Answers whether a step fits a device: of a model, of a script, or of a configuration.
+
+Not for planning: see api/planning.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from steelyard.api.fitting.config_workload import ConfigRequest
+from steelyard.api.workload import Workload, load_workload
+from steelyard.capture.tracing.joint_graph import Loss
+from steelyard.capture.tracing.optimizer import OptimizerFactory
+from steelyard.hardware.cluster import Cluster
+from steelyard.planner.memory_fit import FitStep, Variant, fit_step
+from steelyard.plans.memory_fit import Fit
+
+
+def fit(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    gpu: str,
+) -> Fit:
+    """Return whether the eager step fits a GPU, such as ``"RTX-4090"``, and what would make it fit.
+
+    The arguments are those of ``plan``. The model may be on the meta device.
+    """
+    step = FitStep(model=model, loss=loss, batch=batch, optimizer=optimizer)
+    return fit_step(step, Cluster.gpu(gpu).device, title=type(model).__name__)
+
+
+def fit_script(
+    script: str,
+    cluster: Cluster,
+    *,
+    title: str,
+    on_verdict: Callable[[Fit], None],
+    on_progress: Callable[[str], None],
+) -> Fit:
+    on_progress(f"loading {script}")
+    return fit_step(
+        _step(load_workload(script)),
+        cluster.device,
+        title=title,
+        on_verdict=on_verdict,
+        on_progress=on_progress,
+    )
+
+
+def fit_config(
+    request: ConfigRequest,
+    cluster: Cluster,
+    *,
+    title: str,
+    on_verdict: Callable[[Fit], None],
+    on_progress: Callable[[str], None],
+) -> Fit:
+    on_progress(f"reading {request.path}")
+    return fit_step(
+        _step(request.workload()),
+        cluster.device,
+        title=title,
+        variants=tuple(_variants(request)),
+        on_verdict=on_verdict,
+        on_progress=on_progress,
+    )
+
+
+def _variants(request: ConfigRequest) -> list[Variant]:
+    """Return the changes that only a configuration allows: another precision, adapters, length."""
+
+    def changed(**settings: Any) -> Callable[[], FitStep]:
+        return lambda: _step(replace(request, **settings).workload())
+
+    found: list[Variant] = []
+    if request.precision in ("fp32", "bf16-mixed", "fp16-mixed"):
+        costs = "weights, gradients and state are rounded to 8 bits of mantissa"
+        found.append(("weights in bf16", costs, changed(precision="bf16")))
+    if request.sequence > 1:
+        half = request.sequence // 2
+        found.append((f"{half} tokens", "shorter samples", changed(sequence=half)))
+    if request.lora is None and _has_peft():
+        costs = "only adapters are trained"
+        found.append(("LoRA of rank 16", costs, changed(lora=16)))
+    return found
+
+
+def _has_peft() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("peft") is not None
+
+
+def _step(workload: Workload) -> FitStep:
+    return FitStep(
+        model=workload.model,
+        loss=workload.loss,
+        batch=workload.first_batch(),
+        optimizer=workload.optimizer,
+    )

@@ -1,0 +1,107 @@
+"""The answer to "will it fit": the memory of one step, a device, and what would make it fit.
+
+Not for measuring the step: see capture/deep/eager_levels.py. Not for plans: see plan.py.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+# The CUDA context, the libraries' workspaces and what the driver keeps, beside torch's allocator.
+_CONTEXT_BYTES = 600 * 2**20
+_DRIVER_SHARE = 0.02
+# The relative error of the estimate, from published measurements; see docs/fit.md.
+DOUBT = 0.1
+
+
+class FitVerdict(StrEnum):
+    """``tight``: it may fit, but the difference is smaller than the error of the estimate."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    DOES_NOT_FIT = "does not fit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """The bytes that torch's allocator holds at the peak of a step, by what they are for.
+
+    ``working_bytes`` are activations, if the peak is in the forward or backward pass, and the
+    optimizer's temporary results, if it is in the optimizer's step (``in_update``).
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    working_bytes: int
+    in_update: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight_bytes + self.gradient_bytes + self.state_bytes + self.working_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The memory of one device, and the part of it that torch's allocator can use."""
+
+    kind: str
+    memory_bytes: int
+    is_gpu: bool
+
+    @property
+    def usable_bytes(self) -> int:
+        if not self.is_gpu:
+            return self.memory_bytes
+        return int(self.memory_bytes * (1 - _DRIVER_SHARE)) - _CONTEXT_BYTES
+
+    def verdict(self, nbytes: int) -> FitVerdict:
+        if nbytes > self.usable_bytes:
+            return FitVerdict.DOES_NOT_FIT
+        has_room = nbytes * (1 + DOUBT) <= self.usable_bytes
+        return FitVerdict.FITS if has_room else FitVerdict.TIGHT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """Changes to the step, the memory of the changed step, and what the changes cost."""
+
+    changes: tuple[str, ...]
+    pays: str
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        return ", and ".join(self.changes)
+
+
+def without_needless(levers: Iterable[Lever]) -> tuple[Lever, ...]:
+    """Leave out each lever that contains all changes of another one."""
+    found = tuple(levers)
+    sets = [set(lever.changes) for lever in found]
+    return tuple(
+        lever for lever, mine in zip(found, sets, strict=True) if not any(s < mine for s in sets)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The answer for a step and a device.
+
+    ``levers`` are the changes that make it fit, cheapest first. ``least`` is the change that needs
+    the least memory, if none is enough.
+    """
+
+    title: str
+    capacity: Capacity
+    need: MemoryNeed
+    levers: tuple[Lever, ...] = ()
+    least: Lever | None = None
+
+    @property
+    def verdict(self) -> FitVerdict:
+        return self.capacity.verdict(self.need.nbytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.verdict is FitVerdict.FITS

@@ -1,0 +1,216 @@
+"""`steelyard fit` and `sy.fit`, from a configuration, a script and a model."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import steelyard as sy
+from steelyard.api import ConfigRequest
+from steelyard.capture.deep.eager_levels import eager_levels
+from steelyard.cli import main
+from steelyard.measure.operators.memory import meter_once
+from steelyard.plans.memory_fit import FitVerdict
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128,
+}  # fmt: skip
+
+
+def written(folder: Path, **changes: Any) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(LLAMA_8B | changes))
+    return str(path)
+
+
+def fitted(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["fit", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_full_fine_tuning_of_eight_billion_parameters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = fitted(capsys, written(tmp_path), "--gpu", "RTX-4090")
+    assert (code, found["verdict"], found["device"]) == (3, "does not fit", "RTX-4090")
+    # 8,030,261,248 weights of 2 bytes; AdamW keeps two of these for each.
+    assert found["weight_bytes"] == pytest.approx(2 * 8_030_261_248, rel=1e-4)
+    assert found["gradient_bytes"] == 2 * 8_030_261_248
+    assert found["state_bytes"] == pytest.approx(4 * 8_030_261_248, rel=1e-6)
+    needed = [found[f"{part}_bytes"] for part in ("weight", "gradient", "state", "working")]
+    assert sum(needed) == found["needed_bytes"]
+    changes = [lever["changes"] for lever in found["would_fit"]]
+    assert any(names[0] == "LoRA of rank 16" for names in changes)
+    assert all(lever["needed_bytes"] < found["usable_bytes"] for lever in found["would_fit"])
+
+
+def test_adapters_fit_where_all_weights_do_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = written(tmp_path)
+    code, found = fitted(capsys, config, "--gpu", "A100-40", "--lora", "16", "--sequence", "1024")
+    assert (code, found["verdict"], found["would_fit"]) == (0, "fits", [])
+    # PEFT adapts query and value projections: 32 blocks of 16 x (4096 + 4096 + 4096 + 1024).
+    assert found["state_bytes"] == pytest.approx(2 * 4 * 32 * 16 * 13312, rel=1e-3)
+
+
+def test_text_gives_the_verdict_then_the_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", written(tmp_path), "--gpu", "T4", "--optimizer", "sgd"]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(str(tmp_path)[:20])
+    text = "\n".join(lines)
+    assert text.index("does not fit") < text.index("would fit, cheapest first")
+    assert "optimizer state" not in text.split("would fit")[0], "plain SGD has none"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SIZES},
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4},
+        {"model_type": "t5", "d_model": 64, "num_layers": 7, "num_heads": 4, "d_ff": 128,
+         "decoder_start_token_id": 0},
+        {"model_type": "vit", "architectures": ["ViTForImageClassification"], **SIZES},
+        {"model_type": "qwen3_moe", **SIZES, "num_experts": 4, "num_experts_per_tok": 2,
+         "num_key_value_heads": 2, "moe_intermediate_size": 32},
+        {"model_type": "gemma2", **SIZES, "num_key_value_heads": 2, "head_dim": 16},
+    ],
+    ids=lambda config: config["model_type"],
+)  # fmt: skip
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_other_architectures(
+    config: dict[str, Any], precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    code, found = fitted(
+        capsys, str(tmp_path), "--gpu", "T4", "--batch", "2", "--sequence", "32",
+        "--precision", precision,
+    )  # fmt: skip
+    assert (code, found["verdict"]) == (0, "fits")
+    assert found["state_bytes"] == pytest.approx(2 * found["weight_bytes"], rel=0.02)
+    assert found["working_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        ({"model_type": "lama"}, [], "unknown model_type 'lama'; did you mean llama?"),
+        ({"num_hiden_layers": 2}, [], "the unknown key 'num_hiden_layers'; did you mean"),
+        ({"model_type": None}, [], "is not a transformers configuration: it has no model_type"),
+        ({}, ["--precision", "bf17"], "unknown --precision 'bf17'; did you mean bf16?"),
+        ({}, ["--optimizer", "adam"], "unknown --optimizer 'adam'; did you mean adamw?"),
+        ({}, ["--sequence", "9000"], "--sequence 9000 is longer than the model's 8192 positions"),
+        ({"num_attention_heads": "x"}, [], "transformers refuses"),
+        ({"model_type": "encodec"}, [], "has no model of encodec with a loss"),
+    ],
+)
+def test_bad_configurations_are_refused_in_three_lines(
+    config: dict[str, Any], options: list[str], said: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    given = {} if config.get("model_type") == "encodec" else LLAMA_8B
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given | config))
+    code, found = fitted(capsys, str(path), "--gpu", "H100", *options)
+    assert (code, found["kind"]) == (2, "BadInput")
+    assert said in found["happened"]
+    assert found["next"]
+
+
+def test_a_file_that_is_not_json_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{" * 10_000)
+    assert main(["fit", str(path), "--gpu", "H100"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is not a transformers configuration" in said
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_the_peak_is_that_of_a_real_step(kind: str, recomputes: bool, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, "vocab_size": 200, **SIZES}))
+    request = ConfigRequest(path=path, batch=8, sequence=64, precision="fp32")
+    workload = request.workload()
+    levels = eager_levels(
+        workload.model, workload.loss, workload.first_batch(), workload.optimizer,
+        on_gpu=True, recomputes=recomputes,
+    )  # fmt: skip
+    model: Any = transformers.AutoModelForCausalLM.from_config(workload.model.config)
+    ids = torch.randint(0, 200, (8, 64))
+    if recomputes:
+        for block in model.base_model.layers:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def passes() -> None:
+        workload.loss(model, {"input_ids": ids, "labels": ids}).backward()  # type: ignore[no-untyped-call]
+
+    passes()
+    optimizer.step()
+    update = meter_once(optimizer.step).peak_bytes
+    optimizer.zero_grad()
+    measured = meter_once(passes).peak_bytes
+    found = max(level.nbytes for level in levels.passes)
+    assert found == pytest.approx(measured, rel=0.01)
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    beyond = max(level.nbytes for level in levels.update) - gradients - levels.state_bytes
+    assert beyond == pytest.approx(update, rel=0.02)
+
+
+SCRIPT = """
+from functools import partial
+import torch
+import steelyard as sy
+
+def workload():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(WIDTH)])
+        batch = torch.empty(64, 4096)
+    return sy.Workload(model, lambda m, x: m(x).mean(), [batch], partial(torch.optim.AdamW))
+"""
+
+
+def test_a_script_is_answered_like_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("WIDTH", "100"))
+    code, found = fitted(capsys, str(script), "--gpu", "T4")
+    assert code == 3
+    assert found["weight_bytes"] == 100 * (4096 * 4096 + 4096) * 4
+    script.write_text(SCRIPT.replace("WIDTH", "10"))
+    assert fitted(capsys, str(script), "--gpu", "T4")[0] == 0
+    assert main(["fit", str(script), "--gpu", "T4", "--lora", "8"]) == 2
+    assert "--lora was given for the script" in capsys.readouterr().err
+
+
+def test_fit_from_python_leaves_the_model_alone() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    before = [p.clone() for p in model.parameters()]
+    found = sy.fit(
+        model, lambda m, x: m(x).square().mean(), torch.randn(8, 32),
+        optimizer=partial(torch.optim.AdamW, lr=1e-3), gpu="L4",
+    )  # fmt: skip
+    assert found.verdict is FitVerdict.FITS
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,63 @@
+"""The verdict on a need and a capacity, and the changes that are left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from steelyard.errors import ClusterFileError
+from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.presets import preset_tables
+from steelyard.plans.memory_fit import DOUBT, Capacity, FitVerdict, Lever, without_needless
+
+GPU = Capacity(kind="RTX-4090", memory_bytes=24 * 2**30, is_gpu=True)
+
+
+def test_it_fits_only_if_the_error_of_the_estimate_fits_too() -> None:
+    usable = GPU.usable_bytes
+    assert usable < GPU.memory_bytes
+    assert GPU.verdict(usable + 1) is FitVerdict.DOES_NOT_FIT
+    assert GPU.verdict(usable) is FitVerdict.TIGHT
+    assert GPU.verdict(int(usable / (1 + DOUBT)) - 1) is FitVerdict.FITS
+
+
+def test_a_cpu_has_no_context_beside_the_tensors() -> None:
+    assert Capacity(kind="cpu", memory_bytes=2**30, is_gpu=False).usable_bytes == 2**30
+
+
+def test_a_change_that_contains_another_one_is_left_out() -> None:
+    a = Lever(changes=("a",), pays="", nbytes=1)
+    b_and_c = Lever(changes=("b", "c"), pays="", nbytes=1)
+    a_and_c = Lever(changes=("a", "c"), pays="", nbytes=1)
+    assert without_needless([a_and_c, a, b_and_c]) == (a, b_and_c)
+    assert a_and_c.name == "a, and c"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ("RTX-4090", "RTX-4090"), ("rtx-4090", "RTX-4090"), ("4090", "RTX-4090"),
+        ("A100-40", "A100-SXM4-40GB"), ("h100", "H100-SXM5"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_found_by_a_part_of_its_name(given: str, kind: str) -> None:
+    device = Cluster.gpu(given).device
+    assert device.kind == kind
+    assert device.memory_bytes > 2**30
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("A100", "the GPU A100 could be A100-SXM4-40GB or A100-SXM4-80GB"),
+        ("RTX-4091", r"the GPU RTX-4091 is unknown; did you mean RTX-4090\?"),
+        ("", "the GPU  is unknown|could be"),
+    ],
+)
+def test_an_unclear_gpu_is_refused_by_name(given: str, said: str) -> None:
+    with pytest.raises(ClusterFileError, match=said):
+        Cluster.gpu(given)
+
+
+def test_each_preset_gpu_is_found_by_its_own_name() -> None:
+    for name in preset_tables()["device"]:
+        assert Cluster.gpu(name).device.kind == name
