@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # They come to import these in any case, 400 thousand objects that live as long as the process.
-    # To look through all of them took a third of a second for each full collection, of which there
-    # are several in a capture and in a metered step. Caches of test modules are still looked
-    # through, as a user's are: capture empties those that it has filled.
+    # Each worker imports these modules anyway: 400 thousand objects that live as long as the
+    # process. Scanning them took a third of a second per full collection, and a capture and a
+    # metered step do several. Caches of test modules are still scanned, as a user's are: capture
+    # empties those that it has filled.
     gc.disable()
     for name in ("steelyard.api", "torch._functorch.aot_autograd", "transformers"):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
     gc.enable()
-    # Whoever meters memory collects first. To look through everything as often besides as Python
-    # does by default took a tenth of the tests of capture.
+    # Tests that meter memory call gc.collect() first. Collecting everything as often as Python does
+    # by default took a tenth of the time of the capture tests.
     gc.set_threshold(700, 10, 100)
 
 

@@ -50,7 +50,7 @@ from tests import zoo
 from tests.support.short_search import looking_less_far
 from tests.zoo import reference
 
-# Declared, so that the same plans are made on every machine.
+# The device is declared, so that every machine makes the same plans.
 DEVICE = Device(
     kind="declared for tests", flops_per_second=80e9, bytes_per_second=16e9, memory_bytes=1 << 40
 )
@@ -87,7 +87,7 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
         mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
         mock.patch.multiple(calibration, _CALIBRATION_SECONDS=1.0, _SPLIT_CALIBRATION_SECONDS=1.0),
         mock.patch.object(offload_memory, "_ROUNDS", 6),
-        # Beside nobody: two workers of tests are at work as it is.
+        # No background load is started: two test workers load the machine already.
         mock.patch.object(BackgroundLoad, "at_work", return_value=contextlib.nullcontext()),
         looking_less_far(),
     ):
@@ -102,12 +102,13 @@ def floor_bytes(planned: Planned) -> int:
     return floor.least_bytes(ranks=cluster.num_devices, offload_bytes=offload_bytes)
 
 
-# Of each operator by its signature, metered once: a kernel takes the same in whatever program.
+# Maps the signature of each operator to its workspace, metered once: it is the same in every
+# program.
 _WORKSPACES: dict[str, int] = {}
 
 
 def _meter(graphs: Sequence[Graph]) -> None:
-    # One call tells all of workspace; the rounds that follow it only tell the time.
+    # One call is enough to determine the workspace; further rounds only measure time.
     with mock.patch.multiple(operators, _FEWEST_ROUNDS=1, _ROUNDS_SECONDS=0.0):
         found, survey = operators.measure_operators(
             graphs,
@@ -145,7 +146,8 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
-# torch's counter (2.13) takes attention on the CPU for free, so that recomputing it looks free too.
+# torch's counter (2.13) counts no FLOPs for attention on the CPU, as if recomputing it cost
+# nothing.
 UNCOUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

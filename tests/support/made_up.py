@@ -20,7 +20,7 @@ from steelyard.ir.graph import (
 from steelyard.ir.metrics import Estimate
 from steelyard.predict.cost_table import CostTable, OperatorCost
 
-# Calls and copies take nothing, so that seconds are those of the chain and of the link.
+# Calls and copies cost nothing, so that all seconds are those of the chain and of the link.
 _DEVICE = Device(
     kind="made up",
     flops_per_second=float("inf"),

@@ -24,7 +24,7 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.run.step import LiveStep
 from tests.zoo import Case, Sample, Scale, reference
 
-# Declared, so that nothing is timed.
+# The device is declared, so that nothing is timed.
 DEVICE = Device(
     kind="declared for tests", flops_per_second=80e9, bytes_per_second=16e9, memory_bytes=1 << 40
 )

@@ -79,7 +79,7 @@ def test_dtensor_says_which_placements_a_product_takes() -> None:
     assert [("sum", 0), ("shard", 1), ("shard", 0)] in found
     assert [("shard", 0), ("shard", 0), ("whole", 0)] in found
     assert [("shard", 1), ("whole", 0), ("shard", 1)] in found
-    # A rule that would need its sizes rewritten is not passed on.
+    # A rule whose sizes would have to be rewritten is not returned.
     assert _torch.dtensor_strategies(aten.view.default, [left, [32]], {}) == []
 
 
@@ -189,7 +189,7 @@ def test_captured_and_guarded_says_what_is_no_longer_as_it_was_read() -> None:
     assert found.find(name)() is step.scale
     assert found.of_batch == {"batch", "batch['x']"}
     assert not found.draws_in_python
-    batch["x"] = torch.randn(5, 4)  # no concern of the guards that are kept
+    batch["x"] = torch.randn(5, 4)  # the remaining guards do not depend on this
     with torch.no_grad():
         assert broken() == ""
     step.inner[1].momentum = 0.2
@@ -325,7 +325,7 @@ def test_compiled_code_is_found_in_the_inductor_cache() -> None:
     found = counters["inductor"]
     for _ in range(2):
         hits, passed_by = found["fxgraph_cache_hit"], found["fxgraph_cache_bypass"]
-        # Of a function with annotations that are strings, as this file's are, there is no key.
+        # There is no cache key for a function whose annotations are strings, as in this file.
         compiled = _torch.compiled(lambda x: (x.sum(1) / 3,), [torch.ones(3, 5)])
         (value,) = compiled(torch.ones(2, 6))
         assert torch.equal(value, torch.tensor([2.0, 2.0]))
@@ -487,7 +487,7 @@ def test_draws_finds_the_tag_on_whatever_takes_a_generator() -> None:
             operator = getattr(packet, schema.overload_name or "default")
             if not _torch.draws(operator, (), {}):
                 untagged.add(operator.overloadpacket.__name__)
-    # Initialisation without gradients, which writes in place; and the generator's own seed.
+    # Initialisation without gradients, which writes in place, and the generator's own seed.
     assert untagged <= {"_no_grad_normal_", "_no_grad_uniform_", "initial_seed", "manual_seed"}
 
 
@@ -540,7 +540,7 @@ def test_checkpoints_and_what_is_checkpointed_are_found_in_either_graph() -> Non
     with contextlib.ExitStack() as stack:
         exported = _torch.aot_export_joint_with_descriptors(stack, step, (x,), decompositions={})
     nodes = exported.graph_module.graph.find_nodes(op="call_function", target=aten.tanh.default)
-    # torch 2.11 marks both; capture then refuses more than it would have to.
+    # torch 2.11 marks both, so capture refuses more there than it would have to.
     assert [_torch.is_checkpointed(node) for node in nodes] == [VERSION < (2, 12), True]
 
 
@@ -650,7 +650,7 @@ def test_cpp_compiler_is_none_where_there_is_none() -> None:
     from torch._inductor import cpp_builder  # noqa: TID251
 
     def forget() -> None:
-        # What was found is remembered for the life of the process.
+        # The result is cached for the life of the process.
         cpp_builder.get_cpp_compiler.__globals__["cpp_compiler_search"].cache_clear()
 
     found = _torch.cpp_compiler()
@@ -723,7 +723,7 @@ def test_inductor_lowered_writes_source_and_inductor_compiled_runs() -> None:
     assert torch.allclose(result, 3 * x)
     assert run.source_code
     assert len(run.output_strides) == 1
-    # The same kernel by itself.
+    # The same kernel, called alone.
     again = torch.empty(8, 4)
     kernels["one"](x, again)
     assert torch.equal(again, result)
@@ -741,7 +741,7 @@ def test_taken_apart_gives_decomposed_operators_that_do_not_mutate() -> None:
     assert not [t for t in called if "gelu" in str(t) or _torch.mutates(t)]
 
 
-# --- what modules keep private, read by the watch on a live model ---------------------------------
+# --- private tables of modules, which the model guards read ---------------------------------------
 
 
 def test_modules_keep_their_tables_under_the_names_that_are_watched() -> None:
@@ -849,7 +849,8 @@ def test_a_supervised_agent_calls_back_before_it_reaps() -> None:
 
     steps = ("_monitor_workers", "_start_workers", "_stop_workers", "_rendezvous")
     assert all(callable(getattr(LocalElasticAgent, step)) for step in steps)
-    # It runs in system/launch/test_launcher.py; here: torch's own loop calls the replacements.
+    # system/launch/test_launcher.py runs the agent. This test checks that torch's own loop calls
+    # the replacements.
     assert "self._monitor_workers(" in inspect.getsource(LocalElasticAgent._invoke_run)
     assert "_torch.supervised_agent(" in (_SOURCE / "run/launch/launcher.py").read_text()
 
@@ -867,7 +868,7 @@ def test_out_variants_have_a_kernel(op: str) -> None:
     assert has_kernel(name, "CPU")
 
 
-# --- what a running step looks at -----------------------------------------------------------------
+# --- state that a running step reads --------------------------------------------------------------
 
 
 def test_a_profiler_is_on_from_its_warm_up_to_its_end() -> None:
@@ -880,7 +881,7 @@ def test_a_profiler_is_on_from_its_warm_up_to_its_end() -> None:
         seen = profile(**kinds, schedule=plan, acc_events=acc_events)
         found = [_torch.profiler_is_on()]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that events of earlier cycles are gone
+            warnings.simplefilter("ignore")  # torch warns that events of earlier cycles are dropped
             with seen:
                 for _ in range(7):
                     found.append(_torch.profiler_is_on())
@@ -905,7 +906,8 @@ def test_tensor_versions_reveal_in_place_writes() -> None:
 
 # --- operators that may multiply and have no FLOP formula
 
-# One a line, and behind it the versions of torch that have it, if not all have: >=2.14, <2.12.
+# One operator per line, followed by the versions of torch that have it if not all do, such as
+# >=2.14 or <2.12.
 _UNCOUNTED = Path(__file__).parent / "uncounted_operators.txt"
 
 
@@ -931,7 +933,7 @@ def _uncounted() -> list[str]:
         is_out = name.endswith("_") or schema.overload_name.endswith("out")
         if space not in ("aten", "prims") or is_out or not has_kernel(full):
             continue
-        # What is implicitly composite is taken apart before a graph is made of it.
+        # An implicitly composite operator is decomposed before it could be in a graph.
         if is_composite(full, "CompositeImplicitAutograd"):
             continue
         if all(any("Tensor" in t for t in some) for some in types):
@@ -945,7 +947,8 @@ def _uncounted() -> list[str]:
 def test_only_the_listed_torch_operators_lack_a_flop_formula() -> None:
     """A new release of torch has new operators: each is to be given a formula, listed as one that
     does not multiply, or added here: ``python -m tests.torch.test_private_names`` prints them."""
-    # In a process of its own: importing Inductor, as other tests do, registers more operators.
+    # This runs in a process of its own, because importing Inductor, as other tests do, registers
+    # more operators.
     run = subprocess.run(
         [sys.executable, "-m", "tests.torch.test_private_names"],
         cwd=Path(__file__).parents[2],

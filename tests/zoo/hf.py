@@ -57,7 +57,7 @@ class ModelLoss:
         return loss
 
 
-# --- what they are fed ----------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 _NO_CACHE = {"use_cache": False}
 
@@ -183,7 +183,7 @@ def _pairs(config: Any, scale: Scale) -> dict[str, Tensor]:
     return {"input_ids": ids, "pixel_values": torch.randn(count, 3, size, size)}
 
 
-# --- their sizes ----------------------------------------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
 _VOCABULARY = {"vocab_size": 64}
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
@@ -341,7 +341,7 @@ def _patch_model(model: str, **more: Any) -> Recipe:
 
 
 _RECIPES: dict[str, Recipe] = {
-    # The ones that are named wherever a trade is tried.
+    # These models are used in the tests of every trade.
     "gpt2": Recipe(
         model="GPT2LMHeadModel", inputs=_causal, tiny=_GPT2, small=_GPT2_SMALL, call=_NO_CACHE
     ),
@@ -371,11 +371,11 @@ _RECIPES: dict[str, Recipe] = {
             "output_router_logits": True,
             "experts_implementation": "batched_mm",
         },
-        # batched_mm copies an expert's weights for every token: keep them small.
+        # batched_mm copies an expert's weights for every token, so they are small here.
         small={"vocab_size": 1024, "hidden_size": 64, "num_key_value_heads": 4},
         call=_NO_CACHE,
     ),
-    # As it comes: the experts' products in one call, of which torch describes the bfloat16 ones.
+    # The default: one call for the products of all experts, which torch can trace in bfloat16.
     "olmoe": Recipe(
         model="OlmoeForCausalLM",
         inputs=_causal,
@@ -487,7 +487,7 @@ _RECIPES: dict[str, Recipe] = {
         small={"vocab_size": 1024, "hidden_size": 128, "num_hidden_layers": 2, "state_size": 8},
         call=_NO_CACHE,
     ),
-    # The same models asked otherwise.
+    # The same models with other options.
     "gpt2_eager_attention": Recipe(
         model="GPT2LMHeadModel",
         inputs=_padded_causal,
@@ -496,7 +496,7 @@ _RECIPES: dict[str, Recipe] = {
         call=_NO_CACHE,
     ),
     "llama_padded": _decoder("LlamaForCausalLM", _padded_causal),
-    # As its configuration comes: several heads read one key, and nothing is dropped.
+    # The default configuration: several heads share one key, and there is no dropout.
     "llama_default": replace(_decoder("LlamaForCausalLM", attention_dropout=0.0), call={}),
     "llama_mask_of_ones": _decoder("LlamaForCausalLM", _masked_by_ones, attention_dropout=0.0),
     "bert_class": _text_model("BertForSequenceClassification", _text_class, num_labels=3),
@@ -507,7 +507,7 @@ _RECIPES: dict[str, Recipe] = {
         tiny={**_STAGES, "embedding_size": 8, "layer_type": "bottleneck"},
         small={**_STAGES_SMALL, "embedding_size": 64},
     ),
-    # The long tail.
+    # Further, less common models.
     "gemma2": _decoder("Gemma2ForCausalLM", head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
     "gemma3": Recipe(
         model="Gemma3ForCausalLM",

@@ -47,7 +47,7 @@ from tests.zoo.own import GPT
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 EVERY, STEPS = 4, 24
-# A hundred times slower than any loopback, where what goes on between two ranks is all there is.
+# SLOW is a hundred times slower than any loopback, so that exchanges take nearly the whole step.
 SLOW, FAST = 2e5, 1e11
 
 
@@ -159,29 +159,30 @@ def _run(
     planned = sy.load(
         path, workload.model, workload.loss, workload.first_batch(), optimizer=OPTIMIZER
     )
-    # Through memory that both have, exchanges would be fast on any link.
+    # Shared memory is left out, because with it exchanges would be fast on any link.
     prices = planned.session.prices
     links = {name: link for name, link in prices.costs.links.items() if name != SLOTS}
     if now == FAST:
         links["data"] = replace(links["data"], bytes_per_second=FAST)
     prices.costs = replace(prices.costs, links=links)
-    if codes:  # it was made where exchanges took most of the step
+    if codes:  # make the plan as if exchanges took most of the step
         planned = _for_a_slow_link(planned)
     measured = adapting.measured_now
 
     def link(before: Link, **where: Any) -> Link:
-        # How long a message takes here is another time under any other load.
+        # The measured time of a message depends on the load at this moment, so only the rate is
+        # replaced.
         measured(before, **where)
         return replace(before, bytes_per_second=now)
 
-    # What codes take of so small a model is next to nothing.
+    # The codes of such a small model save next to nothing.
     gain = 0.0 if codes else search.LEAST_GAIN
     losses: list[float] = []
     with (
         mock.patch.object(search, "LEAST_GAIN", gain),
         mock.patch.object(replan_search, "LEAST_GAIN", gain),
         mock.patch.object(adapting, "measured_now", link),
-        # How quick this machine is just now is not what is tested.
+        # This test does not depend on the present speed of the machine.
         mock.patch.object(Pace, "add", _off_after(EVERY)),
         mock.patch.object(adapting, "BackgroundProcess", Awaited),
     ):

@@ -50,7 +50,7 @@ CODECS = {
     "factors": LowRankGradients(), "largest": TopKGradients(),
 }  # fmt: skip
 RANK = 4
-# Micro-batches, and how much of the gradients goes in one bucket.
+# Maps each case to its number of micro-batches and its bucket size in bytes.
 CASES = {
     "ternary": (1, 1 << 16), "int8": (1, 1 << 20), "bfloat16": (2, 1 << 16),
     "ternary in parts": (2, 1 << 16), "factors": (1, 1 << 18), "largest": (1, 1 << 16),
@@ -58,9 +58,9 @@ CASES = {
 }  # fmt: skip
 UNEQUAL = {"ternary in unequal shares": (2, 1)}
 COMPILED = {"ternary, compiled": (1, 1 << 20)}
-# First steps go without codes in a compiled plan, which then is compiled twice.
+# The first steps of a compiled plan send uncompressed gradients, so the plan is compiled twice.
 LEAD = 2
-# Of more ranks, those that go otherwise there than between two: in parts, or all-reduced.
+# These cases take another path on more than two ranks: in parts, or by all-reduce.
 MANY = ("ternary", "bfloat16", "factors")
 
 
@@ -82,7 +82,7 @@ def _all_trained(cases: Sequence[str], rank: int) -> dict[str, Any]:
 
 
 def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
-    gc.collect()  # what the last case leaves is not let go of while this one is metered
+    gc.collect()  # free the memory of the last case before this one is metered
     micro_batches, bucket = (CASES | COMPILED)[name]
     codec, count = codec_in(name), dist.get_world_size()
     is_compiled = name in COMPILED
@@ -180,7 +180,7 @@ def _decided(
     return Decisions(target=session.target(), budget=lossy, rules=tuple(sorted(rules)))
 
 
-# --- the same, written down plainly ----------------------------------------------------------------
+# --- the same computation, written plainly ---------------------------------------------------------
 
 
 def _plainly(

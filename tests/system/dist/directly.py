@@ -31,7 +31,7 @@ def as_torchs(rank: int) -> dict[str, Any]:
         again = by_torch(REDUCE)(torch.ones(3), "sum", over.group)
         for place in [*range(1, len(issued), 2), *range(0, len(issued), 2)]:
             came = through.waiting(issued[place])
-            # Of more than two, a sum depends on who is added first.
+            # With more than two ranks, a sum depends on the order of its terms.
             near = torch.equal if over.num_ranks == 2 else torch.allclose
             alike.append(near(came, expected[place]))
         alike.append(torch.equal(through.waiting(again), summed))
@@ -133,7 +133,7 @@ def broken_off(rank: int) -> list[float]:
     directly = DirectCollectives(over)
     gather, wait = directly.channel.calls[GATHER], directly.channel.waiting
     directly.begin()
-    # Not all came as far.
+    # The ranks reach different steps.
     for _ in range(3 + rank):
         gather(torch.full((1 << 20,), -1.0), over.num_ranks, "")
     directly.begin()

@@ -36,7 +36,7 @@ from tests.harness import in_a_hurry
 from tests.system.dist.pipelines import _in_stages
 from tests.system.dist.planned import OPTIMIZER, Case, _planned
 
-# Steps begin to go wrong with this one.
+# The first step that computes values that are not finite.
 WRONG = 4
 
 
@@ -54,11 +54,11 @@ def _batch() -> dict[str, Tensor]:
     return {"x": torch.randn(8, 16), "scale": torch.ones(8), "logged": torch.ones(8)}
 
 
-# Of the last sample, which is of the last rank; or of all.
+# The fault is in the last sample, which the last rank holds; or in all samples.
 _FAULTS: dict[str, tuple[str, float]] = {
     "batch": ("x", float("nan")),
     "loss": ("logged", -1.0),
-    "gradients": ("scale", 0.0),  # the root of zero has no derivative
+    "gradients": ("scale", 0.0),  # the derivative of the square root is infinite at zero
 }
 
 

@@ -14,7 +14,7 @@ from steelyard.cli import main
 from steelyard.measure.links.background_load import BackgroundLoad
 from tests.harness import in_a_hurry
 
-# Hosts are at work beside one another all the same.
+# The hosts still load one another.
 _AT_WORK = BackgroundLoad.at_work
 
 

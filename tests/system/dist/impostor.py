@@ -70,7 +70,7 @@ def honest(rank: int) -> list[Any]:
 
 
 def _send_pickle(what: object) -> None:
-    with contextlib.suppress(Exception):  # rank 0 sends JSON, which is no pickle
+    with contextlib.suppress(Exception):  # rank 0 sends JSON, which cannot be unpickled
         dist.all_gather_object([None, None], what)
 
 

@@ -61,7 +61,7 @@ def _met(rank: int) -> Iterator[HostRendezvous]:
         os.environ["STEELYARD_CACHE"] = f"{own}/costs.sqlite"
         shared = Path(tempfile.gettempdir()) / f"met-by-children-of-{os.getppid()}"
         who = RankInfo(rank=rank, size=2, hosts=2, address="127.0.0.1")
-        # How fast each computes takes a while.
+        # Measuring the speed of each rank takes a while, so the time is shortened.
         with mock.patch("steelyard.measure.links.rank_speeds._COMPUTING_SECONDS", 0.1):
             yield HostRendezvous(who=who, store=FileStore(str(shared), 2))
         again = f"file://{shared}-again"

@@ -136,7 +136,8 @@ def _error(
     worst = 0.0
     for name, expected in whole.items():
         mine = cut(expected, inputs.get(name, REPLICATE), rank, NUM_RANKS)
-        # A gradient that is zero but for rounding (of a bias before BatchNorm) has no scale.
+        # A gradient that is zero up to rounding (of a bias before BatchNorm) has no scale of its
+        # own.
         scale = max(float(expected.abs().max()), largest / 100)
         worst = max(worst, float((ours[name] - mine).abs().max()) / scale)
     return worst
@@ -159,7 +160,7 @@ def _hold(model: nn.Module, name: str, placement: Placement, rank: int) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     whole = tensors[name]
     part = cut(whole.detach(), placement, rank, NUM_RANKS).clone()
-    held = nn.Parameter(part)  # one, wherever it is tied
+    held = nn.Parameter(part)  # the same parameter in each place to which it is tied
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter is whole:

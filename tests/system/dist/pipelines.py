@@ -57,7 +57,7 @@ def _gpt() -> tuple[nn.Module, Loss, Any]:
     model = GPT(layers=3, width=16, heads=2, vocabulary=32, length=8, dropout=0.2)
     model.head.weight = model.token.weight
     batch = tokens(MICRO_BATCHES, 8, 32)
-    batch["y"][:3, 4:] = -100  # micro-batches that count unequally many targets
+    batch["y"][:3, 4:] = -100  # the micro-batches count different numbers of targets
     return model, next_token_loss, batch
 
 
@@ -103,10 +103,10 @@ CASES = {
 _OF_TWO = {"GPipe": 2, "1F1B": 2, "LoopedBFS": 4, "Interleaved1F1B": 4} | dict.fromkeys(
     ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 4
 )
-# One pass back, and one in two parts.
+# 1F1B computes the backward pass in one part, ZBVZeroBubble in two.
 _OF_TWO_BY_TWO = {"1F1B": 2, "ZBVZeroBubble": 4}
-# Through slots, on two ranks: to where all wait and where each is read at once, to and fro, and back
-# in two parts.
+# Schedules through slots on two ranks: all activations wait, each is read at once, stages
+# alternate, and the backward pass is in two parts.
 _IN_SLOTS = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 _OF_FOUR = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 4, "InterleavedZeroBubble": 4}
 
@@ -237,7 +237,7 @@ class _OneDevice:
     """What the micro-batches come to on one device, step by step; captured once."""
 
     def __init__(self, case: Case) -> None:
-        torch.manual_seed(0)  # a GPU's generator begins anywhere
+        torch.manual_seed(0)  # a GPU's generator has another initial state
         model, loss, batch = case.make()
         self.model = model.double()
         self.batch = _torch.tree_map(

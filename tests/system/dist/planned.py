@@ -142,7 +142,7 @@ _BATCH, _TENSOR, _STAGES = (
     ParallelLayout(tensor=2),
     ParallelLayout(pipeline=2),
 )
-# Each is captured, planned for and loaded, on all ranks: seconds of each.
+# Each case is captured, planned and loaded on all ranks, which takes seconds.
 SHARED = {
     "random and summed, in less memory": Case(_random_and_summed, _BATCH, share_of_plain=0.8),
     "padded, with states in shares, in micro-batches": Case(
@@ -207,7 +207,7 @@ COMPILED = {
     ),
     "normalised, in slots": Case(_normalised, _BATCH, in_slots=True, runner="inductor"),
 }  # fmt: skip
-# By themselves: four compiled plans take two cores as long as ranks are given.
+# These run by themselves: four compiled plans take as long on two cores as the ranks' time limit.
 COMPILED_TOO = {
     "padded, in unequal shares": Case(
         partial(_padded, 12), ParallelLayout(data=2, shares=(2, 1)), runner="inductor"
@@ -219,7 +219,7 @@ COMPILED_TOO = {
 UNEQUAL_ON_THREE = {
     "mean": Case(partial(_mean, 12), ParallelLayout(data=3, shares=(3, 2, 1))),
     "padded": Case(partial(_padded, 12), ParallelLayout(data=3, shares=(1, 3, 2))),
-    # Nearly equal ones, of a batch that three ranks do not divide.
+    # The shares are nearly equal; three ranks do not divide the batch.
     "of eight": Case(partial(_mean, 8), ParallelLayout(data=3, shares=(3, 3, 2))),
 }
 IN_PARTS = {
@@ -337,8 +337,8 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     random = any(node.is_random for node in step.live.program.graph.nodes)
     torch.manual_seed(1)
     losses = [float(step(batch))]
-    # While the step meters itself: a reduce-scatter's copies are gloo's own, and nobody sees them
-    # go.
+    # The step meters itself meanwhile. Gloo makes the copies of a reduce-scatter, and the meter
+    # does not see when they are freed.
     with Patience():
         losses.append(float(step(batch)))
     losses += [float(step(batch)) for _ in range(STEPS - 2)]
@@ -439,7 +439,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         if _gathers(way.rules) == (case.gathers if case.with_states else 0)
         and any(r.trade == "shard_states" and r.bucket for r in way.rules) == case.coordinator
     ]
-    # Whether slots are quicker is for the machine to say; a case says whether there are any.
+    # The machine decides whether slots are faster; the case decides whether they are used.
     laid = min(ways, key=lambda way: way.nbytes).rules
     laid = tuple(rule for rule in laid if rule.trade != "shared_memory_transfer")
     laid = with_prefetch(laid, has_equal_shares=True) if case.coordinator else laid
@@ -453,7 +453,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     if case.micro_batches > 1:
         rules = (*rules, AccumulateRule(micro_batches=case.micro_batches))
     if case.runner != "python":
-        budget = Budget()  # It holds what Python does, and what a loop of several calls holds.
+        budget = Budget()  # no bound: a compiled step holds other values
     return Decisions(target=session.target(), budget=budget, rules=rules)
 
 
@@ -520,7 +520,7 @@ def _in_micro_batches(model: nn.Module, loss: Loss, batch: Any, count: int, *, o
     for place in range(count):
         part = {key: x.chunk(count)[place] for key, x in batch.items()}
         value = loss(model, part)
-        if loss is next_token_loss:  # A mean: each part weighs as many targets as it counts.
+        if loss is next_token_loss:  # a mean: weigh each part by its counted targets
             value = value * (_counted(part) / _counted(of))
         value.backward()
         total = total + value.detach()

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 NUM_RANKS = 2
-# An exchange that hangs fails here; the rest is for a rank that hangs elsewhere, and then from
-# outside. They are wide, because a machine that others share may be ten times slower.
+# An exchange that hangs fails after the first limit; a rank that hangs elsewhere is stopped after
+# the second, or from outside after the third. The limits are long, because a shared machine may be
+# ten times slower.
 _EXCHANGE_SECONDS, _RANK_SECONDS, _OUTER_SECONDS = 80, 300, 320
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -40,7 +41,7 @@ def on_ranks(scenario: str, *, count: int, device: str = "cpu") -> list[Any]:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.system.dist.ranks", scenario, folder, str(count), device],
             cwd=_ROOT,
-            # Gloo listens on this interface and no other; both ranks share two cores with others.
+            # Gloo listens only on this interface; both ranks share two cores with other processes.
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -59,7 +60,7 @@ def on_ranks(scenario: str, *, count: int, device: str = "cpu") -> list[Any]:
 
 def main(scenario: str, folder: str, count: str, device: str) -> int:
     module, _, function = scenario.partition(":")
-    # Once for all ranks, who write into no page of what they share by looking for garbage there.
+    # Freeze before the fork: a collection in a rank would write into pages that the ranks share.
     gc.disable()
     run = getattr(importlib.import_module(module), function)
     gc.freeze()
@@ -87,7 +88,8 @@ def _rank(run: Callable[[int], Any], folder: Path, rank: int, count: int, device
     try:
         torch.set_num_threads(1)
         if device != "cpu":
-            # NCCL refuses ranks of one host that share a GPU; of several hosts it knows nothing.
+            # NCCL refuses two ranks of one host on the same GPU. With different host ids it cannot
+            # tell.
             os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo"}
             torch.set_default_device(device)
         dist.init_process_group(

@@ -21,7 +21,8 @@ from steelyard.run.launch.coordination import InGroup
 from tests.system.dist.slotted import EACH_TO_EACH, GATHER, SCATTER, channel
 
 _TIMES = 5
-# In elements of float32: a loss, a bias, a bucket, and one that goes in more pieces than two.
+# Sizes in elements of float32: a loss, a bias, a bucket, and a tensor that is sent in more than two
+# pieces.
 SIZES = (1, 2, 96, 60_000, 6_000_000)
 
 
@@ -71,7 +72,7 @@ def _counted(exchange: Callable[[Tensor], object], given: Tensor) -> float:
         exchange(given)
     _await_sent()
     counted = wire.sent_bytes
-    dist.barrier()  # nobody begins on what comes next
+    dist.barrier()  # no rank starts the next exchange before all have finished this one
     return (counted - before) / _TIMES
 
 

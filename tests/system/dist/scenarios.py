@@ -51,10 +51,10 @@ COSTS = CostTable(
         for axis in ("data", "tensor")
     },
 )
-# Of a mean over the whole batch: what a rank's loss weighs.
+# The weight of a rank's loss in the mean over the whole batch.
 _SHARE = 1 / NUM_RANKS
-# Gloo lets go of a sum in a thread of its own, a moment after the wait, where the meter does not
-# see what is freed. So it is given that moment, and the least of a few is taken.
+# Gloo frees a sum in its own thread, a moment after the wait, where the meter does not see it. So
+# each measurement waits for that moment, and the least of several is taken.
 METERED, _MOMENT_SECONDS = 8, 0.002
 
 
@@ -95,7 +95,7 @@ class Ranks:
     def report(self, program: Program, *, sharded: tuple[str, ...] = ()) -> dict[str, Any]:
         assert program.problems() == []
         model, step = self._live(program, sharded)
-        step.backward(self.batch, _SHARE)  # the first call allocates what stays
+        step.backward(self.batch, _SHARE)  # the first call allocates memory that stays allocated
         model.zero_grad()
         with Recorder() as recorder:
             step.backward(self.batch, _SHARE)
@@ -243,7 +243,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
             self._last_bytes = sum(part.nbytes for part in parts[1:])
             return hand_over(kind, parts, *rest)
 
-        def issued(*given: Any) -> Tensor:  # what no line of the program asks for is not
+        def issued(*given: Any) -> Tensor:  # records only what a line of the program asks for
             self.executed.append(_HANDED_OVER)
             self.handed_bytes += self._last_bytes
             return issue(*given)

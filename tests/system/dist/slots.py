@@ -63,7 +63,7 @@ def exchanged(rank: int) -> dict[str, Any]:
     own = _of_all_kinds(0)
     likes = [(x.shape, x.dtype) for x in own]
     edges = [edge(source, *(x.nbytes for x in own)) for source in (0, 1)]
-    made(edges).close()  # what libraries open for themselves stays open
+    made(edges).close()  # files that libraries open for themselves stay open
     gc.collect()
     begun = open_files()
     slots = made(edges)
@@ -134,8 +134,8 @@ def made_there(rank: int) -> dict[str, Any]:
         places["of another message"] = slots.place(0, 1, 0, likes[0]) is not None
         with mock.patch.object(torch.Tensor, "copy_", side_effect=AssertionError):
             slots.send(0, 0, [number_of(place, 0), torch.empty(0, dtype=torch.int32)])
-        place = slots.place(0, 1, 0, likes[0])  # the last slot
-        send(2, number_of(None, 2))  # overtakes, and has none
+        place = slots.place(0, 1, 0, likes[0])  # this takes the last slot
+        send(2, number_of(None, 2))  # this message overtakes the first, and no slot is left for it
         places["of its second value"] = slots.place(0, 1, 1, likes[1]) is not None
         send(1, number_of(place, 1))
         send(3, number_of(slots.place(0, 3, 0, likes[0]), 3))
@@ -152,13 +152,13 @@ def made_there(rank: int) -> dict[str, Any]:
         ]
     dist.barrier()
     slots.begin()
-    if rank == 0:  # given up while two are made
+    if rank == 0:  # a message is abandoned while two are computed
         slots.place(0, 0, 0, likes[0])
         slots.begin()
         until = time.monotonic() + 10
         while len(slots._outlets[0].free) < 2 and time.monotonic() < until:
-            slots._read_credits(1)  # from another host it takes a moment
-            slots._outlets[0].refresh_free()  # and so does a GPU
+            slots._read_credits(1)  # credits from another host arrive after a moment
+            slots._outlets[0].refresh_free()  # and so do those from a GPU
         places["after one that was given up"] = len(slots._outlets[0].free) == 2
     dist.barrier()
     expected = [[[float(n)] * 16, [n] if n else []] for n in range(4)]
@@ -297,7 +297,7 @@ def main(folder: str, rank: int, device: str = "cpu") -> None:
     )  # fmt: skip
     print(json.dumps(killed(rank)))
     sys.stdout.flush()
-    os._exit(0)  # there is nobody to take leave of
+    os._exit(0)  # skip the shutdown, because the other ranks are gone
 
 
 if __name__ == "__main__":

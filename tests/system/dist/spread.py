@@ -83,7 +83,7 @@ def main(rank: int, ranks: int, each: int, address: str, file: str) -> None:
     for one in cases(ranks):
         group = _group_of(rank, ranks, one)
         x = torch.ones(one.num_ranks, NBYTES // 4 // one.num_ranks)
-        _EXCHANGES[one.kind](x, group)  # the first meets the others
+        _EXCHANGES[one.kind](x, group)  # the first exchange connects the ranks
         before, begin = _left_by_all(), time.perf_counter()
         for _ in range(TIMES):
             _EXCHANGES[one.kind](x, group)

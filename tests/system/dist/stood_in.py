@@ -129,7 +129,7 @@ def _apart(rank: int) -> list[bool]:
     else:
         first = own.receive(0, 0, like)
         times = [time.monotonic()]
-        del first  # from here on it may be written again
+        del first  # from here on the storage may be written again
         for number in (1, 2):
             assert own.receive(0, number, like)[0].tolist() == [number]
     times.append(time.monotonic())

@@ -55,7 +55,7 @@ def _adapted(scenario: str) -> dict[str, Any]:
         assert found["codes"] == other[name]["codes"], name
         assert found["as_written"], name
         assert len(found["files"]) <= 1, "it went to and fro"
-        # The file that was asked for is as it was.
+        # The original plan file is unchanged.
         assert ("ternary_gradients" in found["old"]) == (name == "faster")
     return dict(one)
 
@@ -66,6 +66,6 @@ def _check_slower(slower: dict[str, Any]) -> None:
     assert slower["codes"], "at a hundredth of the rate codes are faster"
     (turned,) = (note for note in slower["notes"] if "the plan was switched" in note)
     assert "the link between ranks now carries 0.2 MB/s" in turned
-    # A link that is known to be slow is not to carry steps without codes first.
+    # If the link is known to be slow, no step sends uncompressed gradients first.
     assert not any("sent gradients uncompressed" in note for note in slower["notes"])
     assert "probe" in slower["loses"]

@@ -25,7 +25,7 @@ def test_the_first_rank_with_non_finite_values_is_named() -> None:
             "gradients": f"the local gradients of rank 1, in step {WRONG}",
         }[fault]
         if (layout, fault) == ("in stages", "batch"):
-            said = f"the batch, in step {WRONG}"  # all ranks are given all of it
+            said = f"the batch, in step {WRONG}"  # every rank gets the whole batch
         failed = WRONG + (fault == "gradients")
         for rank in ranks:
             found = rank[case]

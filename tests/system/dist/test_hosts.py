@@ -71,7 +71,7 @@ def test_sent_bytes_are_counted_on_the_sending_host_only(count: int) -> None:
         _sent(made, count - 1, 0)
         sent = [made.sent_bytes(host) - before[host] for host in range(count)]
     assert _NBYTES <= sent[-1] <= 1.1 * _NBYTES
-    # What comes back are acknowledgements; who has no part in it asks at most who is where.
+    # The receiver only sends acknowledgements; the other hosts at most resolve addresses.
     assert sent[0] < 0.1 * _NBYTES
     assert all(nbytes < 1000 for nbytes in sent[1:-1])
 
@@ -79,7 +79,7 @@ def test_sent_bytes_are_counted_on_the_sending_host_only(count: int) -> None:
 def test_a_shaped_link_keeps_its_rate_until_it_is_released() -> None:
     """Not how fast a link is: only that it is no faster, which a busy machine cannot change."""
     with hosts(FEWEST, bits_per_second=20_000_000) as made:
-        # But for the burst, 5 MB take 2 s.
+        # Apart from the burst, 5 MB take 2 s.
         assert _sent(made, 0, 1) > 1.8
         made.shape(None)
         made.shape(40_000_000)

@@ -24,7 +24,7 @@ def test_two_pipeline_ranks_equal_one_device(model: str) -> None:
     for schedule in ranks[0]:
         as_one_device(model, schedule, [rank[schedule] for rank in ranks])
         if "through slots" in schedule:
-            # Not what dropout or the backward pass of a norm makes, which is copied.
+            # Results of dropout and of the backward pass of a norm are copied instead.
             made = sum(rank[schedule]["made there"] for rank in ranks)
             assert made >= STEPS * MICRO_BATCHES, schedule
 
@@ -55,7 +55,7 @@ def test_two_stages_of_two_tensor_parallel_ranks_equal_one_device(model: str) ->
     for schedule in ranks[0]:
         own = [rank[schedule] for rank in ranks]
         as_one_device(model, schedule, own)
-        # Those of a stage hold the same tensors, and of most of these a half.
+        # The ranks of one stage hold the same tensors, most of them by halves.
         assert own[0]["held"] == own[1]["held"] != own[2]["held"] == own[3]["held"]
         assert own[0]["share"] == own[1]["share"], schedule
         assert own[0]["share"] + own[2]["share"] < 0.7, schedule
@@ -76,7 +76,7 @@ def as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> Non
     for rank in ranks:
         for what in ("loss", "gradients", "parameters", "buffers"):
             assert rank[what] <= _ROUNDING, (schedule, what)
-        # Each holds its own part alone.
+        # Each rank holds only its own part.
         assert 0 < len(rank["held"]) < len(rank["all"]), schedule
     if model == "resnet":
         assert all(rank["num_buffers"] for rank in ranks), schedule

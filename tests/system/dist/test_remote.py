@@ -31,7 +31,7 @@ def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_messages_than_slots_arrive_unchanged() -> None:
     for rank in on_two_ranks("tests.system.dist.remote:exchanged"):
-        # Room for what goes is held, too.
+        # No buffer for sent messages stays allocated either.
         assert rank == {"wrong": [], "changed": [], "moved": True, "held": False, "left open": []}
 
 

@@ -177,7 +177,7 @@ def test_checkpoints_are_loaded_by_any_layout(folder: Path) -> None:
     here(folder, *_asked("alone.plan.toml", 8, "alone"), DROPOUT="0")
     run("batch.plan.toml", 2, "chain")
     run("unequal.plan.toml", 4, "chain", "--resume", "chain")
-    # Whoever waits for a stopped rank is told by gloo in other words than of one that is gone.
+    # If a rank is stopped, gloo reports another error to the waiting ranks than if it has exited.
     stop = {"KILLED": "1", "SIGNAL": "SIGSTOP", "timeout": "4s"}
     said = run("parts.plan.toml", 6, "chain", "--resume", "chain", **stop)
     assert "rank 1 is stopped (SIGSTOP)" in said
@@ -289,7 +289,7 @@ def _family(pid: int) -> list[int]:
     """A process and all that it started, directly or not."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process may have ended meanwhile
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     found = [pid]
@@ -317,7 +317,7 @@ def test_two_local_ranks_listen_on_loopback_only(folder: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
     assert len(family) >= 3, "the launcher and its two ranks"
-    # 127.0.0.1 as /proc/net/tcp has it: gloo's ports, and no other.
+    # 127.0.0.1 in the format of /proc/net/tcp: gloo listens at no other address.
     assert addresses == {"0100007F"}
 
 

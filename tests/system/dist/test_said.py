@@ -16,7 +16,7 @@ def test_collectives_send_the_predicted_bytes(count: int) -> None:
     for each in zip(*on_ranks("tests.system.dist.said:exchanges", count=count), strict=True):
         name, said, sent = each[0]["name"], each[0]["said"], each[0]["sent"]
         assert said > sent, name
-        # A ring rounds each piece up to whole elements, of which the last ranks have fewer.
+        # A ring rounds each piece up to whole elements; the last ranks have smaller pieces.
         pieces = 2 * count * -(-sent // (2 << 20))
         assert max(one["counted"] for one in each) == pytest.approx(said, abs=8 * pieces), name
 

@@ -41,7 +41,7 @@ def check_as_planned(
     most = max(shares, default=1)
     for rank, share in zip(ranks, shares or [most] * len(ranks), strict=True):
         assert Counter(rank["executed"]) == Counter(rank["planned"]), name
-        # By the kernel, with what gloo says of its messages. Rings of more than two round up.
+        # The kernel's count includes gloo's headers. Rings of more than two ranks round up.
         exchanges = sum(call != "wait_tensor" for call in rank["executed"])
         rounded = 8 * len(ranks) * exchanges if len(ranks) > 2 else 0
         assert rank["sent_bytes"] < rank["predicted_bytes"], name

@@ -265,7 +265,7 @@ ANSWERS = {
     ),
 }  # fmt: skip
 
-# The question of each section, and its answer from the rows above, by their places.
+# The question of each section, and its answer, composed from the rows above.
 HEADLINES = {
     "memory": (
         "Is the predicted peak memory right?",

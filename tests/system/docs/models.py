@@ -31,7 +31,7 @@ from tests.zoo import EDGE, HF, OWN, REFUSED, Case, reference
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 _SEED = 11
 
-# Cases that are not equal to the bit, and why; a case that is new here has to be looked into.
+# Cases that are not bitwise equal, with the reason; a new one must be investigated.
 _ROUNDING = {
     "lstm": "eager runs oneDNN's fused LSTM, the graph the cell's own operators",
     "edge_lstm_on_data": "eager runs oneDNN's fused LSTM, the graph the cell's own operators",
@@ -132,7 +132,7 @@ def refusal_of(case: Case) -> Verdict:
     """Cases that must be refused; some of them plain PyTorch refuses too."""
     model, loss, batch = case.make()
     try:
-        # A model without values can be planned; it is refused where the plan is applied.
+        # A model without values can be planned, but its plan cannot be applied.
         steelyard.plan(model, loss, batch).apply()
     except SteelyardError as error:
         return Verdict(state="refused", reason=error.happened)
@@ -209,7 +209,7 @@ def _class_name(case: Case) -> str:
 
 
 def _cell(text: str) -> str:
-    # The lines of a file move with every case that is added before them.
+    # Line numbers are removed, because they change with every case that is added above.
     return re.sub(r"(\.py):\d+", r"\1", " ".join(text.split())).replace("|", "\\|")[:220]
 
 

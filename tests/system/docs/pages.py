@@ -35,7 +35,7 @@ from typing import Any
 from steelyard.cli import main as steelyard
 
 ROOT = Path(__file__).resolve().parents[3]
-# Shell lines that set things up: what they name is looked for, they are not run.
+# Shell lines that set something up. They are not run; the test checks that their files exist.
 SET_UP = re.compile(
     r"scripts/(?P<script>\w+)( .*)?"
     r"|python3? -m venv \.venv|\. \.venv/bin/activate"
@@ -79,7 +79,8 @@ def blocks(page: str) -> Iterator[Block]:
 class Session:
     """One reader of one page, in the folder that is current."""
 
-    # A module that can be imported by its name: Dynamo looks up there what a function calls.
+    # The module can be imported by its name, because Dynamo looks up the globals of a function
+    # there.
     module: ModuleType = field(default_factory=lambda: ModuleType("page"))
     printed: str = ""
     complained: str = ""
@@ -110,7 +111,7 @@ class Session:
     def _python(self, block: Block) -> None:
         if save(block):
             return
-        # Blank lines put its lines where they are in the page, for tracebacks.
+        # Blank lines give the code its line numbers of the page, for tracebacks.
         code = compile("\n" * block.first + block.text, "<page>", "exec")
         sys.modules["page"] = self.module
         with self._heard():
@@ -123,7 +124,7 @@ class Session:
             if not words:
                 continue
             if words == ["steelyard", "demo"]:
-                continue  # takes minutes; tests/system/demo/test_demo.py runs it on a smaller scene
+                continue  # takes minutes; tests/system/demo/test_demo.py runs a smaller one
             if words[0] == "steelyard":
                 with self._heard():
                     code = steelyard(words[1:])
@@ -195,17 +196,21 @@ def _compare_keys(shown: Any, real: Any, where: str) -> None:
     elif isinstance(shown, list) and shown and isinstance(real, list) and real:
         _compare_keys(shown[0], real[0], f"{where}[0]")
     else:
-        # A whole number may stand where the program says 1.5, and null where it has a figure.
+        # The page may show an integer where the program prints 1.5, and null where it prints a
+        # number.
         kinds = (int, float) if isinstance(shown, int | float) else type(shown)
         assert shown is None or real is None or isinstance(real, kinds), f"{where}: {real!r}"
 
 
-# --- the form of what is printed ------------------------------------------------------------------
+# --- the form of printed output -------------------------------------------------------------------
 
-# Lines that depend on what the machine measured just then.
+# Lines that appear or not, depending on the measurement.
 _SOMETIMES = (
     *("note", "next cent", "reasons"),
-    *("* #", "* this plan; FLOPs relative to the graph without trades"),  # if it is on the curve
+    *(
+        "* #",
+        "* this plan; FLOPs relative to the graph without trades",
+    ),  # if it is on the curve
 )
 
 
@@ -248,7 +253,7 @@ def _memory(text: str) -> list[float]:
     ]
 
 
-# --- writing pages anew ---------------------------------------------------------------------------
+# --- writing the pages ----------------------------------------------------------------------------
 
 
 def rewritten(page: str) -> str:

@@ -23,7 +23,7 @@ PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
 )
-# This page changes the package: see test_new_trade.py.
+# test_new_trade.py runs this page, because it changes the package.
 NEW_TRADE = "docs/extend/a-new-trade.md"
 WITH_CODE = [
     p for p in PAGES if p != NEW_TRADE and any(pages.blocks((ROOT / p).read_text(encoding="utf-8")))
@@ -31,7 +31,7 @@ WITH_CODE = [
 
 
 _PLAN_WORKLOAD = api.plan_workload
-# Of each script and cluster that some page plans for: what a plan of it begins with.
+# Maps each script and cluster on these pages to its planning session.
 _LOOKS: dict[tuple[str, ...], PlanningSession] = {}
 
 
@@ -98,8 +98,9 @@ def test_commands_and_code_of_the_page_work(
     monkeypatch.setattr(api, "plan_workload", _planned_once)
     text = _text(name)
     fences = re.findall(r"^```", text, re.MULTILINE)
-    # Forms are compared, no figures. But figures decide which plan it is, and those of a moment in
-    # which a neighbour takes half of a core may make it another one: they are measured once more.
+    # The check compares the form, not the figures. But the figures decide which plan is made, and
+    # another process that takes half of a core can change it. So the costs are measured a second
+    # time.
     try:
         shown = _shown(text, costs)
     except AssertionError:

@@ -27,7 +27,7 @@ from tests.zoo.own import GPT
 
 CODES = ("int8", "ternary", "bfloat16", "rank 4")
 STEPS = 6
-# Two go in codes and fill a bucket each, the others are of one dimension or small.
+# Two gradients are compressed and fill a bucket each; the others have one dimension or are small.
 SHAPES = {"first": (96, 128), "second": (64, 160), "bias": (128,), "small": (3, 5)}
 
 
@@ -135,7 +135,7 @@ def _counted() -> Iterator[dict[str, float]]:
         return hand_over(kind, parts, *rest)
 
     gather, hand_out, reduce = kept
-    directly.hand_over = handed_over  # gloo's
+    directly.hand_over = handed_over  # this counts gloo's exchanges
     dist.all_gather_single = counting(gather, lambda _, x: (count - 1) * x.nbytes)
     dist.all_to_all_single = counting(hand_out, lambda _, x: (count - 1) / count * x.nbytes)
     dist.all_reduce = counting(reduce, lambda x: 2 * (count - 1) / count * x.nbytes * _is_coded(x))
@@ -215,7 +215,7 @@ def scaled(rank: int) -> dict[str, Any]:
         skipped.append(torch.equal(before, ddp.module.second))
         scales.append(scaler.get_scale())
     state = lost.state_dict()
-    # What was not applied was lost with the step that was left out.
+    # The compressed gradient of the skipped step was never applied, and is lost.
     applied = -ddp.module.second.detach()
     meant = (
         sum(_drawn(r, s)["second"] for r in range(count) for s in range(STEPS) if s != 2) / count
@@ -284,7 +284,7 @@ def _resumed(code: str, rank: int) -> dict[str, Any]:
     again.load_state_dict(saved)
     loaded = again.state_dict()
     apart = max(float((saved[n] - loaded[n]).abs().max()) for n in saved)
-    # Nothing but what was lost: it comes in the next steps.
+    # Zero gradients send only the residual, which arrives in the next steps.
     zeros = {n: torch.zeros(s) for n, s in SHAPES.items()}
     came = {n: torch.zeros(s) for n, s in SHAPES.items()}
     for _ in range(3):

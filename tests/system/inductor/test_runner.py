@@ -32,7 +32,7 @@ from steelyard.trades.recompute import recomputable, with_copies
 from tests.zoo import case as case_named
 from tests.zoo.own import MoE
 
-# What is compiled is compiled on one worker.
+# All tests that compile run on one worker.
 pytestmark = pytest.mark.xdist_group("inductor")
 
 FREE = CostTable(
@@ -64,7 +64,7 @@ class Blocks(nn.Module):
         self.second_bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Both biases get one and the same gradient, but each must own its storage.
+        # Both biases get the same gradient, but each gradient must own its storage.
         x = x + (self.first_bias + self.second_bias)
         for block in self.blocks:
             x = block(x)
@@ -267,7 +267,7 @@ def test_recomputing_is_bitwise_equal_when_compiled(
 def test_recomputing_is_bitwise_equal_where_fusion_changes() -> None:
     """Rows of 16 and of 4: whether such a loop had vectors once hung on its neighbours."""
     torch.manual_seed(0)
-    # With the heuristic that it was, one layer rounds otherwise as two do.
+    # With the earlier heuristic, one layer was rounded differently from two.
     model = MoE(layers=1, width=16, experts=4, vocabulary=64)
     _, loss, batch = case_named("moe").make()
     traced = trace(model, loss, batch, decompositions=table("inductor-1"))
@@ -324,5 +324,5 @@ def test_the_lowered_graph_has_the_kernels_that_run(
     assert len(nodes) == len(calls)
     fused = [n for n in nodes if n.op.startswith("inductor.fused.")]
     assert fused
-    # What lies outside of every block has no path: the model's own additions.
+    # Operators outside of every block, such as the model's own additions, have no path.
     assert {n.path.partition(".")[0] for n in fused if n.phase is Phase.FORWARD} >= {"blocks"}

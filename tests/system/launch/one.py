@@ -18,7 +18,7 @@ from steelyard.run.launch.environment import RankInfo, rank_info
 from steelyard.run.launch.rendezvous import joined
 
 STEPS = 6
-# The rank that breaks, and the step in which it does.
+# The rank that fails, and the step in which it fails.
 CULPRIT, BREAKS_AT = 1, 3
 
 

@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-# How long ranks wait for the one that does not come; elsewhere they wait as long as it takes.
+# How long ranks wait here for one that does not come; other tests wait as long as it takes.
 SHORT_SECONDS = 4
-# For what should come in a second or two, on a machine that others share.
+# Limit for what should take a second or two, on a shared machine.
 PATIENCE_SECONDS = 60
 
 
@@ -170,7 +170,7 @@ def test_an_unknown_command_is_refused(tmp_path: Path) -> None:
         launch(["no-such-program"], num_ranks=2, logs=tmp_path, timeout_seconds=1)
 
 
-# --- the launcher itself is ended -----------------------------------------------------------------
+# --- the launcher is killed -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_ranks_listen_on_loopback_alone_and_do_not_outlive_a_killed_launcher(
 ) -> None:
     pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
     assert all(map(is_alive, pids))
-    # 127.0.0.1, in the byte order of the machine; gloo does listen, so the look finds something.
+    # 127.0.0.1 in the byte order of the machine. Gloo does listen, so the search finds something.
     assert listening([launched.pid, *pids]) == {"0100007F"}
     launched.kill()
     until(lambda: not any(map(is_alive, pids)))

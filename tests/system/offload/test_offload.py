@@ -103,7 +103,8 @@ def assert_trained_alike(planned: sy.Planned, *, steps: int, rows: int = 4096) -
     for run in (step, plain):
         torch.manual_seed(3)
         losses.append([float(run(x[:, :rows])) for _ in range(steps)])
-    # What comes back in slices is added up in another order; which values do hangs on their times.
+    # Values read in slices are summed in another order; which values are sliced depends on measured
+    # times.
     is_sliced = any(getattr(rule, "slices", 0) > 1 for rule in planned.plan.decisions.rules)
     rel = 1e-6 if is_sliced else 0.0
     assert losses[0] == pytest.approx(losses[1], rel=rel, abs=0.0)
@@ -131,7 +132,7 @@ def test_losses_and_weights_are_those_of_the_unplanned_step(
     assert step.offload_file is not None
     before = step.offload_file.moved_bytes
     step(made()[1])
-    # The first step fetches no state: there is none yet.
+    # The first step fetches no state, because there is none yet.
     assert step.offload_file.moved_bytes - before == moved
     assert list(folder.iterdir()) == []
 

@@ -159,7 +159,7 @@ def test_every_optimizer_gives_the_same_bits_within_the_predicted_bytes(
         said = told(planned, rules(lead)).predicted.memory_bytes.value
         measured = ours.receipt().measured.memory_bytes
         assert measured is not None
-        # The loss of the step before, of which torch keeps the tangent.
+        # The loss of the previous step, whose tangent torch keeps.
         assert abs(said - measured) <= 4
         near = resident_bytes(ours.live)
         assert near < resident_bytes(theirs.live) - LAYERS * 256 * 256 * 4
@@ -278,7 +278,7 @@ def test_offloaded_state_is_marked_and_can_be_fetched(
         step(x)
     with pytest.raises(Mismatch, match="offload memory"):
         optimizer.state[weight]["exp_avg"]
-    # Another state, as one that was saved.
+    # Another state, as if it came from a saved checkpoint.
     kept = copy.deepcopy(optimizer_of(theirs).state_dict())
     for step in (ours, theirs):
         step(x)

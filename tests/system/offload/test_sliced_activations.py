@@ -31,7 +31,7 @@ from steelyard.trades.recompute import recomputable, with_copies
 from tests.harness import Outcome, Trial, costs_of, floor_bytes, in_a_hurry, predicted_above
 
 pytestmark = pytest.mark.xdist_group("far")
-# All parameters at once, so that nothing of theirs can be moved and what is left is values.
+# The optimizer updates all parameters at once, so none can be offloaded, and only values are left.
 SGD = partial(torch.optim.SGD, lr=1e-2, foreach=True)
 
 
@@ -102,7 +102,7 @@ LAYERS = {"linear": nn.Linear, "no bias": bare, "turned": Turned}
 def test_sliced_products_are_accumulated(name: str, shape: tuple[int, ...]) -> None:
     tried = tower(LAYERS[name], *shape)
     chosen = able(tried.plain)
-    # What two layers read of the norm, and what is dropped.
+    # Two layers read the first value, the output of the norm; the other is the result of dropout.
     assert len(chosen) == 2
     program = with_transfers(tried.plain, dict.fromkeys(chosen, (1, 1)), dict.fromkeys(chosen, 5))
     products = [n for n in program.graph.nodes if n.is_fetch_matmul]
@@ -115,7 +115,8 @@ def test_sliced_products_are_accumulated(name: str, shape: tuple[int, ...]) -> N
     assert not any(f"{value}.fetched" in names for value in chosen)
 
 
-# Rows fewer than a slice, one more or less than two of them, a last slice of one.
+# The cases cover fewer rows than a slice, one more or one less than two slices, and a last slice of
+# one row.
 @pytest.mark.parametrize(
     ("rows", "count"), [(1, 4), (63, 2), (64, 9), (129, 2), (257, 4), (577, 3)]
 )
@@ -127,7 +128,7 @@ def test_slices_need_not_divide_the_rows(rows: int, count: int) -> None:
     outcome = tried.run(program)
     assert_close(outcome, tried.run(tried.plain))
     assert outcome.peak_bytes == predicted_above(program, costs_of(program.graph))
-    # Never more than all of it, be it one slice.
+    # The slices never hold more than the whole value, even if there is only one.
     begun = [n for n in program.graph.nodes if n.is_slicing]
     assert len(begun) == 3
     for node in begun:
@@ -257,14 +258,14 @@ def test_training_is_unchanged_and_memory_is_as_predicted(
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-7), name
     measured = step.receipt().measured.memory_bytes
     assert measured is not None
-    # The loss of the step before, of which torch keeps the tangent.
+    # The loss of the previous step, whose tangent torch keeps.
     assert abs(fitting.predicted.memory_bytes.value - measured) <= 4
     assert step.offload_file is not None
     before = step.offload_file.moved_bytes
     step(x)
     plain(x)
     assert fitting.predicted.communication_bytes.value == step.offload_file.moved_bytes - before
-    # Of another length, with fewer rows and slices.
+    # The batch has another length, with fewer rows and slices.
     assert float(step(x[:, :130])) == pytest.approx(float(plain(x[:, :130])), rel=1e-6)
     assert not any(Path(offload_memory.folder).iterdir())
 

@@ -47,7 +47,7 @@ from tests.system.offload.test_parameters import look_at, states_offered
 pytestmark = pytest.mark.xdist_group("states")
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 WHATS = ("gradient", "optimizer", "weight")
-# Of one layer each: what it computes is cut nowhere.
+# Each parameter belongs to one layer, whose computation is not sliced.
 LAYERS = ("bare.weight", "biased.weight", "turned")
 
 
@@ -119,7 +119,7 @@ def pair(planned: sy.Planned, chosen: tuple[Rule, ...]) -> tuple[Step, Step, Ten
 def assert_as_said(planned: sy.Planned, step: Step) -> None:
     measured = step.receipt().measured.memory_bytes
     assert measured is not None
-    # The loss of the step before, of which torch keeps the tangent.
+    # The loss of the previous step, whose tangent torch keeps.
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
 
 
@@ -230,7 +230,7 @@ def test_sliced_updates_round_half_precision_as_before(offload_memory: sy.Offloa
         assert float(ours(x)) == pytest.approx(float(theirs(x)), rel=1e-2)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-2, atol=1e-3)
-    # Kernels of half precision work in memory of their own, of a slice in less than of the whole.
+    # Half-precision kernels allocate a workspace, which is smaller for a slice than for the whole.
     measured = ours.receipt().measured.memory_bytes
     assert measured is not None
     assert measured <= fitting.predicted.memory_bytes.value + 4 <= 1.03 * measured
@@ -290,7 +290,7 @@ def test_sliced_parameters_are_readable_writable_and_loadable_between_steps(
         with torch.no_grad():
             model.get_parameter("turned").mul_(0.5)
             bare = model.get_parameter("bare.weight")
-            bare.data = bare.data + 1.0  # other memory: what lies far is as it was before
+            bare.data = bare.data + 1.0  # a new storage: the offloaded value is unchanged
         step(x)
         assert model(x).shape == (8, 4, 128)
         model.load_state_dict(kept[0])
@@ -331,7 +331,7 @@ def test_hooks_are_refused_before_the_step_begins(
     for step in (ours, theirs):
         step(x)
     assert_close_weights(ours, theirs)
-    # Another parameter's are run.
+    # Hooks of another parameter run.
     ours.live.model.get_parameter("biased.bias").register_hook(lambda g: g * 0)
     ours(x)
     model, _ = made()
@@ -517,7 +517,7 @@ def test_a_layer_larger_than_the_budget_is_trained_within_it(
     measured = ours.receipt().measured.memory_bytes
     assert measured is not None
     assert measured <= least < 24 * MIB
-    # Without slices the layer is near four times.
+    # Without slices, the layer is resident four times.
     assert told(planned, tuple(replace(r, slices=0) for r in states_offered(planned)))
     whole = told(planned, tuple(replace(r, slices=0, lead=0) for r in states_offered(planned)))
     assert whole.predicted.memory_bytes.value > 64 * MIB
@@ -537,7 +537,8 @@ def test_slices_are_considered_where_all_of_a_parameter_is_offloaded(adam: sy.Pl
         assert degrees == ({5} if whats == set(WHATS) else {0} if whats else set())
 
 
-# Products with a bias and without, a head of its own, a cell that is called many times.
+# The models have products with and without a bias, a head of their own, and a cell that is called
+# many times.
 @pytest.mark.parametrize(("name", "parts"), [("mlp", 1), ("gpt", 2), ("lstm", 2)])
 def test_every_model_trains_alike_with_all_possible_slices(
     name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

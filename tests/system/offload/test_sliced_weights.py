@@ -139,7 +139,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class Case:
     between: Callable[[Any, Tensor], Tensor]
-    # The operators behind the first product that reads offload memory, in its slices.
+    # The operators behind the first product that reads offload memory, computed in its slices.
     inside: tuple[str, ...]
     shape: tuple[int, ...] = (24, WIDTH)
     bias: bool = True
@@ -289,7 +289,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         if a.grad is not None and b.grad is not None:
-            # A key's bias has a gradient of zero but for rounding.
+            # The gradient of a key's bias is zero up to rounding.
             assert (a.grad - b.grad).abs().max() <= 1e-5 * b.grad.abs().max() + 1e-9, name
 
 
@@ -312,7 +312,8 @@ def test_values_read_only_in_slices_are_never_whole(memory: OffloadFile) -> None
     assert [given.name for given in loop.body.gives] == ["mul"]
     value = 512 * INNER * 4
     plain, priced = (predicted_above(p, costs_of(p.graph)) for p in (before, program))
-    # Three values of which one is left, the room for slices and the slices of values beside it.
+    # One of three values is left, plus the buffers for slices and the slices of the values read
+    # with it.
     assert priced < plain - 2 * value + 2 * 2 * WIDTH * INNER // 8 * 4 + 3 * value // 8 + 4096
 
 
@@ -331,7 +332,8 @@ def test_a_frozen_transformer_is_trained_with_sliced_weights(
         parts = ("gate_proj.weight", "up_proj.weight", "down_proj.weight", "q_proj.weight")
         made = transformers.AutoModelForCausalLM
     elif name == "gpt2":
-        # Its weights lie the other way: forward a sum over slices, columns backward.
+        # GPT-2's weights are transposed: the forward pass sums over slices, the backward pass
+        # slices columns.
         config = transformers.GPT2Config(
             vocab_size=64, n_embd=64, n_layer=2, n_head=4, use_cache=False
         )
@@ -356,7 +358,7 @@ def test_a_frozen_transformer_is_trained_with_sliced_weights(
 
     before, constants, reads = captured(model, criterion, ids)
     program = OffloadState().rewrite(before, sliced(*names, slices=2), Whole(before.graph))
-    # Forward and backward; of Llama two weights each in one loop of the forward pass.
+    # One loop forward and one backward for each weight; in Llama, two weights share a forward loop.
     assert len(loops(program)) == (2 * len(names) - 2 if name == "llama" else 2 * len(names))
     ours = live(model, program, memory, batch=ids, constants=constants, reads=reads)
     theirs = LiveStep(twin, before, constants=constants, batch=ids, reads=reads)
@@ -401,7 +403,7 @@ def test_slices_are_chosen_by_their_prediction(latency: float, slices: int) -> N
     found = search.find(sy.Budget(memory="15 MiB"))
     (rule,) = (r for r in found.rules if r.parameter == "wide.weight")
     assert rule.slices == slices
-    # A budget below what those take is answered by the finest that there are.
+    # For a budget below that, the search takes the most slices that exist.
     tight = search.find(sy.Budget(memory="9 MiB"))
     (rule,) = (r for r in tight.rules if r.parameter == "wide.weight")
     assert rule.slices == 16
@@ -424,7 +426,7 @@ def test_a_sliced_loop_takes_the_sum_of_its_transfers_and_work() -> None:
         )
         costs = replace(plain, links={OFFLOAD_IN: link, OFFLOAD_OUT: link})
         assert step_seconds(program, costs).value == pytest.approx(others + expected)
-        # Each slice is asked for by the device itself.
+        # The device itself issues the fetch of each slice.
         busy = replace(link, call_seconds=0.5)
         costs = replace(plain, links={OFFLOAD_IN: busy, OFFLOAD_OUT: busy})
         assert step_seconds(program, costs).value == pytest.approx(others + expected + 4 * 0.5)

@@ -24,18 +24,19 @@ from tests.system.zoo.test_zoo import SLOW
 from tests.zoo import Case, reference
 
 _ROUNDING = 1e-12
-# Models that name a dtype themselves, and are no step in double precision.
+# Models that name a dtype themselves, so that they do not run in double precision.
 _AS_THEY_COME = frozenset({
     "edge_complex_layers", "edge_int_and_bool_inputs", "edge_label_smoothing", "edge_distillation",
     "edge_method_loss", "edge_autocast_nested", "edge_bf16_model",
 })  # fmt: skip
-# Random numbers in the backward pass, or an operator of which nobody knows that it draws none.
+# Their backward pass draws random numbers, or has an operator that might.
 _REFUSED = frozenset({"edge_autograd_function", "hf_olmoe"})
-# Hooks of parameters run at the end of a backward pass: a pipeline refuses them.
+# Hooks of parameters run at the end of a backward pass, so a pipeline refuses them.
 _HOOKED = frozenset({"edge_tensor_hook", "edge_post_accumulate_hook"})
-# So many single cuts of a model, evenly over its modules, and one into many stages.
+# The number of single cuts of a model, spread over its modules; one more cut makes many stages.
 _MOST_CUTS = 2
-# One of each kind: encoder and decoder, experts, state space, recurrent, convolutions; and idioms.
+# One model of each kind: encoder and decoder, experts, state space, recurrent, convolutional; and
+# idioms.
 _KINDS = frozenset({
     "gpt", "resnet_bn", "lstm", "moe", "hf_t5", "hf_llama", "hf_mixtral", "hf_mamba2", "hf_clip",
     "hf_olmoe", "edge_tied_three_ways", "edge_tied_transposed", "edge_module_called_twice",
@@ -161,7 +162,7 @@ def _gap(expected: Any, actual: Any) -> float:
     return worst
 
 
-# --- what lies where ------------------------------------------------------------------------------
+# --- the tensors of each stage --------------------------------------------------------------------
 
 
 def _stages_of_gpt() -> PipelineStages:
@@ -191,7 +192,7 @@ def test_input_and_weight_gradients_together_are_the_backward_pass() -> None:
     for stage in _stages_of_gpt().stages:
         parts = (stage.back_to_inputs, stage.back_to_weights)
         assert sum(part.flops for part in parts) == stage.backward.flops
-        # Nothing waits for what the first stage makes of its inputs.
+        # Nothing needs the gradient of the first stage's inputs.
         assert (stage.back_to_inputs.flops > 0) == (stage.index > 0)
         assert (stage.back_to_weights.flops > 0) == (stage.index > 0)
         for part in (stage.forward, stage.backward, *parts):

@@ -155,7 +155,7 @@ def test_the_plan_fits_the_device_and_lists_refused_trades(planned: PlannedForCl
     said = str(planned)
     assert "8 ranks" in said
     assert "layouts on 8 devices is predicted to be more than" in said
-    # Another layout is a few percent slower by declared rates that may be off by half.
+    # Another layout is a few percent slower, which is within the uncertainty of declared rates.
     assert "not distinguishable from data 4 x pipeline 2" in " ".join(said.split())
     assert "no published step was compared with them" in said
     assert "is not searched for declared clusters" in planned.why_not("chunk")
@@ -254,7 +254,8 @@ def test_host_memory_lets_a_model_fit_fewer_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both kinds of what may lie there; plans say so, and read back."""
-    # All that this model's optimizer keeps is less than three pieces.
+    # The whole optimizer state of this model is smaller than three pieces, so pieces are made
+    # smaller.
     monkeypatch.setattr(deep, "OFFLOAD_PIECE_BYTES", 1 << 10)
     behind = DeclaredClusterPlanner(request=_request(cluster=_cluster(memory="5 MiB", more=_HOST)))
     alone = DeclaredClusterPlanner(request=_request(cluster=_cluster(memory="5 MiB")))
@@ -326,7 +327,7 @@ def test_minimize_devices_finds_the_smallest_number(where: DeclaredClusterPlanne
     for fewer in range(1, ranks):
         with pytest.raises(Infeasible):
             where.best(sy.Budget(), fewer)
-    # A step time asks for more of them.
+    # A bound on the step time needs more devices.
     seconds = fewest.predicted.step_seconds.value
     quicker = plan_for_cluster(where, sy.Budget(step_time=seconds * 0.9), "devices")  # type: ignore[arg-type]
     assert int(quicker.plan.fewest.split()[0]) > ranks
@@ -411,7 +412,7 @@ def test_scaling_is_compared_with_two_scaling_laws(where: DeclaredClusterPlanner
         assert point.grown_batch is not None
         assert point.same_batch.samples == 16
         assert point.grown_batch.samples == 16 * point.devices
-        # As many hours as a step has seconds, for 3,600 steps; 2 USD for each hour of a device.
+        # 3,600 steps take as many hours as one step takes seconds; an hour of a device costs 2 USD.
         assert point.same_batch.hours == pytest.approx(point.same_batch.step_seconds)
         assert point.same_batch.usd == pytest.approx(2 * point.devices * point.same_batch.hours)
     said = plain(rendered(found, width=100))
@@ -482,7 +483,7 @@ def test_a_measured_run_of_a_declared_plan_is_marked(tmp_path: Path, is_read_bac
     assert "  measured*  " in text
     assert json_of(tree)["stands_in"] == receipt.measured.stands_in
     assert "measured*: on " in to_html(tree)
-    # What is kept beside the plan file says so, too.
+    # The prediction file beside the plan file says so, too.
     write_plan(tmp_path / "q.plan.toml", receipt.plan)
     write_explanation(tmp_path / "q.plan.toml", receipt.plan, receipt.measured)
     found = read_plan(tmp_path / "q.plan.toml")

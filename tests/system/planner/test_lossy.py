@@ -282,7 +282,7 @@ def test_a_lossy_plan_file_is_probed_again_when_loaded(planned: sy.Planned, tmp_
     assert sorted(again.plan.decisions.rules) == sorted(planned.plan.decisions.rules)
     assert again.plan.predicted.peak.nbytes == planned.plan.predicted.peak.nbytes
     assert again.predicted.accuracy_loss == planned.predicted.accuracy_loss
-    # Without an optimizer nobody knows, and it is not said to be exact.
+    # Without an optimizer the loss is unknown, and the plan does not claim to be exact.
     blind = sy.load(path, model, loss, x)
     assert blind.predicted.accuracy_loss == "unknown"
     assert any("is not known" in note for note in blind.plan.notes)
@@ -452,7 +452,7 @@ def test_a_lossy_plan_from_the_command_line(
 @pytest.mark.parametrize(
     ("drifts", "steps", "is_kept"),
     [
-        # Clearly inside, clearly outside, and three that ten steps leave open.
+        # Clearly inside the budget, clearly outside, and three cases that ten steps do not decide.
         ([0.01] * 10, 10, True),
         ([0.01] * 9 + [0.06], 10, False),
         ([0.01] * 9 + [0.046] + [0.046] * 20, 30, False),

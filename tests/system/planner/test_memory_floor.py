@@ -59,7 +59,7 @@ def test_no_plan_of_a_model_is_below_the_memory_floor(
     floor = Floor.of(program)
     assert floor.least_bytes(offload_bytes=room) <= least
     if not room:
-        # And it is no idle bound: weights, gradients and state are most of so small a step.
+        # The bound is not trivial: weights, gradients and state are most of such a small step.
         assert floor.least_bytes() > 0.5 * least
 
 

@@ -24,7 +24,7 @@ from tests.zoo.workers import on_its_worker
 pytestmark = pytest.mark.slow
 
 
-# Random masks, statistics of BatchNorm, two stacks of blocks, tied weights.
+# The models have random masks, BatchNorm statistics, two stacks of blocks, and tied weights.
 @pytest.mark.parametrize(
     "name", [on_its_worker(name) for name in ("gpt", "resnet_bn", "hf_t5", "hf_gpt2")]
 )
@@ -48,7 +48,8 @@ def test_plans_compute_the_eager_results_within_the_predicted_memory(name: str) 
     assert seconds[0] > seconds[-1]
 
 
-# The first has an operator whose large result alone is worth keeping, read by a copy otherwise.
+# In the first model it is worth keeping only the large result of one operator; otherwise a
+# recomputed copy reads it.
 @pytest.mark.parametrize("name", [on_its_worker(name) for name in ("convnet_bn", "resnet_bn")])
 def test_no_value_is_recomputed_that_could_be_kept(name: str) -> None:
     trial = trial_of(name)

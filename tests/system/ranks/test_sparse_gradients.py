@@ -39,7 +39,8 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def _planned(folder: Path, monkeypatch: pytest.MonkeyPatch, words: int) -> sy.Planned:
     monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
-    # Messages are as slow and no memory is shared: stages, which send none of the table, lose.
+    # Messages are as slow as elsewhere and there is no shared memory, so that pipeline stages,
+    # which do not send the table, are slower.
     link = {**LINK, "rate": 4e7, "hand rate": 4e7, "slot rate": 1e-12}
     CostCache().write_rates(context_of(2), link)
     torch.manual_seed(0)
@@ -52,8 +53,8 @@ def test_few_rows_of_a_large_embedding_are_sent_as_sparse_gradients(
 ) -> None:
     plan = _planned(tmp_path, monkeypatch, 25_000)
     (taken,) = (t for t in plan.plan.taken if t.trade == "sparse_gradients")
-    # An all-reduce of 6.4 MB takes 160 ms there, and the rows 28: much less than what a second rank
-    # computes in place of the first, which is 60 ms of 120 on a quick machine.
+    # An all-reduce of 6.4 MB takes 160 ms on this link, and its used rows 28 ms. The gain is much
+    # more than what a second rank saves by computing a part: 60 ms of 120 on a fast machine.
     assert taken.buys_seconds > 0.1
     assert taken.rules[0].parameter == "words.weight"
     assert plan.predicted.accuracy_loss == "exact"

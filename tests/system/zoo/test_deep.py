@@ -23,7 +23,7 @@ from tests.zoo.hf import _RECIPES, ModelLoss
 from tests.zoo.own import GPT
 
 LAYERS = 8
-# The fewest that are cut: for models that are dear to trace whole.
+# The fewest layers that are cut, for models that take long to trace whole.
 FEWEST = 6
 on_one_worker = pytest.mark.xdist_group("deep")
 
@@ -117,7 +117,7 @@ def test_a_graph_expanded_from_three_blocks_equals_the_full_trace(name: str) -> 
     assert not whole.is_grown
     assert planned.graph.problems() == []
     expected, actual = shape_of(whole.graph), shape_of(planned.graph)
-    # A whole trace may find more runs inside of others; those that were grown must be among them.
+    # A whole trace may find more runs inside others; the grown runs must be among them.
     assert set(actual["runs"]) <= {*expected["runs"], *((p, *s) for p, s in stretches.items())}
     grown = {r.prefix: (r.first, r.count) for r in planned.graph.runs}
     assert {p: grown.get(p) for p in stretches} == stretches
@@ -164,7 +164,7 @@ def test_a_step_to_be_run_is_traced_in_full() -> None:
     assert not source.whole().captured().is_grown
 
 
-# --- what looks alike and is not ------------------------------------------------------------------
+# --- blocks that look equal but are not -----------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -429,7 +429,7 @@ def test_blocks_that_only_look_alike_are_traced_in_full(name: str) -> None:
     sample = UNLIKE[name]()
     planned = source_of(sample, for_planning=True).captured()
     if not planned.is_grown:
-        return  # then it is the whole trace
+        return  # the graph is the whole trace
     whole = source_of(sample).captured().graph
     expected, actual = shape_of(whole), shape_of(planned.graph)
     for what in ("fingerprint", "nodes", "flops", "peak", "resident", "gradients", "signatures"):
@@ -459,7 +459,8 @@ def test_seventy_billion_parameters_are_planned_from_three_blocks_without_memory
     assert {(r.prefix, r.count) for r in graph.runs} >= {("model.layers", 80)}
     trained = [o.target for o in graph.outputs if o.kind is OutputKind.GRADIENT]
     assert sorted(trained) == sorted(f"parameter:{n}" for n, _ in model.named_parameters())
-    # Six for each parameter of a matrix and token (one product ahead, two back), and attention.
+    # Six FLOPs for each matrix element and token (one product forward, two backward), and
+    # attention.
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1) - 128256 * 8192
     attention = 80 * 2 * 2 * 4096 * 4096 * 8192
     assert graph.flops == pytest.approx(6 * matrices * 4096 + 3.5 * attention, rel=0.01)

@@ -72,9 +72,9 @@ def new_fakes() -> Callable[[], list[Any]]:
     known = {id(x) for x in before}
 
     def new() -> list[Any]:
-        assert len(before) == len(known)  # and so held: no identity is used twice
+        assert len(before) == len(known)  # the known objects are still alive, so no id is reused
         found: list[Any] = []
-        for _ in range(3):  # what a finaliser lets go of is found by the next round
+        for _ in range(3):  # the next round finds what finalisers have released
             found.clear()
             gc.collect()
             found += (x for x in fakes() if id(x) not in known)
@@ -102,7 +102,7 @@ def test_planning_twice_gives_the_same_graph() -> None:
     assert first.outputs == second.outputs
 
 
-# --- where planning ends early --------------------------------------------------------------------
+# --- planning that fails early --------------------------------------------------------------------
 
 
 class Once(nn.Module):
@@ -152,7 +152,7 @@ def test_aborted_planning_leaves_no_trace(effect: Any, error: Any) -> None:
         plan_everything((model, square_loss, batch))
     assert_untouched(before, model)
     assert not hasattr(model, "last")
-    # Unrelated code is not swallowed by a fake mode that stayed on.
+    # No fake mode is left active that would affect unrelated code.
     assert type(torch.ones(2)) is Tensor
     model.__dict__["effect"] = lambda model, x: x
     model(batch["x"]).sum().backward()
@@ -177,7 +177,7 @@ def test_an_interruption_while_dynamo_traces_leaves_no_trace(
     assert source_of((model, loss, batch)).captured().graph.problems() == []
 
 
-# --- caches of the user's -------------------------------------------------------------------------
+# --- caches of the user ---------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1)
@@ -232,14 +232,15 @@ def test_caches_hold_no_fake_tensors_afterwards(
         cache(5)
     model = WithCache(cache)
     batch = {"x": torch.randn(4, 8)}
-    # It may be refused (a cache that fills is a side effect), but it may not be spoiled.
+    # The capture may be refused (filling a cache is a side effect), but the model must not be
+    # damaged.
     with contextlib.suppress(CaptureRefused):
         source_of((model, square_loss, batch)).captured()
     assert new_fakes() == []
     assert type(cache(8)) is Tensor
     square_loss(model, batch).backward()
     assert model.layer.weight.grad is not None
-    # What was filled by a real pass is a constant of the step.
+    # The cache that a real pass filled is a constant of the step.
     captured = source_of((model, square_loss, batch)).captured()
     assert captured.graph.problems() == []
 

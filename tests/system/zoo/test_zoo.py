@@ -25,7 +25,7 @@ from tests.support.stepping import (
 )
 from tests.zoo import Case
 
-# Named where the reason is known; everything else is equal to the bit.
+# Cases that are not bitwise equal to eager PyTorch, with the reason.
 _RECURRENT = (
     "the graph unrolls what eager runs in one kernel, whose matrix products are summed in another "
     "order"
@@ -42,8 +42,8 @@ WITHIN_ROUNDING = {
 }
 _ROUNDING = 1e-6
 
-# The long tail of one family, and what takes longest; the architectures that are promised by name
-# and every edge case run always.
+# Further variants of one family, and the slowest cases. The documented architectures and every edge
+# case always run.
 SLOW = frozenset(
     f"hf_{name}"
     for name in (
@@ -62,7 +62,7 @@ def _marked(cases: tuple[Case, ...]) -> list[object]:
     ]
 
 
-# torch says so of the eager step, and as an error it would end that too.
+# torch gives this warning in the eager step; as an error it would end that step too.
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("case", _marked(zoo.CASES))
 def test_a_step_equals_plain_pytorch_and_its_peak_is_predicted(

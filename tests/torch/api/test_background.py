@@ -78,7 +78,7 @@ def test_the_background_process_ends_when_its_parent_is_gone() -> None:
     until = time.monotonic() + 20
     while time.monotonic() < until:
         state = _state(pid)
-        if state in ("", "Z"):  # gone, or nobody here reaps it
+        if state in ("", "Z"):  # the process is gone, or a zombie that nothing reaps here
             return
         time.sleep(0.05)
     raise AssertionError("it still runs")

@@ -79,7 +79,7 @@ def test_a_scheduled_profiler_gets_all_of_its_cycles(
     """A second profiler in the warm-up of a first ends the process."""
     counts: list[int] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that events of earlier cycles are gone
+        warnings.simplefilter("ignore")  # torch warns that events of earlier cycles are dropped
         with profiled(
             schedule=schedule(wait=wait, warmup=1, active=2, repeat=2),
             on_trace_ready=lambda seen: counts.append(len(seen.events())),

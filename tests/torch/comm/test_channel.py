@@ -29,7 +29,7 @@ def test_late_messages_are_released_before_the_step_continues(
     gloos: list[torch.Tensor] = []
 
     def arriving(x: torch.Tensor) -> torch.Tensor:
-        # As gloo does, what keeps it for a backward pass holds it beyond Python's reach.
+        # As in gloo, the backward pass keeps a reference that Python does not see.
         gloos.append(x * torch.ones(4, requires_grad=True))
         time.sleep(1.1)
         threading.Timer(0.01, gloos.clear).start()
@@ -53,7 +53,7 @@ def test_threads_that_listen_for_gloo_take_turns(
     def tell(task: int, policy: int, _: object) -> None:
         told.append((task, policy))
         if task == 12:
-            raise ProcessLookupError  # it ended
+            raise ProcessLookupError  # the thread has ended
 
     monkeypatch.setattr(turns.os, "sched_setscheduler", tell)
     turns.take_turns()
@@ -82,7 +82,7 @@ def test_a_rank_yields_less_often_the_longer_others_take(
         monkeypatch.setattr(turns, "give_way", give)
         give_way = turns.ThreadScheduling()
         while now[0] < 30:
-            now[0] += 1e-5  # a short operator
+            now[0] += 1e-5  # the time of a short operator
             give_way()
         assert taken[0] <= share * now[0]
         assert len(calls) >= 6
@@ -121,7 +121,7 @@ def test_counters_are_read_of_connections_only_without_closing_them() -> None:
         rest = {s.fileno() for s in (listening, unused, local, other)}
         assert asked.isdisjoint(rest)
         theirs.close()
-        told.at_once()  # one of them is gone
+        told.at_once()  # one of the two is gone
         del told
         assert ours.getpeername()
         for one in (ours, local, other):

@@ -17,7 +17,7 @@ from steelyard.measure.cache import CostCache
 
 @pytest.fixture(autouse=True)
 def _in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nothing here is about how well a link is known.
+    # These tests do not depend on the precision of the measurement.
     monkeypatch.setattr(measure, "_SECONDS", 0.05)
     monkeypatch.setattr(measure, "_ROUNDS", 1)
 

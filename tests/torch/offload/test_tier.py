@@ -32,7 +32,7 @@ FAST = "100 GB/s"
     [
         torch.randn(3, 5),
         torch.randn(1 << 19),  # two pieces
-        torch.randn((1 << 18) + 3),  # a piece and a bit
+        torch.randn((1 << 18) + 3),  # slightly more than one piece
         torch.randn(64, 48).t(),
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randint(0, 2, (77,), dtype=torch.bool),
@@ -205,7 +205,7 @@ def test_a_file_closed_midway_touches_no_other_file(tmp_path: Path) -> None:
     slots = Slots.of(memory, [x.nbytes])
     first, second = slots.send(0, x), slots.send(0, x)
     memory.close()
-    others = [(tmp_path / f"other{n}").open("wb+") for n in range(4)]  # would take its numbers
+    others = [(tmp_path / f"other{n}").open("wb+") for n in range(4)]  # would reuse its descriptors
     for transfer in (first, second):
         with pytest.raises(CancelledError):
             transfer.result(timeout=60)

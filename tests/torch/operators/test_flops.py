@@ -131,7 +131,7 @@ def test_products_are_priced_in_the_format_of_their_operands() -> None:
     assert format_of_call(([torch.ones(2, dtype=torch.complex64)],)) == "float32"
 
 
-# --- a mixture of experts, beside the closed form
+# --- a mixture of experts, compared with the closed form
 
 LENGTH = 128
 

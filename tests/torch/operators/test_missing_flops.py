@@ -35,7 +35,7 @@ def test_products_have_a_formula(name: str) -> None:
     assert formula_of(getattr(packet, packet.overloads()[0])) is not None
 
 
-# --- an operator that nobody knows
+# --- an unknown operator
 
 _LIBRARY = torch.library.Library("steelyard_tests", "FRAGMENT")
 _LIBRARY.define("mixed(Tensor x, Tensor w) -> Tensor")

@@ -35,7 +35,8 @@ def test_statistics_of_pieces_give_those_of_the_whole(
     shape: tuple[int, ...], ranks: int, is_affine: bool
 ) -> None:
     torch.manual_seed(0)
-    # Far from zero, and each share somewhere else: what is between ranks counts too.
+    # The values are far from zero, and each share has another mean, so that the variance between
+    # ranks counts too.
     x = torch.randn(shape, dtype=torch.float64) + torch.arange(12.0).view(
         -1, *[1] * (len(shape) - 1)
     )

@@ -161,7 +161,7 @@ def test_warm_up_is_exact_and_a_fallback_leaves_no_residual(
 
     exact = _exact(source)
     for found in _on_each(source, "ternary", 2, work, warm_up=1):
-        # int8 and bfloat16 hold nothing back, so that nothing is given up for them.
+        # int8 and bfloat16 have no residual, so no residual is given up for them.
         assert [rung for rung, _ in found] == [3, 0, 0, 1, 1, 1, 1]
         apart = [_apart(gradients, exact) for _, gradients in found]
         assert apart[0] < 1e-5

@@ -99,7 +99,7 @@ def test_a_slow_first_host_is_stored_like_any_other(
     ("speeds", "each", "planner"),
     [
         ((1.0, 1.0), 1, 0),
-        ((1.0, 1.1), 1, 0),  # alike
+        ((1.0, 1.1), 1, 0),  # equal within the noise
         ((0.5, 1.0), 1, 1),
         ((0.5, 0.9, 1.0), 1, 2),
         ((1.0, 0.5), 1, 0),
@@ -171,8 +171,8 @@ def test_measurements_of_a_slow_first_host_do_not_replace_those_of_the_fastest(
         ((1.2e-4, 1.2e-1), True),
         ((1e-4, 1.3e-1), False),  # a third slower
         ((1e-4, 0.7e-1), False),
-        ((5e-3, 1e-1), False),  # as quick, and further away
-        ((4e-4, 1e-1), True),  # what any two are off each other
+        ((5e-3, 1e-1), False),  # as fast, but with a higher latency
+        ((4e-4, 1e-1), True),  # the difference of any two measurements
     ],
 )
 def test_a_changed_link_is_detected(now: tuple[float, float], is_same: bool) -> None:
@@ -214,7 +214,7 @@ def test_links_within_a_host_are_stored_separately(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     near = Link(kind="", latency_seconds=1e-5, bytes_per_second=1e9)
     among = {f"near {name}": seconds for name, seconds in said_of(near, 3).items()}
-    # The fastest of a host stands for it: the second host is half as fast.
+    # The fastest rank of a host represents it: the second host is half as fast.
     products = (1.3e-3, 1e-3, 1e-3, 2e-3, 3e-3, 2e-3)
     said = [{**said_of(LINK, 6), **among, "product": product} for product in products]
     names = ["a"] * 3 + ["b"] * 3
@@ -247,7 +247,7 @@ def test_cores_are_restricted_to_a_rank_only_while_it_measures() -> None:
     ("places", "cores", "said"),
     [
         ((0, 0, 1, 1), ({0}, {0}, {0}, {0}), "rank 1 is local rank 0 of its host"),
-        # A part of a part would be less than each was given.
+        # A rank would get fewer cores than it was given, because its part would be divided again.
         ((0, 1, 0, 1), ({0, 1}, {0, 1}, {0}, {1}), "rank 3 may use different cores than rank 2"),
     ],
 )
@@ -358,7 +358,7 @@ def _packed(text: bytes) -> str:
         ("1", base64.b64encode(b"nothing packed").decode()),
         ("1", _packed(b"a plan")[:12]),
         ("1", _packed(b"\xff\xfe")),
-        # Unpacked a thousand times as large as it comes.
+        # The packed text is small, and a thousand times as large when unpacked.
         ("1", _packed(bytes(2 << 20))),
     ],
 )
@@ -555,7 +555,7 @@ class _OneOfTwo:
 
     def most(self, number: int) -> int:
         self._unseen.append(number)
-        if self.saves:  # the other looks meanwhile
+        if self.saves:  # the other process reads meanwhile
             self.meanwhile()
         return max(self._unseen)
 
@@ -635,7 +635,8 @@ def test_the_host_behind_a_slow_link_is_found_among_three(tmp_path: Path, slow: 
     assert two.handing is not None
     assert two.link.bytes_per_second == pytest.approx(119e6)
     assert two.handing.bytes_per_second == pytest.approx(119e6)
-    # As if these two had met by themselves, so that a run need not measure them again.
+    # The costs are cached as if these two hosts had met alone, so that a run need not measure
+    # again.
     names = [name for n, name in enumerate("abc") if n != slow]
     assert remembered_probe(names, hosts=2, cache=cache) == (1e-4, 1e-3)
     alone = measured_ranks(2, hosts=2, cache=cache)
@@ -650,7 +651,7 @@ def test_equally_connected_hosts_are_taken_in_order(tmp_path: Path) -> None:
     remember_hosts(said, ["a", "b", "c"], hosts=3, session=LOOK, joins=joins, cache=cache)
     measured = measured_ranks(3, hosts=3, cache=cache)
     assert measured.subsets == {}
-    # Two of them can be predicted for, and measure when they meet by themselves.
+    # Plans for two of the hosts can be predicted, and the hosts measure when they meet alone.
     assert measured_ranks(2, hosts=2, cache=cache).link == measured.link
     assert remembered_probe(["a", "b"], hosts=2, cache=cache) is None
 
@@ -686,7 +687,7 @@ def test_a_plan_uses_the_two_well_connected_hosts_and_names_the_third(
         planned.save(tmp_path / "three.plan.toml")
         loaded = sy.load(tmp_path / "three.plan.toml", model, loss, batch)
     assert loaded.plan.decisions == decisions
-    # Predicted on the two that it lies on.
+    # The prediction is for the two hosts that the plan uses.
     assert loaded.predicted.communication_bytes == planned.predicted.communication_bytes
     assert loaded.predicted.communication_seconds.value == pytest.approx(
         planned.predicted.communication_seconds.value

@@ -37,7 +37,7 @@ def test_every_row_has_its_devices_and_was_measured(table: Callable[[], list[Row
     for row in table():
         assert row.layout.num_ranks <= row.cluster.num_devices
         assert row.step_seconds > 0
-        # None computes faster than its devices can.
+        # No step computes faster than the peak rate of its devices.
         assert row.rate < row.cluster.device.flops_in("float16")
 
 
@@ -55,7 +55,7 @@ def test_presets_contain_the_recorded_fits() -> None:
     assert said == found.keys()
 
 
-# What half of their tables gives, rounded; benchmarks/published/all.py fits it.
+# The efficiency that half of their tables gives, rounded; benchmarks/published/all.py fits it.
 _KNOWN = (
     pytest.param(
         megatron_rows,
@@ -119,7 +119,7 @@ def test_recorded_steps_match_their_tables_and_held_out_steps_were_not_fitted() 
     assert {step.role for step in recorded.values()} == {"fitted", "scored"}
 
 
-# One of each software, and of each kind of layout.
+# One step of each software and of each kind of layout.
 _PREDICTED_ANEW = (
     "GPT-1.7B on 48",
     "Llama-3.1-8B on 128, compiled",

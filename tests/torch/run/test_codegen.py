@@ -66,7 +66,7 @@ def test_views_that_change_nothing_are_not_called() -> None:
     assert any(node.op == "aten.expand.default" for node in program.graph.nodes)
     assert any(node.op == "aten.view.default" for node in program.graph.nodes)
     source = emit(program).source
-    assert "expand_" not in source  # each is to the shape that is there already
+    assert "expand_" not in source  # the value already has the shape
     assert "view_" in source
 
 
@@ -82,7 +82,7 @@ def test_computation_yields_only_while_a_transfer_is_pending() -> None:
         )
         return emit(program, channels=channels).source.splitlines()
 
-    assert not any("give_way" in line for line in lines())  # each is waited for at once
+    assert not any("give_way" in line for line in lines())  # each exchange is waited for at once
     underway: set[str] = set()
     late = lines(OverlapRule(window=2))
     turns = 0

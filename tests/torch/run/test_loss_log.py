@@ -48,7 +48,8 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     path = tmp_path / "train.losses.jsonl"
     assert losses_path(plan) == path
     first = run(plan, steps=4, checkpoint=saved, resume=False)
-    # As if it had been killed in the middle of step 7, with the checkpoint of step 4 on the disk.
+    # The file is as if the run had been killed in step 7, with the checkpoint of step 4 on the
+    # disk.
     with path.open("a") as file:
         file.write('{"step": 5, "loss": 9.0}\n{"step": 6, "loss": 9.0}\n{"step": 7, "lo')
     second = run(plan, steps=6, checkpoint=saved, resume=True)

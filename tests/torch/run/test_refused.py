@@ -178,7 +178,7 @@ def test_torch_compile_elsewhere_does_not_change_the_step(monkeypatch: pytest.Mo
     model, batch = nn.Linear(4, 4), {"x": torch.randn(6, 4)}
     step = live(model, square, batch)
     expected = step(batch)
-    # Which it does once in a process: maybe not in this test.
+    # Torch does this once in a process, so perhaps not in this test.
     for name in ("__init__", "__setstate__"):
         monkeypatch.setattr(nn.Module, name, partialmethod(getattr(nn.Module, name)))
     model.compile(backend="eager")

@@ -189,7 +189,7 @@ def with_hooks(model: nn.Module) -> list[tuple[str, str, bool]]:
 def test_hooks_of_parameters_run_as_often_and_in_the_order_of_plain_pytorch() -> None:
     (model, loss, batch), plain, batches = both("gpt")
     step = live(model, loss, batch, optimizer=ADAMW)
-    # After planning: hooks may come and go.
+    # The hooks are added after planning, which is allowed.
     ours, theirs = with_hooks(model), with_hooks(plain)
     other = ADAMW(plain.parameters())
     torch.manual_seed(2)

@@ -29,7 +29,7 @@ from tests.zoo.hf import _RECIPES
 
 WORDS, WIDTH = 1536, 16
 CHUNK = Chunk()
-# What kernels round their workspace up to.
+# Kernels round their workspace up to this size.
 _SMALL_CHANGE_BYTES = 64
 
 
@@ -47,7 +47,7 @@ class Scores(nn.Module):
 
 def ids(samples: int = 8, length: int = 48) -> Tensor:
     made = torch.randint(WORDS, (samples, length))
-    made[0, : length // 3] = -100  # as padding is
+    made[0, : length // 3] = -100  # as padding would be
     return made
 
 
@@ -187,7 +187,7 @@ def test_long_loops_are_measured_on_some_of_their_slices(
         assert not survey.unmeasured
         assert part.is_measured(node)
         assert part.workspace_bytes(node) == whole.workspace_bytes(node)
-        # What a slice or two took, as many times as it has rows for.
+        # The workspace of one slice or two, times the number of slices that have rows.
         (few,) = (n for n in shortest[-1].nodes if n.body is not None)
         assert few.body is not None
         assert few.body.rows < node.body.rows
@@ -263,7 +263,7 @@ def test_operators_outside_the_slices_are_recomputed_as_before() -> None:
     assert_same(trial.run(trial.plain), trial.run(both))
 
 
-# --- where there is nothing to slice --------------------------------------------------------------
+# --- steps in which nothing can be sliced ---------------------------------------------------------
 
 
 def compared(scores: Tensor, targets: Tensor) -> Tensor:
@@ -337,7 +337,7 @@ def test_an_impossible_rule_is_refused(rule: Rule, said: str) -> None:
         CHUNK.rewrite(trial.plain, (rule,), trial.source)
 
 
-# --- through the public names ---------------------------------------------------------------------
+# --- plans through the public API -----------------------------------------------------------------
 
 
 def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
@@ -353,7 +353,7 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
         return torch.optim.SGD(parameters, lr=0.1)
 
     torch.manual_seed(0)
-    batch = ids(1, 384)  # one sample: in parts instead, it may be found to be faster
+    batch = ids(1, 384)  # one sample: micro-batches could be faster otherwise
     model = Scores()
     unplanned = sy.plan(model, LOSSES["mean"], batch, optimizer=optimizer)
     half = unplanned.plan.unplanned.peak.nbytes // 2
@@ -378,7 +378,7 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
         expected.backward()  # type: ignore[no-untyped-call]  # torch's
         plain.step()
         assert step(batch).item() == pytest.approx(expected.item(), rel=1e-5)
-    # A batch of another shape has other rows, and perhaps one.
+    # A batch of another shape has another number of rows, perhaps only one.
     assert torch.isfinite(step(ids(4, 48)))
     assert torch.isfinite(step(torch.randint(WORDS, (1, 1))))
     (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "chunk")

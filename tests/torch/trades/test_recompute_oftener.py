@@ -17,7 +17,8 @@ from tests.harness import Outcome, Trial, costs_of, predicted_above
 
 pytestmark = pytest.mark.slow
 
-# Masks, statistics of BatchNorm, experts, two stacks, views and writes, draws, several results.
+# The models have masks, BatchNorm statistics, experts, two stacks, views, writes, random draws, and
+# several results.
 MODELS = (
     "gpt",
     "moe",
@@ -32,7 +33,7 @@ MODELS = (
     "edge_random_draws",
     "edge_sort",
 )
-# What kernels round their workspace up to.
+# Kernels round their workspace up to this size.
 _SMALL_CHANGE_BYTES = 64
 
 

@@ -102,14 +102,15 @@ def test_replica_groups_of_stages_can_shard_their_states() -> None:
     held = [shared.pipeline.held(rank) & shared.in_shares for rank in range(2)]
     whole = [sum(sizes[name] for name in names) for names in held]
     before, after = predict(without, costs(1e6)), predict(shared, costs(1e6))
-    # Half of each weight, and half of its gradient, in place of the gradient around a ring: as many
-    # bytes, of which gloo says less.
+    # Half of each weight and half of its gradient are sent in place of the gradient around a ring:
+    # as many bytes, with fewer headers of gloo.
     saved = before.metrics.communication_bytes.value - after.metrics.communication_bytes.value
     assert saved in [288 * len(names) for names in held]
     assert saved > 0
     seconds = [p.metrics.step_seconds.value for p in (before, after)]
     assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
-    # Of each weight half, and half of Adam's two moments; but for the passes the weight besides.
+    # A rank saves half of each weight and half of Adam's two moments; during the passes it holds
+    # the gathered weight.
     assert before.peak.nbytes - after.peak.nbytes >= min(whole) // 2
     assert any(h.what == "gathered weights" for h in after.peak.alive)
 
@@ -131,7 +132,7 @@ def test_states_are_sharded_where_memory_is_short() -> None:
     assert "shard_states" in trades_of(found)
     (taken,) = (taken for taken in found.taken if taken.trade == "shard_states")
     assert taken.buys_bytes > 0
-    # As much is sent as gradients around a ring would.
+    # As many bytes are sent as for gradients around a ring.
     assert taken.pays_seconds == pytest.approx(0, abs=1e-9)
     assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
 
@@ -157,7 +158,7 @@ def test_the_ranks_of_a_stage_can_be_tensor_parallel() -> None:
         assert sum(bool(n.collective) for n in both) == sum(
             bool(n.collective) for n in split.backward.nodes
         )
-    # Each rank's part of a weight is a part of its gradient, and of what the optimizer keeps.
+    # Each rank holds a part of a weight, of its gradient, and of the optimizer state.
     whole = predict(stages_alone := applied(*rules), costs())
     part = predict(partition, costs())
     assert part.peak.resident_bytes < 0.9 * whole.peak.resident_bytes
@@ -179,7 +180,7 @@ def test_slow_exchanges_within_a_stage_are_waited_for() -> None:
     before, after = (predict(program, c).metrics for c in (fast, slow))
     assert before.computation_seconds.value == pytest.approx(after.computation_seconds.value)
     assert before.communication_bytes == after.communication_bytes
-    # Of one stage at least the half, of four micro-batches.
+    # At least half of one stage's exchanges are exposed, in each of four micro-batches.
     assert after.step_seconds.value - before.step_seconds.value > 4 * sent / 2 / 1e4
 
 
@@ -236,7 +237,7 @@ def test_pipelining_is_chosen_where_the_link_is_too_slow_for_gradients() -> None
     labels = {refusal.label for refusal in found.refused}
     assert {"among 2 ranks", "sharded over 2 ranks"} <= labels
     assert any(label.endswith("on 2 ranks") and "F1B" in label for label in labels)
-    # Two ranks are too few for stages of several.
+    # Two ranks are too few for stages of several ranks.
     assert not any("share tensors" in label for label in labels)
 
 
@@ -309,7 +310,7 @@ def test_the_leanest_of_indistinguishable_schedules_is_chosen_unless_time_is_bou
     assert found.prediction.peak.nbytes < fastest.memory_bytes
     seconds = found.prediction.metrics.step_seconds.value
     assert fastest.step_seconds < seconds < 1.06 * fastest.step_seconds
-    # Nothing that fits is refused, and nothing slower taken than what was found elsewhere.
+    # Nothing that fits is refused, and nothing slower is taken than what another search found.
     for one in (bounded, quicker):
         assert one.prediction.metrics.step_seconds.value == fastest.step_seconds
     told = [r.reason for r in found.refused if "cannot be distinguished" in r.reason]

@@ -14,7 +14,7 @@ from steelyard.cli import main
 from tests.unit.cli import fake_api
 
 ROOT = Path(__file__).resolve().parents[3]
-# Processes import this checkout, whatever is installed.
+# Child processes import this checkout, whatever is installed.
 PYTHONPATH = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
 
 

@@ -72,7 +72,7 @@ def test_redirected_stdout_gets_the_result_and_the_terminal_the_progress(
 
 def _until_closed(reader: int) -> str:
     found = b""
-    # Linux says EIO once nobody holds the terminal's other end.
+    # Linux reports EIO when the terminal's other end is closed.
     with contextlib.suppress(OSError):
         while more := os.read(reader, 65536):
             found += more

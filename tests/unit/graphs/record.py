@@ -44,7 +44,7 @@ from tests.unit.graphs.stored import (
 from tests.zoo.case import class_loss, images, next_token_loss, tokens
 from tests.zoo.own import GPT
 
-# Paths and numbers, without quotes: of nodes, and in reasons.
+# Paths and line numbers, without quotes: those of nodes, and those in reasons.
 _LINE = re.compile(r'(?<="line": ")[^"]*| \([\w./]+\.py:\d+\)')
 _ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 _PUBLISHED = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)

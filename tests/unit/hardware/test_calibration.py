@@ -71,7 +71,7 @@ def test_the_extrapolation_error_applies_outside_the_fitted_range_only() -> None
     assert known.doubt_of(_CASE) == 0.03
     assert known.doubt_of(replace(_CASE, devices=1024)) == 0.25
     assert known.doubt_of(replace(_CASE, kind=Parallelism.TENSOR)) == 0.4
-    # No published step says how fast single precision is, or stages alone.
+    # No published step has single precision, or pipeline stages alone.
     assert known.doubt_of(replace(_CASE, precision="float32")) == DECLARED_DOUBT
     assert known.doubt_of(replace(_CASE, kind=Parallelism.PIPELINE)) == DECLARED_DOUBT
 

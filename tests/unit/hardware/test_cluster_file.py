@@ -226,7 +226,7 @@ def test_the_reached_share_is_that_of_the_preset_unless_overridden() -> None:
     assert preset.reached == as_fitted.reached
     assert preset.reached is not None
     assert preset.reached.calibration is not None
-    # Nothing of a fit is left where another share is said.
+    # A declared share replaces the whole fit.
     assert mine.reached == AchievedFraction(share=0.55)
     assert unknown.reached is None
     assert "which was fitted on" in preset.rates_said
@@ -236,7 +236,7 @@ def test_the_reached_share_is_that_of_the_preset_unless_overridden() -> None:
     )
     assert "which programs do not reach" in unknown.rates_said
     assert mine.identity != replace(mine, reached=None).identity
-    # What nobody said of it changes no plan's fingerprint.
+    # A value that was not declared does not change the fingerprint of a plan.
     known = replace(unknown, reached=AchievedFraction(share=1.0)).identity
     assert known.startswith(unknown.identity.removesuffix(")"))
     for share in (0.0, 1.5):

@@ -40,7 +40,7 @@ def test_the_smallest_scope_that_holds_two_ranks(tree: TopologyLevel, data: st.D
     first, last = sorted((data.draw(ranks), data.draw(ranks)))
     place = tree.holding(first, last)
     ways = flat(tree)
-    # The devices whose way begins as both do, up to where these part.
+    # Find the devices whose path begins with the common part of both paths.
     shared = 0
     while first != last and ways[first][shared] == ways[last][shared]:
         shared += 1

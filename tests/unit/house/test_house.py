@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_importing_does_not_import_torch(module: str) -> None:
     probe = (
         f"import sys, pkgutil, importlib, {module} as room\n"
-        # Each module of a room, not only what its __init__ happens to pull in.
+        # Import each module of the package, not only those that its __init__ imports.
         f"if {module!r} != 'steelyard':\n"
         "    for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
         "        importlib.import_module(found.name)\n"
@@ -72,11 +72,11 @@ def test_importing_does_not_change_the_garbage_collector(collects: bool) -> None
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     enabled, num_seen, called = run.stdout.split()
     assert (enabled, called) == (str(collects), "plan"), run.stderr
-    # Half a million objects would be looked through hundreds of times.
+    # Otherwise the collector would scan half a million objects hundreds of times.
     assert int(num_seen) < 20
 
 
-# --- what torch keeps private enters through _torch/ ---------------------------------------------
+# --- private names of torch enter only through _torch/ -------------------------------------------
 
 REFUSED = (
     "import torch._dynamo",
@@ -186,7 +186,8 @@ def private_torch_names(source: str) -> Iterator[str]:
 
 
 def test_no_private_name_of_torch_outside_its_folder() -> None:
-    # ruff holds the modules it is told of; this holds the rest, such as torch._foreach_add.
+    # ruff checks the modules that are configured; this test checks the rest, such as
+    # torch._foreach_add.
     assert [line for line in REFUSED if not list(private_torch_names(line))] == []
     assert [line for line in ALLOWED if list(private_torch_names(line))] == []
     assert list(private_torch_names("import torch as t\nt._foreach_add([], 1)"))
@@ -194,7 +195,7 @@ def test_no_private_name_of_torch_outside_its_folder() -> None:
         f"{path.relative_to(ROOT)}: {name}"
         for folder in ("src", "tests", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
-        # The canaries have to touch what they watch.
+        # The tests of private names have to use those names.
         if path.parent != ROOT / "src/steelyard/_torch"
         and path != ROOT / "tests/torch/test_private_names.py"
         for name in private_torch_names(path.read_text(encoding="utf-8"))
@@ -202,7 +203,7 @@ def test_no_private_name_of_torch_outside_its_folder() -> None:
     assert sorted(found) == []
 
 
-# --- what a room offers is not hidden by a file of the same name ----------------------------------
+# --- an exported name is not hidden by a file of the same name ------------------------------------
 
 
 def hidden(init: str, room: str, files: set[str]) -> list[str]:
@@ -240,7 +241,7 @@ def test_no_exported_name_is_hidden_by_a_module() -> None:
     assert found == {}
 
 
-# --- what is in the repository works on every machine ---------------------------------------------
+# --- nothing in the repository depends on one machine ---------------------------------------------
 
 OF_ONE_MACHINE = re.compile(
     r"(?<![\w.~})*])/(?:work|opt|root|home|Users)/\w"
@@ -312,8 +313,8 @@ _UNPICKLING_CALLS = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
     "send_object_list", "recv_object_list",
 }  # fmt: skip
-# multiprocessing pickles what goes through its pipes and queues, and torch's checkpoints and remote
-# calls pickle what describes them.
+# multiprocessing pickles what goes through its pipes and queues; torch's checkpoints and remote
+# calls pickle their metadata.
 _UNPICKLING_MODULES = (
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve",
     "multiprocessing", "concurrent.futures.process", "torch.multiprocessing",

@@ -26,7 +26,8 @@ def test_there_are_no_import_circles() -> None:
     """
     modules = GRAPH.modules - {"steelyard"}
     rest = {module: set(GRAPH.find_modules_directly_imported_by(module)) for module in modules}
-    # What imports nothing that is left is in no circle; what stays is in one, or leads to one.
+    # A module that imports none of the remaining modules is in no circle; each module that remains
+    # is in one, or leads to one.
     while free := [module for module, imports in rest.items() if not imports & rest.keys()]:
         for module in free:
             del rest[module]

@@ -34,7 +34,7 @@ def _within(data: st.DataObject, operand: Any) -> float:
 
 def _nearly_contains(found: Estimate, value: float) -> bool:
     if found.low <= value <= found.high:
-        return True  # also where a quotient is infinite, which no slack is added to
+        return True  # this includes an infinite quotient, to which no slack can be added
     slack = 1e-9 * max(1.0, abs(value))
     return found.low - slack <= value <= found.high + slack
 

@@ -210,7 +210,7 @@ def test_the_cache_path_follows_the_environment(
     assert default_path() == tmp_path / "mine"
 
 
-# --- another user's ---------------------------------------------------------------------------
+# --- a cache of another user ------------------------------------------------------------------
 
 ANOTHER = 12345
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# A step's worth of blocks, those of a megabyte and one that no process keeps by itself.
+# The blocks of a step: blocks of a megabyte, and one that is too large for any process to keep.
 _STEPS = """
 import ctypes, resource, sys
 from steelyard.measure.malloc import is_kept, keep_freed_memory

@@ -39,7 +39,7 @@ def _places(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[
         for key, inner in value.items():
             yield from _places(inner, (*place, key))
     elif isinstance(value, list):
-        # The others are like the first.
+        # The other items are like the first.
         for index, inner in enumerate(value[:2]):
             yield from _places(inner, (*place, index))
 
@@ -66,7 +66,8 @@ def damaged(place: tuple[str | int, ...], value: object) -> str:
             inner.append(inner[place[-1]])
     else:
         inner[place[-1]] = value
-    # A wrong text may hold a lone surrogate; NaN and Infinity are written as Python does.
+    # An invalid text may contain a lone surrogate; NaN and Infinity are written as Python writes
+    # them.
     return json.dumps(document)
 
 

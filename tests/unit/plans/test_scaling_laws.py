@@ -34,7 +34,7 @@ def test_the_laws_at_their_ends() -> None:
     assert [amdahl(n, 0.0) for n in _TIMES] == pytest.approx(list(_TIMES))
     assert [gustafson(n, 0.0) for n in _TIMES] == pytest.approx(list(_TIMES))
     assert amdahl(1e9, 0.05) == pytest.approx(20, rel=1e-3)
-    # Ten devices, of which a tenth of the time is one's: Gustafson's own reckoning.
+    # Gustafson's own example: ten devices, and a serial share of a tenth.
     assert gustafson(10, 0.1) == pytest.approx(9.1)
 
 

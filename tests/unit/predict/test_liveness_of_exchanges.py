@@ -43,7 +43,7 @@ def anyway(ranks: int) -> int:
         (KEEPS_NOTHING, 2, None, 0),
         (KEEPS_INPUT, 2, 0, 0),
         (KEEPS_INPUT, 2, None, GRADIENT),
-        # What comes first lies where the result will.
+        # The first part is stored where the result will be.
         (TAKES, 2, None, 0),
         (TAKES, 4, 0, 0),
         (TAKES, 4, None, 2 * GRADIENT // 4),

@@ -80,7 +80,7 @@ def test_the_larger_of_two_sites_is_kept_together() -> None:
     ]
     found = best_joined(seconds)
     assert (found[2], found[3]) == ((0, 1), (2, 3, 4))
-    # Once a site is whole, a smaller part of it is joined no better.
+    # If all ranks of a site are taken, a smaller part of it has no better links.
     assert better_joined(found, seconds) == (3,)
 
 

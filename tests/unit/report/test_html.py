@@ -18,7 +18,7 @@ from steelyard.report.html import to_html
 from steelyard.report.quantities import Quantity
 from tests.support.sample import MIB, PLAN, RECEIPT, hostile, timeline
 
-VOID = {"meta"}  # the drawings close theirs with a slash
+VOID = {"meta"}  # the drawings close their tags with a slash
 
 
 class Page(HTMLParser):
@@ -147,7 +147,7 @@ def test_without_timeline_or_curve_the_page_still_stands() -> None:
         frontier=(),
     )
     page = page_of(bare)
-    assert "svg" in {tag for tag, _ in page.tags}  # the bars beside what is alive
+    assert "svg" in {tag for tag, _ in page.tags}  # the bars beside the live values
     assert not any(a.get("role") == "img" for _, a in page.tags)
 
 

@@ -104,7 +104,7 @@ def test_a_scale_is_shared_by_a_block() -> None:
 
 def test_integers_and_random_masks_are_not_quantized() -> None:
     plain = Program.plain(random_step(3, num_values=12))
-    assert not quantizable(plain)  # of bytes
+    assert not quantizable(plain)  # its values are bytes
     offers, (refusal,) = QuantizeActivations().offers(plain, Whole(plain.graph))
     assert not offers
     assert "no floating-point value" in refusal.reason

@@ -42,7 +42,7 @@ def test_a_rank_works_on_its_share_and_sends_each_gradient_once(ranks: int) -> N
     assert program.layout == ParallelLayout(data=ranks)
     assert batch_rows(program) == {8 // ranks}
     assert program.parts == ranks
-    # A ring passes every share but one's own twice; shares are rounded up.
+    # A ring sends every share but a rank's own twice; shares are rounded up.
     nbytes = [
         t.nbytes
         for node in program.graph.inputs()
@@ -59,7 +59,7 @@ def test_a_rank_works_on_its_share_and_sends_each_gradient_once(ranks: int) -> N
 def test_micro_batches_split_the_share_of_a_rank() -> None:
     program = shared(2, AccumulateRule(micro_batches=2))
     assert (program.repeats, program.parts, batch_rows(program)) == (2, 4, {2})
-    # Gradients, and the loss, are exchanged once, behind the last of them.
+    # Gradients and the loss are exchanged once, after the last micro-batch.
     assert program.sent_bytes == shared(2).sent_bytes
     assert not program.earlier.exchanges
     whole, share = (p.graph.resident_bytes(Role.BATCH) * p.parts for p in (STEP.plain, program))
@@ -101,7 +101,7 @@ def test_an_impossible_sharing_of_the_batch_is_refused(
 
 def test_batch_statistics_are_those_of_all_samples() -> None:
     offers, (refusal,) = ShardBatch().offers(NORMS.plain, NORMS)
-    # One sample a rank has no variance of its own.
+    # One sample per rank has no variance of its own.
     assert [offer.rules[0].ranks for offer in offers] == [2]
     assert refusal.label == "with BatchNorm statistics over each rank's own samples"
     assert "is lossy" in refusal.reason
@@ -109,7 +109,7 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
     assert program.problems() == []
     graph = program.graph
     sent = [n.collective for n in graph.nodes if n.collective is not None and n.path == "1"]
-    # Mean and variance of 4 channels of both ranks; then the sums that their derivatives take.
+    # Mean and variance of 4 channels from both ranks; then the sums that their derivatives need.
     assert [(c.kind, c.axis, c.whole_bytes) for c in sent] == [
         (Exchange.ALL_GATHER, DATA, 2 * 2 * 4 * 4),
         (Exchange.ALL_REDUCE, DATA, 2 * 4 * 4),

@@ -107,7 +107,8 @@ def test_there_are_as_many_slots_as_simultaneous_messages(schedule: str) -> None
     back, forward = edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph)
     assert (forward.source, forward.target, forward.is_back) == (0, 1, False)
     assert (back.source, back.target, back.is_back) == (1, 0, True)
-    # 1F1B is back with the second stage's first at once; under GPipe all wait there.
+    # In 1F1B the second stage sends back its first micro-batch at once; in GPipe all of them wait
+    # there.
     assert forward.count == {"GPipe": 8, "1F1B": 1 + AHEAD}[schedule]
     assert forward.holds_all == (schedule == "GPipe")
     assert back.count == 1 + AHEAD
@@ -150,7 +151,8 @@ def test_slots_are_resident_memory() -> None:
     pipeline = program.pipeline
     edges = edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph)
     before, after = (peak_bytes(each, price) for each in (program, pinned(program)))
-    # Of eight micro-batches that stay with the second stage each is a slot, and one was under way.
+    # Each of the eight micro-batches that stay with the second stage has a slot; one had been in
+    # transit.
     assert abs(after - before) <= max(sum(e.nbytes for e in edges if e.target == r) for r in (0, 1))
     resident = [predict(each, price).peak.resident_bytes for each in (program, pinned(program))]
     assert resident[1] > resident[0]

@@ -89,7 +89,7 @@ def test_a_gradient_that_is_small_is_compared_all_the_same(dtype: torch.dtype) -
     assert "the gradient of small" in verdict((model.to(dtype), lookalike_loss, batch)).reason
 
 
-# --- parameters and precisions that hide what is looked for ---------------------------------------
+# --- parameters and precisions that hide a dependence ---------------------------------------------
 
 
 def with_zeros(model: nn.Module) -> nn.Module:
@@ -174,7 +174,7 @@ def test_samples_are_compared_by_sketches_that_are_linear_and_as_large() -> None
     a, b = torch.randn(300, 701), torch.randn(300, 701)
     assert torch.allclose(sketch(a + 2 * b), sketch(a) + 2 * sketch(b), atol=1e-2)
     assert 0.5 < float(sketch(a).norm() / a.norm()) < 1.5
-    assert torch.equal(sketch(a[0])[:701], a[0].double())  # a small one is compared as it is
+    assert torch.equal(sketch(a[0])[:701], a[0].double())  # small: compared without a sketch
 
 
 def test_a_loss_that_is_no_number_tells_nothing() -> None:
@@ -203,7 +203,7 @@ def test_checking_a_split_leaves_no_trace() -> None:
         assert torch.equal(tensor, before[name]), name
 
 
-# --- losses whose samples are weighed by what is in the batch -------------------------------------
+# --- losses whose weights are in the batch --------------------------------------------------------
 
 
 def masked_mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -148,7 +148,7 @@ def test_per_sample_lookups_sorts_and_draws_can_be_split() -> None:
             self.words, self.out = nn.Embedding(7, 8), nn.Linear(8, 3)
 
         def forward(self, ids: Tensor, y: Tensor) -> Tensor:
-            noise = torch.rand(ids.shape)  # as masked autoencoders choose what to keep
+            noise = torch.rand(ids.shape)  # masked autoencoders choose what to keep in this way
             h = self.words(ids).gather(1, noise.argsort(1)[:, :4, None].expand(-1, -1, 8))
             h = (h + h.roll(1, 1)).sort(1)[0] + self.words(torch.randint(7, (len(ids), 1)))
             experts = nn.functional.dropout(h.detach(), 0.5)[:, 0].argmax(1)
@@ -258,7 +258,7 @@ def own_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     by_class = torch.stack([out[:, i].square().sum() for i in range(3)]).to(torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     total += by_class.dot(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)) / len(out)
-    metric = (out.argmax(1) == batch["y"]).sum() / batch["y"].max()  # reaches nothing
+    metric = (out.argmax(1) == batch["y"]).sum() / batch["y"].max()  # does not reach the loss
     return total.float() + 0.1 * model[0].weight.norm() / 2 + torch.zeros_like(metric)
 
 

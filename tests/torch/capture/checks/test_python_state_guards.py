@@ -201,7 +201,7 @@ def test_changing_python_state_that_was_not_read_is_allowed(
     model.table["unread"] = model.config.unread = 2.0
     LEVELS["unread"] = TABLE["unread"] = 2.0
     SEEN.steps += 1
-    trainer.rate = float("1.0")  # an equal value is the same value
+    trainer.rate = float("1.0")  # an equal value passes the guard
     BETAS[:] = 2.0
     with torch.no_grad():
         WEIGHTS[0].fill_(3.0)

@@ -34,7 +34,8 @@ from tests.support.torch_since import torch_since
 
 pytestmark = torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 
-# What computes in single precision inside, whatever its weights are, rounds as single does.
+# Models that compute in single precision inside, whatever their weights are, are compared with the
+# larger tolerance.
 ROUNDING, ROUNDING_SINGLE = 1e-12, 1e-6
 _MODELS = ("gpt", "gpt_sdpa", "moe", "resnet_bn", "hf_llama", "hf_mixtral")
 
@@ -77,7 +78,8 @@ class Whole:
         for key, expected in self.left.values.items():
             parts = [rank.values[key] for rank in left]
             got = in_step.joined(parts, placed.get(key[1], REPLICATE))
-            # A gradient that is zero but for rounding (of a bias before BatchNorm) has no scale.
+            # A gradient that is zero up to rounding (of a bias before BatchNorm) has no scale of
+            # its own.
             scale = max(float(expected.abs().max()), largest / 100)
             worst = max(worst, float((got - expected).abs().max()) / scale)
         return worst
@@ -140,12 +142,12 @@ def test_columns_then_rows_cost_one_exchange_forward_and_one_backward() -> None:
     assert whole.error(choice, graphs) < ROUNDING
     nodes = [graphs[0].by_name[name] for name in graphs[0].collectives]
     kinds = Counter((n.phase, n.collective.kind) for n in nodes if n.collective)
-    # In each of two blocks one for attention and one for the MLP; Shoeybi et al. 2019, figure 4.
+    # Each of two blocks has one for attention and one for the MLP; Shoeybi et al. 2019, figure 4.
     assert kinds == {
         (Phase.FORWARD, Exchange.ALL_REDUCE): 4,
         (Phase.BACKWARD, Exchange.ALL_REDUCE): 4,
     }
-    # All products are in halves, but those with the head, which is left whole.
+    # All products are halved, except those with the head, which stays whole.
     head = sum(n.flops for n in whole.graph.nodes if n.path == "head")
     assert graphs[0].flops == (whole.graph.flops - head) // 2 + head
 
@@ -182,7 +184,7 @@ def test_a_split_vocabulary_never_gathers_its_scores() -> None:
         for n in graphs[0].nodes
         if n.collective is not None and n.collective.kind is Exchange.ALL_GATHER
     ]
-    # Of each of 64 rows one number a rank: the logarithm of its sum of exponentials.
+    # Each rank sends one number for each of 64 rows: the logarithm of its sum of exponentials.
     assert [n.outputs[0].shape for n in gathered] == [(2, 64)]
 
 
@@ -222,7 +224,7 @@ def test_values_overwritten_in_place_stay_sharded() -> None:
     assert any(n.op == "aten.copy.default" for n in whole.graph.nodes), "nothing is copied over"
     for graph in graphs:
         exchanged = [n for n in graph.nodes if n.collective is not None]
-        # What the rows of the last product add up to: nothing reads a gradient of the batch.
+        # The only exchange is the sum of the last product: nothing reads a gradient of the batch.
         assert [n.collective.kind for n in exchanged if n.collective] == [Exchange.ALL_REDUCE]
         assert not any(n.op == "aten.new_empty_strided.default" for n in graph.nodes)
 
@@ -294,7 +296,7 @@ def test_a_gpu_step_is_sharded_like_a_cpu_step(name: str) -> None:
     there = replace(whole.graph, nodes=tuple(map(_on_a_gpu, whole.graph.nodes)))
     assert there != whole.graph, "nothing was made of nothing"
     choice, gpu = whole.at_random(1, 2), torch.device("cuda", 0)
-    # A copy that lies otherwise asks for the driver, also where nothing is copied.
+    # A copy with other strides needs the driver, even where nothing is copied, so it is replaced.
     laid_out = {"steelyard.copy_strided": lambda x, *laid: x.new_empty_strided(*laid)}
     with mock.patch.dict("steelyard.operators._OWN", laid_out):
         graph = partition(there, choice, rank=1, transport=GLOO, device=gpu)

@@ -42,7 +42,8 @@ def test_the_step_is_the_same_and_activations_are_not_all_reduced(name: str) -> 
     graphs = whole.in_parts(along)
     assert whole.error(along, graphs) < ROUNDING_SINGLE
     before = partition(whole.graph, plain, rank=0, transport=GLOO)
-    # An all-reduce is a reduce-scatter and an all-gather; either end gathers once more.
+    # An all-reduce becomes a reduce-scatter and an all-gather; there is one more gather at either
+    # end.
     assert _sent_bytes(graphs[0]) < 1.15 * _sent_bytes(before)
     counts = _counts(graphs[0])
     assert counts[Phase.FORWARD, Exchange.REDUCE_SCATTER] >= 4  # two in each of two blocks

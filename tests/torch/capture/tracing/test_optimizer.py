@@ -122,7 +122,7 @@ def test_frozen_and_unused_parameters_cost_no_state() -> None:
     trained = sum(
         p.numel() for n, p in model.named_parameters() if p.requires_grad and n != "3.bias"
     )
-    # Two moments a parameter, and a step counter of four bytes for each tensor.
+    # Two moments for each parameter, and a step counter of four bytes for each tensor.
     assert program.graph.resident_bytes(Role.STATE) == 2 * 4 * trained + 4 * 3
 
 
@@ -208,7 +208,7 @@ def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_captured
     ("make", "settings"),
     [
         (partial(AdamW, foreach=True), ("foreach=False", "fused=True")),
-        (AdamW, ("fused=True",)),  # on a CPU foreach is off unless asked for
+        (AdamW, ("fused=True",)),  # on a CPU, foreach is off by default
         (partial(AdamW, fused=True), ()),
         (partial(NAdam, foreach=True), ("foreach=False",)),
         (NAdam, ()),

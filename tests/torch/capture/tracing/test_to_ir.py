@@ -21,7 +21,7 @@ from tests.zoo import Sample, case
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
-# All ask the same few graphs.
+# All tests use the same few graphs.
 pytestmark = pytest.mark.xdist_group("plain graphs")
 
 NAMED = ("gpt", "moe", "resnet_bn", "hf_t5", "hf_llama", "edge_tied_module")
@@ -48,7 +48,7 @@ def small_gpt(*, width: int = 32, dropout: float = 0.1, batch: int = 4, layers: 
     return model, next_token_loss, tokens(batch, 16, 64)
 
 
-# --- whose is it ----------------------------------------------------------------------------------
+# --- the module of a node -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -138,7 +138,7 @@ def test_a_forward_node_is_named_by_module_operator_and_count() -> None:
         assert len(keys) == len(set(keys))
 
 
-# --- what it lies on ------------------------------------------------------------------------------
+# --- storages -------------------------------------------------------------------------------------
 
 
 class Views(nn.Module):
@@ -188,7 +188,8 @@ def test_random_nodes_are_marked_and_only_they() -> None:
         return sum(n.is_random for n in graph.nodes)
 
     random = graph_of(small_gpt(dropout=0.1))
-    # Embeddings once; attention, its output and the feedforward part in each of two blocks.
+    # One for the embeddings; for each of two blocks one for attention, its output, and the
+    # feedforward part.
     assert count(random) == 1 + 2 * 3
     assert all(n.op.split(".")[1] == "bernoulli" for n in random.nodes if n.is_random)
     assert count(graph_of(small_gpt(dropout=0.0))) == 0
@@ -238,7 +239,7 @@ def test_batchnorm_statistics_leave_as_updates_of_their_buffers() -> None:
     assert updated == {f"buffer:{n}" for n, _ in model.named_buffers()}
 
 
-# --- what it costs --------------------------------------------------------------------------------
+# --- FLOPs and bytes ------------------------------------------------------------------------------
 
 
 def counted_flops(sample: Sample) -> tuple[int, int]:
@@ -259,7 +260,7 @@ def test_flops_equal_the_published_counts(name: str, published_gflop: float) -> 
     with _torch.FakeTensorMode(allow_non_fake_inputs=True):
         model, loss, batch = case(name).make(0, "small")
     sample = _on_meta(model), loss, _torch.tree_map(_meta, batch)
-    # As a step that nobody runs is planned: of many blocks a few are traced, and all are counted.
+    # A step is planned without running it: a few of many blocks are traced, and all are counted.
     graph = source_of(sample, for_planning=True).graph(micro_batches=1)
     forward = sum(n.flops for n in graph.forward())
     assert forward / 1e9 == pytest.approx(published_gflop, abs=0.05)
@@ -301,7 +302,7 @@ def test_fused_attention_is_counted_as_if_spelled_out() -> None:
 
     spelled, fused = flops(fused=False), flops(fused=True)
     assert fused[0] == spelled[0]
-    # The fused kernel keeps no scores and computes them a second time: one product more.
+    # The fused kernel keeps no scores and computes them a second time, which is one more product.
     scores = 2 * 2 * 2 * 16 * 16 * 16
     assert fused[1] == spelled[1] + scores
 
@@ -320,7 +321,7 @@ def test_an_operator_given_one_tensor_twice_is_measured_apart() -> None:
     assert different <= twice
 
 
-# --- by what it is known --------------------------------------------------------------------------
+# --- fingerprints ---------------------------------------------------------------------------------
 
 
 def test_a_fingerprint_survives_retracing() -> None:

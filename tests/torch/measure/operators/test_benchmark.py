@@ -132,7 +132,7 @@ def test_too_large_operators_are_not_run() -> None:
 
 
 def test_results_larger_than_in_the_graph_are_reported() -> None:
-    # torch 2.13: the scalar lies on the storage of the losses it was reduced from.
+    # In torch 2.13 the scalar shares the storage of the losses from which it was reduced.
     y = X.clone()
     graph = graph_of(("aten.mse_loss.default", [X, y], [torch.zeros(())]))
     _, survey = measure_operators([graph], DEVICE)
@@ -153,7 +153,7 @@ def test_collectives_are_not_measured_as_operators() -> None:
     waited = ("_c10d_functional.wait_tensor.default", [X], [X.clone()])
     _, survey = measure_operators([graph_of(sent, waited)], DEVICE)
     assert survey.count(Missing.EXCHANGES) == 2
-    # Its link is measured, so that nobody need be told.
+    # Its link is measured, so no note is needed.
     assert not any("operators not measured" in note for note in survey.notes)
 
 

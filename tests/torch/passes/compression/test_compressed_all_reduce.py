@@ -148,10 +148,10 @@ def test_top_k_sends_the_largest_of_each_quarter_and_keeps_the_rest(numel: int) 
         least = sizes.topk(LARGEST.num_largest, dim=2).values[..., -1:]
         assert ((read != 0) <= (sizes >= least)).all()
         scale = sizes.amax((0, 2), keepdim=True) / 127
-        # Of several elements that equal the least one, not all are sent.
+        # If several elements equal the smallest one that is sent, not all of them are sent.
         assert ((read - values).abs() <= scale * 0.51)[sizes > least].all()
         assert ((read - values).abs() <= scale * 0.51)[read != 0].all()
-    # Sent when it has grown: nothing waits for ever.
+    # A residual is sent when it has grown, so every element is sent at last.
     for _ in range(BLOCK):
         encode_gradients([torch.zeros(numel)], lost, LARGEST.name, 1)
     assert lost.norm() < 0.01 * whole.norm()
@@ -174,7 +174,7 @@ def test_non_finite_values_reach_all_ranks_and_leave_no_residual(bad: float, cod
     back = decode_sum(coded, codec)
     assert not back[3].isfinite()
     assert lost.isfinite().all()
-    assert back.isfinite().sum() == BLOCK  # the other block
+    assert back.isfinite().sum() == BLOCK  # only the other block is finite
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -192,7 +192,7 @@ def test_compressed_collectives_replace_the_all_reduces_of_the_named_parameters_
     expected = {Exchange.ALL_REDUCE, Exchange.ALL_GATHER}
     assert set(kinds) == (expected if ranks == 2 else expected | {Exchange.ALL_TO_ALL})
     assert kinds.count(Exchange.ALL_GATHER) == coded
-    # Every gradient still leaves, as it lay.
+    # The step still returns every gradient, with the same strides.
     for before, after in zip(plain.graph.outputs, graph.outputs, strict=True):
         assert (before.kind, before.target) == (after.kind, after.target)
         one, other = plain.graph.by_name[before.node], graph.by_name[after.node]
@@ -224,7 +224,7 @@ def test_bfloat16_gradients_are_all_reduced_and_waited_for_as_late(
     coded = [node for node in graph.nodes if node.op == ENCODE]
     assert coded
     assert all(node.outputs[0].dtype == "bfloat16" for node in coded)
-    # Ranks send twice (n - 1) of n parts of what they sum up.
+    # Ranks send twice (n - 1) of n parts of what they sum.
     saved = sum(node.outputs[0].nbytes for node in coded) * 2 * (ranks - 1) / ranks
     assert plain.sent_bytes - program.sent_bytes == pytest.approx(saved, rel=1e-3)
     sent = {f"{node.name}_sent" for node in coded}
@@ -232,7 +232,7 @@ def test_bfloat16_gradients_are_all_reduced_and_waited_for_as_late(
         e for e in program.exchanges
         if graph.by_name[program.instructions[e.issue].node].name in sent and e.wait != e.issue + 1
     ]  # fmt: skip
-    assert len(late) >= len(coded) - 1  # nothing is computed behind the last
+    assert len(late) >= len(coded) - 1  # nothing is computed after the last
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -243,7 +243,7 @@ def test_compressed_sums_are_waited_for_as_late_as_others(
     """Both exchanges of one: behind the issue of the ``lag``-th one after it, or at the end."""
     later = issued_meanwhile(_applied(source, _rules(ranks, bucket=1 << 14, lag=lag)))
     assert len(later) >= 3
-    assert max(later) <= 2 * lag  # what is sent on behind a wait is one more
+    assert max(later) <= 2 * lag  # an exchange that is issued after a wait is one more
     at_once = _applied(source, [r for r in _rules(ranks, bucket=1 << 14) if r.trade != "overlap"])
     assert all(e.wait == e.issue + 1 for e in at_once.exchanges if e.wait is not None)
     assert sum(later) >= len(later) // 2

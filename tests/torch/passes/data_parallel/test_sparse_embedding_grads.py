@@ -52,7 +52,7 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def _source(model: nn.Module) -> CapturedStep:
     torch.manual_seed(1)
-    # Some more often than others, on several ranks, and the one that is padding.
+    # Some words occur more often than others, on several ranks, and one is padding.
     x = torch.randint(0, _WORDS // 4, (_BATCH, _LENGTH)).square() % _WORDS
     batch = {"x": x, "y": torch.randint(0, _WORDS, (_BATCH, _LENGTH))}
     return CapturedStep(

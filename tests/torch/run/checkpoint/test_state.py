@@ -154,7 +154,7 @@ def test_every_optimizer_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> 
     assert isinstance(theirs.get("betas", ()), tuple)
 
 
-# --- damage ---------------------------------------------------------------------------------------
+# --- damaged checkpoints --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +348,8 @@ def test_an_impossible_position_in_a_run_is_refused_with_exit_code_2(
     model = Small()
     attempts: list[Callable[[], object]] = [
         lambda: checkpoint.load(copy, model=model, optimizer=None),
-        # Without torch, before anything is planned; the newest of a folder, and one that is named.
+        # The check needs no torch and runs before planning; it covers the newest checkpoint of a
+        # folder and a named one.
         lambda: refuse_impossible(True, tmp_path),
         lambda: refuse_impossible(copy, None),
     ]
@@ -560,7 +561,7 @@ def child(source: str, *arguments: Any) -> subprocess.Popen[str]:
 def test_killed_while_saving_the_latest_is_whole(tmp_path: Path) -> None:
     """Saves are made without a pause, so that nearly every moment is one in the midst of a save."""
     interrupted = 0
-    # Whoever is killed is forked by one that has imported torch.
+    # The killed process is a fork of one that has imported torch.
     process = child(
         """
         import os

@@ -68,7 +68,7 @@ def test_values_from_a_stranger_are_refused() -> None:
         with pytest.raises(RankFailed, match="that no rank of this run wrote") as refused:
             first.get("a")
         assert len(str(refused.value).splitlines()) == 3
-    # Another key, a byte more: the HMAC is over both.
+    # Another key or one more byte is refused, because the HMAC covers both.
     for key, said in (("d", written), ("a", written + b"x"), ("a", written[:-1])):
         place.set(key, said)  # type: ignore[arg-type]  # torch's stub knows no bytes
         with pytest.raises(RankFailed):

@@ -39,7 +39,7 @@ def priced(graph: Graph, rng: random.Random) -> CostTable:
     )
     links = {OFFLOAD_OUT: link, OFFLOAD_IN: link}
     costs = costs or CostTable(device=DEVICE)
-    # So much that it sets the peak, in slices or whole.
+    # The workspace is so large that these products set the peak, in slices or whole.
     products = (n for n in graph.nodes if n.op in ("aten.mm.default", FETCH_MATMUL))
     more = {
         n.signature: OperatorCost(

@@ -19,7 +19,7 @@ from tests.support.graphs import random_step
 from tests.support.made_up import chain, costs
 
 _COSTS = costs(exchange_seconds=1.0)
-# What is sent so far ahead there, one by one and together, would be a new peak.
+# With one exchange this far ahead, or all together, the peak would rise.
 TOO_SOON = ((18, 20, 0), (25, 20, 0))
 _WINDOWS = st.none() | st.integers(0, 8)
 
@@ -109,7 +109,7 @@ def test_prefetched_collectives_fit_into_the_free_memory(seed: int, count: int, 
     assert liveness(within, None).peak_bytes <= most
     if (seed, count, spare) in TOO_SOON:
         assert liveness(freely, None).peak_bytes > most
-    # With room everywhere, it goes as far as it may.
+    # If there is room everywhere, the exchange moves as far ahead as possible.
     assert lines(issued_ahead(program, count, [1 << 40] * len(room))) == lines(freely)
 
 
@@ -130,7 +130,8 @@ def test_no_wait_comes_after_a_reader_of_its_result() -> None:
     program = Program.plain(gathered(chain(), ["parameter:p1"], num_ranks=2, transport=GLOO))
     late = lines(waits_within(program, None))
     assert late.index("parameter:p1_gathered_waited") == late.index("work1") - 1
-    # Nothing is computed between the two; ahead of it, the gather has company.
+    # Nothing is computed between the gather and its wait; when issued earlier, the gather overlaps
+    # an operator.
     early = lines(issued_ahead(program, 1))
     assert early.index("parameter:p1_gathered") == early.index("work0") - 1
 

@@ -24,12 +24,19 @@ SUM, GATHER = Exchange.ALL_REDUCE, Exchange.ALL_GATHER
     ("ranks", "each", "kind", "count", "stride", "leaving"),
     [
         (4, 2, SUM, 4, 1, 1),  # one rank of each host sends to the next host
-        (4, 2, SUM, 2, 2, 2),  # two rings, each of a rank of either host
-        (4, 2, SUM, 2, 1, 0),  # within each host
-        (4, 2, GATHER, 4, 1, 4 / 3),  # of three others two are elsewhere, for both ranks
+        (4, 2, SUM, 2, 2, 2),  # two rings, each with one rank of either host
+        (4, 2, SUM, 2, 1, 0),  # the groups are within a host
+        (
+            4,
+            2,
+            GATHER,
+            4,
+            1,
+            4 / 3,
+        ),  # two of three other ranks are on the other host
         (6, 3, GATHER, 6, 1, 9 / 5),
-        (6, 3, SUM, 2, 1, 1),  # ranks 2 and 3
-        (6, 2, SUM, 3, 1, 2),  # ranks 2 and 3 of the middle host, of a ring each
+        (6, 3, SUM, 2, 1, 1),  # ranks 2 and 3 form the group between hosts
+        (6, 2, SUM, 3, 1, 2),  # ranks 2 and 3 of the middle host, each in its own ring
         (6, 2, GATHER, 3, 2, 2),
         (3, 1, SUM, 3, 1, 1),
         (3, 1, GATHER, 3, 1, 1),
@@ -77,7 +84,12 @@ def test_stage_messages_to_the_next_host_leave_the_host(
 @pytest.mark.parametrize(
     ("layout", "ranks", "each", "leaving"),
     [
-        (ParallelLayout(pipeline=4), {0, 3}, 2, 1),  # a tied embedding, on the first and the last
+        (
+            ParallelLayout(pipeline=4),
+            {0, 3},
+            2,
+            1,
+        ),  # a tied embedding, on the first and last stage
         (ParallelLayout(pipeline=4, data=2), {0, 3}, 4, 2),
         (ParallelLayout(pipeline=4), {1, 2}, 2, 1),
         (ParallelLayout(pipeline=4), {0, 1}, 2, 0),

@@ -16,7 +16,7 @@ from steelyard.predict.pipeline.duration import (
 )
 from steelyard.predict.pipeline.replay import StageCost, replay
 
-# Whole numbers, so that both add up to the bit; few of them make ties.
+# Integers, so that both sums are bitwise equal; a small range, so that there are ties.
 _SECONDS = st.integers(1, 4) | st.integers(1, 60)
 
 

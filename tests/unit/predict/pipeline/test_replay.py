@@ -126,13 +126,14 @@ def test_messages_slow_down_only_concurrent_work() -> None:
     once = _cost(1.0, 1.0, 1.0, sent=1.0)
     disturbed = replay(order, [once, replace(once, send_back_seconds=0.0)], disturbs=0.5)
     ends = {str(r.action): r.end_seconds for ranked in disturbed.ranks for r in ranked}
-    # The first message goes from 1 to 2, while the first rank works and the second waits. Half of
-    # what the first does next is done by 2, the rest by 2.5, and then the second goes, till 3.5.
+    # The first message takes from 1 to 2, while the first rank computes and the second waits. The
+    # first rank's next operator is half done at 2 and ends at 2.5; then the second message takes
+    # until 3.5.
     assert ends["0F0"] == 1.0
     assert ends["0F1"] == 2.5
-    # The second begins at 2, and from 2.5 on works at half its speed.
+    # It begins at 2, and from 2.5 on runs at half speed.
     assert ends["1F0"] == 3.5
-    # Nothing is under way any more.
+    # No message is in transit any more.
     assert ends["1F1"] == 4.5
 
 
@@ -225,7 +226,7 @@ def test_values_kept_by_two_stages_of_a_rank_count_once(schedule: str) -> None:
     for for_weights in (False, True):
         found = []
         for same in (True, False):
-            # Each stage keeps 40 bytes besides, of a value that all have in common or of its own.
+            # Each stage keeps 40 more bytes: one value for all stages, or one for each.
             more = [{"all's" if same else f"{s}'s": 40} for s in range(order.num_stages)]
             found.append(
                 replay(
@@ -243,7 +244,8 @@ def test_values_kept_by_two_stages_of_a_rank_count_once(schedule: str) -> None:
         once, twice = found
         for rank, (one, other) in enumerate(zip(twice.ranks, once.ranks, strict=True)):
             less = [a.held_bytes - b.held_bytes for a, b in zip(one, other, strict=True)]
-            # Once less of each micro-batch that both stages of a rank have under way.
+            # The value is held once less for each micro-batch that both stages of a rank have in
+            # flight.
             assert {own % 40 for own in less} == {0}
             assert min(less) >= 0
             assert (max(less) > 0) == (folded and rank == 1)
@@ -264,7 +266,7 @@ def test_values_sent_kept_and_received_again_count_once() -> None:
     keeping = replay(order, stages).ranks[1]
     sent = 0
     for plain, other in zip(sending, keeping, strict=True):
-        # Of the micro-batches that stage 2 has sent the value stays anyway.
+        # The value of the micro-batches that stage 2 has sent is kept in both cases.
         assert other.held_bytes - plain.held_bytes <= 50 * (8 - sent)
         sent += str(plain.action).startswith("2F")
     assert sending[-1].held_bytes == keeping[-1].held_bytes
@@ -299,7 +301,7 @@ def test_an_action_receives_from_the_adjacent_stage_on_another_rank() -> None:
     order = stored_order("ZBVZeroBubble", num_ranks=2, num_stages=4, micro_batches=8)
     sources = {str(a): source_of(a, order.rank_of) for a in order.ranks[1]}
     read = {sources[f"1{work}0"] for work in "FI"} | {sources[f"2{work}0"] for work in "FI"}
-    assert read == {0, None, 3}  # stages 1 and 2 lie on this rank
+    assert read == {0, None, 3}  # stages 1 and 2 are on this rank
     assert (sources["1F0"], sources["1I0"], sources["2F0"], sources["2I0"]) == (0, None, None, 3)
     assert sources["1W0"] is None
 

@@ -68,5 +68,5 @@ def test_call_overhead_of_pipeline_actions_is_priced(schedule: str) -> None:
         without, within = (
             step_seconds(program, each).value for each in (known, replace(known, links=links))
         )
-        # Some of it may be where a rank had nothing to do.
+        # Some of the calls may be in the idle time of a rank.
         assert within - without > 4 * call * most

@@ -66,7 +66,7 @@ def case(*ranks: Mapping[str, Any], oom_kills: int = 0) -> FailureCase:
     return FailureCase(ranks=evidence, timeout_seconds=9, logs="logs/run", oom_kills=oom_kills)
 
 
-# What befell the culprit, and what the two others say of it; how it is to be called.
+# The failure of the culprit, the reports of the two other ranks, and the expected cause.
 STORIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "raised": (raised(), lost(2.0), "exception"),
     "raised, seen later": (raised(2.0), lost(1.0), "exception"),
@@ -162,7 +162,8 @@ def test_who_exchanges_by_torch_while_another_waits_for_its_share_of_memory_is_n
     assert (found.rank, found.cause) == (1, "other exchange")
     assert "all_gather Byte [64], where rank 0 waited for its message through" in found.happened
     assert "batches of the same shapes" in found.remedy
-    # Who is stopped, or has ended by itself, is so named; two that miss each other are not told.
+    # A rank that is stopped or has exited is named as such; two ranks that wait for each other are
+    # not.
     assert getattr(verdict(case(waits, {"is_stopped": True})), "cause", "") == "stopped"
     other = {"statement": RankStatus(kind="RankFailed", text="", of_exchange=True, missed=0)}
     assert getattr(verdict(case(waits, other)), "cause", "") == "exchange"
@@ -220,7 +221,7 @@ def test_trouble_of_any_kind_has_a_verdict(facts: list[dict[str, Any]], oom_kill
         assert not isinstance(found, RankFailed) or 0 <= found.rank < len(facts)
 
 
-# --- what ranks write -----------------------------------------------------------------------------
+# --- files that ranks write -----------------------------------------------------------------------
 
 TEXT = st.text("a\n\x1b\u202e", max_size=5)
 JSON = st.recursive(

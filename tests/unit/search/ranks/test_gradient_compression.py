@@ -16,7 +16,7 @@ from steelyard.search.ranks.gradient_compression import CompressedCandidate, Wei
 from steelyard.trades import TRADES
 from steelyard.trades.gradient_compression import TernaryGradientsRule, TopKGradientsRule
 
-# Seconds of the step for each gradient, by the bits that it goes in.
+# Seconds of the step for each gradient, by its number of bits.
 _SECONDS = {
     "hidden": {32: 0.0, 16: 0.0, 8: 0.0, 2: 0.0},
     "half hidden": {32: 1.0, 16: 0.0, 8: 0.0, 2: 0.0},

@@ -36,7 +36,8 @@ COSTS = CostTable(
     device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 )
 seeds = st.integers(min_value=0, max_value=10**6)
-# What is dear of small graphs, all plans tried out, is kept: so these are one worker's.
+# The expensive enumerations of all plans of small graphs are cached, so one worker runs these
+# tests.
 tried_out_once = pytest.mark.xdist_group("small graphs")
 
 
@@ -91,7 +92,7 @@ def test_on_small_graphs_nearly_every_plan_is_the_best_there_is() -> None:
         missed = 0
         for point in best:
             ours = plans.within(point.peak_bytes)
-            # A thousandth is given for plans that treat blocks alike.
+            # Plans that treat blocks alike may be slower by a thousandth.
             missed += ours is None or ours.seconds > point.seconds * 1.001
         budgets += len(best)
         hits += len(best) - missed
@@ -190,7 +191,7 @@ def test_repeated_recomputation_never_makes_plans_worse() -> None:
         for point in once.chain:
             ours = plans.within(point.peak_bytes)
             assert ours is not None
-            # A thousandth is given for plans that treat blocks alike.
+            # Plans that treat blocks alike may be slower by a thousandth.
             assert ours.seconds <= point.seconds * 1.001
         better += plans.least.peak_bytes < once.least.peak_bytes
     assert better
@@ -244,7 +245,7 @@ def test_a_found_plan_is_priced_as_its_applied_rules(seed: int) -> None:
     assert answer.least.nbytes >= least_possible_bytes(plain, COSTS)
     for refusal in answer.refused:
         assert refusal in answer.why_not(refusal.label)
-    # Each offer is taken, in whole or in part, or refused, and no more than once.
+    # Each offer is taken, in whole or in part, or refused, and is counted at most once.
     applied = sum(r.left is not Remaining.NEVER for r in answer.refused)
     assert applied <= answer.num_offers
     assert bool(answer.rules) == any(
@@ -464,7 +465,7 @@ def test_a_budget_that_the_step_keeps_untraded_is_answered_without_a_long_search
     assert source.asked == [], "no part of the batch is captured or checked"
     assert answer.least_within == 1
     assert {r.trade for r in answer.refused} >= {"recompute", "accumulate"}
-    # A bound that it breaks is searched as before, and the whole curve can still be had.
+    # If the plan breaks a bound, the search runs as before, and the whole curve is still available.
     assert searching.find(Budget(memory_bytes=tight - 1)).rules
     assert searching.find(Budget(memory_bytes=tight)).rules == ()
 
