@@ -113,7 +113,7 @@ class ErrorFeedback:
         return sorted(left)
 
     def owe(self, saved: Mapping[str, torch.Tensor], gradients: Gradients) -> list[str]:
-        """Schedule saved residuals, of parameters that are no longer compressed, for the next step.
+        """Schedule saved residuals for the next step: those of parameters no longer compressed.
 
         Returns the parameters for which this rank has no whole gradient.
         """
