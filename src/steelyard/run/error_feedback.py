@@ -108,7 +108,7 @@ class ErrorFeedback:
         for name, members in self._starts.items():
             for target, start, count in members:
                 factors = saved.get(f"{_STARTS}{target}")
-                if factors is not None and factors.numel() == count:  # of the same low rank
+                if factors is not None and factors.numel() == count:  # the saved rank is the same
                     self._tensors[name][start : start + count] = factors
         return sorted(left)
 
