@@ -1,7 +1,5 @@
-"""What the workers of a whole run begin with and what they let go, and the costs that they share.
-
-Not for what some tests share: see harness.py.
-"""
+"""Sets up the workers of a whole run, frees what they leave behind, and shares their measured
+costs. Not for what some tests share: see harness.py."""
 
 import functools
 import gc
@@ -31,8 +29,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture(scope="module", autouse=True)
 def _let_go(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What tests of one file keep for one another, and torch of all fake tensors: a million objects
-    by the end of a whole run, which each full collection looks through."""
+    """Free what tests of one file cache for each other, and torch's fake tensors.
+
+    At the end of a whole run these are a million objects, which each full collection would scan.
+    """
     yield
     for kept in vars(request.module).values():
         if (
@@ -46,7 +46,7 @@ def _let_go(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One list of measured costs for both workers, as a user has one for all models."""
+    """One cache of measured costs for both workers, as a user has one for all models."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     return shared / "costs.sqlite"

@@ -58,9 +58,10 @@ _SEED = 11
 
 
 def costs_of(*graphs: Graph, device: Device = DEVICE) -> CostTable:
-    """Declared seconds, but the workspace that the kernels really take. Offload memory has a price,
-    and
-    a search is offered none."""
+    """Return declared seconds, with the workspace that the kernels really take.
+
+    Offload memory has a price, but a search is not offered any.
+    """
     declared = CostTable(device=device)
     computed = (n for graph in graphs for n in graph.nodes if not n.is_free and not n.is_transfer)
     by_signature = {n.signature: n for n in computed}
@@ -80,9 +81,11 @@ def costs_of(*graphs: Graph, device: Device = DEVICE) -> CostTable:
 
 @contextlib.contextmanager
 def in_a_hurry(costs: Path) -> Iterator[None]:
-    """Plans as a user's, but that times are hardly checked and the search looks less far: for tests
-    that hang neither on how well times are known nor on how good a plan is. ``costs`` is the file
-    of those measured."""
+    """Plan like a user, but with few measurements and a short search.
+
+    This is for tests that depend neither on precise times nor on the best plan. ``costs`` is the
+    cost cache.
+    """
     with (
         mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
         mock.patch.multiple(calibration, _CALIBRATION_SECONDS=1.0, _SPLIT_CALIBRATION_SECONDS=1.0),
@@ -95,7 +98,8 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 def floor_bytes(planned: Planned) -> int:
-    """The smallest memory budget of this step that is searched, and not refused before."""
+    """Return the smallest memory budget of this step that is searched rather than refused
+    beforehand."""
     cluster = planned.session.request.cluster
     offload_bytes = 0 if cluster.offload_memory is None else cluster.offload_memory.size_bytes
     floor = Floor.of(planned.session.base)
@@ -122,7 +126,7 @@ def _meter(graphs: Sequence[Graph]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one step computed, and the most bytes it held above what was there before."""
+    """The results of one step, and the most bytes it held beyond those at its beginning."""
 
     loss: Tensor
     gradients: dict[str, Tensor | None]
@@ -130,7 +134,7 @@ class Outcome:
     peak_bytes: int
 
     def difference(self, other: Outcome) -> str | None:
-        """None where loss, every gradient and every buffer are equal to the bit."""
+        """Return None if the loss, every gradient and every buffer are equal to the bit."""
         if not torch.equal(self.loss, other.loss):
             return f"the loss is {self.loss.item()!r}, not {other.loss.item()!r}"
         return reference.difference(other.gradients, self.gradients) or reference.difference(
@@ -155,7 +159,7 @@ UNCOUNTED = {
 
 
 class Trial:
-    """A model, its loss and its batch; what is tried on it starts from the same state each time."""
+    """A model, its loss and its batch; each trial starts from the same state."""
 
     def __init__(
         self, model: nn.Module, loss: Any, batch: Any, *, decomposition: str = "python-2"
@@ -185,7 +189,7 @@ class Trial:
         return self._metered(lambda: step.backward(self.batch))
 
     def flops(self, program: Program) -> int:
-        """What torch counts while the program runs."""
+        """Return the FLOPs that torch counts while the program runs."""
         step = self._live(program)
         with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
             step.backward(self.batch)
@@ -205,7 +209,7 @@ class Trial:
         )
 
     def eager(self, *, micro_batches: int = 1) -> Outcome:
-        """Plain PyTorch, on the whole batch or accumulating over equal parts of it."""
+        """Run plain PyTorch, on the whole batch or accumulating over equal parts of it."""
 
         def backward() -> Tensor:
             total = None
@@ -241,8 +245,11 @@ class Trial:
 
 @functools.lru_cache(maxsize=3)
 def trial_of(name: str) -> Trial:
-    """That case of the zoo. What is dear of it, its captures, is made once for tests that follow
-    each other: those of one model are best one group's."""
+    """Return the trial of that case of the zoo.
+
+    Its captures are expensive and are cached for consecutive tests, so tests of one model should be
+    in one group.
+    """
     return Trial(*zoo.case(name).make())
 
 
@@ -260,13 +267,13 @@ def has_offload_memory(program: Program) -> bool:
 
 
 def predicted_above(program: Program, costs: CostTable) -> int:
-    """Bytes of the predicted peak above what is there before the step begins."""
+    """Return the bytes of the predicted peak beyond those at the beginning of the step."""
     prediction: Prediction = predict(program, costs)
     return int(prediction.metrics.memory_bytes.value) - prediction.peak.resident_bytes
 
 
 def budgets(searching: StepSearch, count: int) -> list[Budget]:
-    """Evenly from the least memory the step can run in to what it needs unplanned."""
+    """Return budgets, evenly from the least memory of the step to that of the unplanned step."""
     explored = searching.explored()
     low, high = explored.least.peak_bytes, explored.plain.peak_bytes
     return [

@@ -487,7 +487,7 @@ def test_draws_finds_the_tag_on_whatever_takes_a_generator() -> None:
             operator = getattr(packet, schema.overload_name or "default")
             if not _torch.draws(operator, (), {}):
                 untagged.add(operator.overloadpacket.__name__)
-    # Initialisation without gradients, which writes in place, and the generator's own seed.
+    # These initialise in place without gradients, or set the generator's own seed.
     assert untagged <= {"_no_grad_normal_", "_no_grad_uniform_", "initial_seed", "manual_seed"}
 
 

@@ -236,7 +236,7 @@ def _members(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
 
 
 def _starts(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
-    """Yield the same for the tensors of the starting right factors."""
+    """Yield, for each tensor of starting right factors, its parameters in the same way."""
     for node in graph.nodes:
         if node.op == LEFT:
             _, _, start, shapes, rank = cast("_LeftArguments", node.args)

@@ -1,4 +1,4 @@
-"""The demonstration: it holds where it should, and says so where it does not."""
+"""The demonstration succeeds where it should, and reports where it fails."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ SMALL = Scene(
 
 
 class Planning(story._Stage):
-    """Plans in this process, looking less far: only what trains must be a process of its own."""
+    """Plans in this process with a shorter search; only training must be in a separate process."""
 
     def run(self, role: child.Role, **asked: Any) -> story._ProcessOutput:
         if role != "plan":
@@ -82,7 +82,7 @@ def test_plain_pytorch_dies_and_the_plan_gives_its_losses_under_the_same_limit(
 
 
 class Stage:
-    """Answers as the processes would."""
+    """Gives the answers of the processes."""
 
     def __init__(self, **told: Any) -> None:
         self._told = told

@@ -1,6 +1,6 @@
 """Plans that change while they run, through the public API, between ranks of gloo.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ SLOW, FAST = 2e5, 1e11
 
 
 def adapted(rank: int) -> dict[str, Any]:
-    """One link becomes slow, as the ranks measure it, which share the batch unequally; another plan
-    is for a slow one, and it is not; the last is as it was said to be. How quick this machine's own
-    is beside what codes take of it is another question."""
+    """Run three plans whose ranks share the batch unequally, with simulated link measurements.
+
+    In the first case the link becomes slow, in the second a plan for a slow link finds a fast one,
+    and in the third the link is as planned. The results do not depend on the speed of this machine.
+    """
     with _together() as at:
         return {
             "slower": _run(rank, at / "slower", codes=False, now=SLOW, shares=(2, 1)),
@@ -70,7 +72,7 @@ def compiled(rank: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _together() -> Iterator[Path]:
-    """A folder of all, which is there until all are done."""
+    """Yield a folder for all ranks, which exists until all are done."""
     with tempfile.TemporaryDirectory() as folder:
         paths = gathered(folder, str)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
@@ -79,8 +81,10 @@ def _together() -> Iterator[Path]:
 
 
 def standing_by(rank: int) -> dict[str, Any]:
-    """Three steps of both ranks, three of the first alone, and three of both again, with a
-    checkpoint's worth of state looked at in the end; beside plain PyTorch on the whole batch."""
+    """Run three steps on both ranks, three on the first alone, and three on both again.
+
+    State as in a checkpoint is compared at the end with plain PyTorch on the whole batch.
+    """
     with _together() as at:
         path = at / "train.plan.toml"
         workload = _small()
@@ -208,7 +212,7 @@ def _run(
 
 
 class Awaited(BackgroundProcess):
-    """So few steps are over before anything beside them is."""
+    """Waits for the background process, because so few steps would end before it."""
 
     def is_done(self) -> bool:
         while not super().is_done():
@@ -217,7 +221,7 @@ class Awaited(BackgroundProcess):
 
 
 def _off_after(steps: int) -> Callable[[Pace, float, float], bool]:
-    """Steps that are too slow from then on, as long as nothing is done."""
+    """Report steps as too slow from this one on, until the plan is switched."""
     taken = 0
 
     def add(*_: object) -> bool:
@@ -254,7 +258,7 @@ def _workload() -> sy.Workload:
 
 
 def _small() -> sy.Workload:
-    """Compiling takes a second for each stretch."""
+    """Return a small model, because compiling takes a second for each segment."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
     batch = {"x": torch.randn(64, 128), "y": torch.randn(64, 128)}

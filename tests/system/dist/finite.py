@@ -1,6 +1,6 @@
-"""Training in which the values of one rank are not finite first: in the batch, the loss, gradients.
+"""Training in which one rank's batch, loss or gradients are the first that are not finite.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _live(layout: str) -> LiveStep:
 
 
 def in_ones_own_loop(rank: int) -> list[str]:
-    """Of passes that add up, gradients of which one is not finite are found a step later."""
+    """In a user's loop whose passes accumulate, gradients that are not finite are found one step
+    later."""
     case, cache = Case(_made, ParallelLayout(data=2)), Path(os.environ["STEELYARD_CACHE"])
     with tempfile.TemporaryDirectory() as folder, in_a_hurry(cache):
         first = Path(InGroup().words(folder))

@@ -1,7 +1,7 @@
-"""Plans for ranks made and run through the public API, beside the same training on one device.
+"""Plans for several ranks, made and run through the public API, compared with one device.
 
-Not the judgement: that is the tests'. In float64, so that Adam does not make noise of a zero
-gradient into a step.
+Training is in float64, because Adam would turn the rounding noise of a zero gradient into a step.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """``share_of_plain``: the budget, as a share of what a rank takes without recomputing.
-    ``coordinator``: weights are gathered several at once, and ahead of what reads them. ``in_slots``:
-    ranks send each other what they do through memory that they share. ``runner`` carries out what
-    lies between exchanges."""
+    """``share_of_plain`` is the budget, relative to the memory of a rank without recomputation.
+
+    With ``coordinator``, weights are gathered in buckets and ahead of their readers. With
+    ``in_slots``, ranks exchange data through shared memory. ``runner`` executes the code between
+    exchanges.
+    """
 
     make: Callable[[], tuple[nn.Module, Loss, Any]]
     layout: ParallelLayout
@@ -74,7 +76,7 @@ def _gpt(dropout: float = 0.0, size: int = 8) -> tuple[nn.Module, Loss, Any]:
 
 
 def _padded(size: int = 8) -> tuple[nn.Module, Loss, Any]:
-    """The ranks' shares hold unequally many targets that count."""
+    """Make a batch whose shares hold different numbers of counted targets."""
     model, loss, batch = _gpt(size=size)
     batch["y"][:3, 4:] = -100
     return model, loss, batch
@@ -97,7 +99,7 @@ def _random_and_summed(size: int = 8) -> tuple[nn.Module, Loss, Any]:
 
 
 def _random_and_tied() -> tuple[nn.Module, Loss, Any]:
-    """In micro-batches that hold unequally many targets that count."""
+    """Make micro-batches that hold different numbers of counted targets."""
     model, loss, batch = _gpt(dropout=0.2)
     model.head.weight = model.token.weight
     batch["y"][:3, 4:] = -100
@@ -105,7 +107,7 @@ def _random_and_tied() -> tuple[nn.Module, Loss, Any]:
 
 
 def _mean(size: int) -> tuple[nn.Module, Loss, Any]:
-    """In which every sample counts alike."""
+    """Make a loss in which every sample has the same weight."""
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     x, y = torch.randn(2, size, 16)
 
@@ -121,7 +123,7 @@ def _channels() -> tuple[nn.Module, Loss, Any]:
 
 
 def _normalised() -> tuple[nn.Module, Loss, Any]:
-    """By statistics of all samples, one BatchNorm right behind another; and of each sample."""
+    """Make a model with two consecutive BatchNorms over all samples, and a norm of each sample."""
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, bias=False),
         nn.BatchNorm2d(4),
@@ -388,7 +390,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def _rows(program: Program, model: nn.Module, rank: int) -> int:
-    """The numbers that this rank holds of parameters of which ranks have some rows each."""
+    """Return the number of elements that this rank holds of row-sharded parameters."""
     if program.pipeline is None:
         return 0
     held = program.pipeline.held(program.layout.place(rank, PIPELINE)) & program.in_shares
@@ -396,7 +398,7 @@ def _rows(program: Program, model: nn.Module, rank: int) -> int:
 
 
 def _added_up(step: Any, batch: Any) -> float:
-    """How far the gradients of two backward passes are from twice those of one."""
+    """Return the difference between the gradients of two backward passes and twice those of one."""
     found: list[list[Tensor]] = []
     step.live.zero_grad()
     for _ in range(2):
@@ -407,7 +409,8 @@ def _added_up(step: Any, batch: Any) -> float:
 
 
 def _refused_without_an_optimizer(path: Path, model: nn.Module, loss: Loss, batch: Any) -> None:
-    """One's own could look at the whole of a parameter, of which there is a part."""
+    """Check that a user's own optimizer is refused, because it could read a whole sharded
+    parameter."""
     with pytest.raises(BadInput, match="no optimizer was given"):
         sy.load(path, model, loss, batch).apply()
 
@@ -415,7 +418,7 @@ def _refused_without_an_optimizer(path: Path, model: nn.Module, loss: Loss, batc
 def _planned(
     case: Case, model: nn.Module, loss: Loss, batch: Any, rank: int, path: Path
 ) -> sy.Planned:
-    """By rank 0, and read by all: what is measured twice is not the same twice."""
+    """Plan on rank 0, and load the plan on all ranks: two measurements would differ."""
     if rank == 0:
         write_decisions(path, _decided(case, model, loss, batch))
     dist.barrier()
@@ -425,7 +428,8 @@ def _planned(
 
 
 def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
-    """On all ranks, also where one alone would be faster: these models are tiny."""
+    """Return decisions for all ranks, even if one rank alone would be faster: these models are
+    tiny."""
     session = PlanRequest(
         model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
         cluster=sy.Cluster.here(ranks=case.layout.num_ranks), runner=case.runner, title="",
@@ -458,12 +462,12 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
 
 
 def _gathers(rules: Sequence[Rule]) -> int:
-    """How often a step gathers a weight that lies in shares; 0 where none does."""
+    """Return how often a step gathers a sharded weight; 0 if it does not."""
     return max((rule.gathers for rule in rules if rule.trade == "shard_states"), default=0)
 
 
 def _staged(case: Case, session: PlanningSession) -> tuple[Rule, ...]:
-    """With something computed again in each stage, and as much cut as can be."""
+    """Return stages with some recomputation in each, and as many sharded tensors as possible."""
     groups, ranks = case.layout.data, case.layout.tensor
     shared, _ = ShardStates().offers(
         replace(session.base, layout=ParallelLayout(data=groups)), session.source
@@ -485,8 +489,11 @@ _ENDS = {"1F1B": ["blocks.0"], "ZBVZeroBubble": ["dropout", "blocks.0", "blocks.
 def _alone(
     model: nn.Module, loss: Loss, batch: Any, *, portions: tuple[int, ...], micro_batches: int
 ) -> list[float]:
-    """Plain PyTorch on the whole batch; of several shares, each draws what is random apart, and
-    its micro-batches draw one after another."""
+    """Run plain PyTorch on the whole batch.
+
+    With several shares, each share draws its own random numbers, and so do its micro-batches, one
+    after another.
+    """
     optimizer = OPTIMIZER(model.parameters())
     losses = []
     for _ in range(STEPS):
@@ -539,7 +546,8 @@ def _doubled(batch: Any) -> Any:
 
 
 def _error(model: nn.Module, alone: nn.Module) -> float:
-    """The largest difference of a parameter or a buffer, of what training changed at most."""
+    """Return the largest difference of a parameter or a buffer, relative to the largest change
+    by training."""
     pairs = zip(_tensors(model), _tensors(alone), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 

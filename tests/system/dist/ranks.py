@@ -1,6 +1,6 @@
 """Ranks of gloo for a test: a fresh process imports torch, forks all of them and waits for them.
 
-Not in pytest's own process, which has threads by then. What a rank finds out comes back as JSON.
+It is not pytest's own process, which has threads. The results of a rank are returned as JSON.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def on_two_ranks(scenario: str) -> list[Any]:
 
 
 def on_ranks(scenario: str, *, count: int, device: str = "cpu") -> list[Any]:
-    """What ``module:function(rank)`` returned on each rank. On "cuda" all share one GPU, tensors
-    are made there unless said otherwise, and NCCL carries them."""
+    """Return the result of ``module:function(rank)`` on each rank.
+
+    With "cuda" all ranks share one GPU, tensors are created there by default, and NCCL is the
+    backend.
+    """
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.system.dist.ranks", scenario, folder, str(count), device],

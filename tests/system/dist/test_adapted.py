@@ -1,4 +1,5 @@
-"""Plans that change while they run: on all ranks at once, where the link did, and into a file."""
+"""Plans that change while they run: on all ranks at the same time if the link changes, and into
+a file."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_idle_ranks_rejoin_with_the_same_weights(
 
 
 def _adapted(scenario: str) -> dict[str, Any]:
-    """What the first rank tells; the other does the same."""
+    """Return the report of the first rank; the other one does the same."""
     one, other = on_two_ranks(f"tests.system.dist.adapted:{scenario}")
     for name, found in one.items():
         assert found["losses"] == other[name]["losses"], name

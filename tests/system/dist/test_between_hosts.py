@@ -1,4 +1,4 @@
-"""Two hosts joined by a slow link: planned for and trained on as they are, under torchrun."""
+"""Two hosts joined by a slow link, which plan and train under torchrun."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def pair() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of each host one of its own, with a list of prices of its own."""
+    """Return a folder and a cost cache for each host."""
     made = [tmp_path_factory.mktemp(f"host{n}") for n in range(2)]
     for folder in made:
         (folder / "train.py").write_text(_TRAIN)
@@ -78,7 +78,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def _start(
     pair: Hosts, folders: list[Path], *asked: str, each: int = 1
 ) -> list[subprocess.Popen[bytes]]:
-    """What is asked of steelyard on each host; nobody tells gloo its interface."""
+    """Start this steelyard command on each host, without naming an interface to gloo."""
     started, port = [], next(_PORTS)
     for host, folder in enumerate(folders):
         environ = {**os.environ, "STEELYARD_CACHE": str(folder / "costs.sqlite")}
@@ -196,7 +196,7 @@ def test_every_host_receives_the_new_plan_when_the_link_slows_down(
 
 
 def _step(path: Path) -> int:
-    """After which a plan took over, by its name."""
+    """Return the step after which a plan took over, from its name."""
     return int(path.name.removeprefix("train.adapted-").partition(".")[0])
 
 
@@ -217,7 +217,7 @@ _LAID = {
 
 @pytest.fixture(scope="module")
 def of_two_each(pair: Hosts, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Hosts with two ranks each, that have met and made a plan."""
+    """Return hosts with two ranks each, which have met and made a plan."""
     made = [tmp_path_factory.mktemp(f"host{n}of2") for n in range(2)]
     for folder in made:
         (folder / "train.py").write_text(_TRAIN)

@@ -1,4 +1,5 @@
-"""Gradients in codes between ranks: the numbers that were meant, alike on all, in the bytes said."""
+"""Compressed gradients between ranks are correct, equal on all ranks, and take the predicted
+bytes."""
 
 from __future__ import annotations
 

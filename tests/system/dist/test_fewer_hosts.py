@@ -1,4 +1,4 @@
-"""Three hosts, one behind a slow link: the plan lies on the other two, and they train."""
+"""Three hosts, one behind a slow link: the plan uses the other two, and they train."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def _ended(
     three: Hosts, folders: list[Path], *asked: str, on: tuple[int, ...] = (0, 1, 2)
 ) -> list[int]:
-    """What is asked of steelyard on these hosts, of which the first is where ranks meet."""
+    """Run this steelyard command on these hosts; ranks meet at the first one."""
     started, port = [], next(_PORTS)
     cores = sorted(os.sched_getaffinity(0))
     for node, host in enumerate(on):

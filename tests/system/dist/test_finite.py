@@ -1,4 +1,5 @@
-"""The rank that is named where a loss is not finite is the one whose own values were so first."""
+"""If a loss is not finite, the error names the rank whose own values were the first of that
+kind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Ranks on GPUs: what goes through memory of theirs, and what a step in stages comes to there. All
-share one GPU, which is all that a machine has to have."""
+"""Ranks on GPUs: messages through GPU memory, and the results of pipelined steps.
+
+All ranks share one GPU, so that one is enough.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that has taken the place of a rank: nothing that it sends runs, or is believed."""
+"""A process that takes the place of a rank: nothing that it sends is executed or believed."""
 
 from __future__ import annotations
 

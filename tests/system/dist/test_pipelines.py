@@ -1,6 +1,6 @@
-"""A step in stages on ranks, under each of torch's schedules, against the same micro-batches on one
-device: loss, every gradient, and what 20 steps of AdamW make of parameters and buffers. Messages go
-over the link, and under some schedules through slots too."""
+"""A pipelined step on ranks under each of torch's schedules, compared with the same
+micro-batches on one device: the loss, every gradient, and parameters and buffers after 20 steps
+of AdamW. Messages use the link, and under some schedules also slots."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_four_pipeline_ranks_equal_one_device(model: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
 def test_two_stages_of_two_tensor_parallel_ranks_equal_one_device(model: str) -> None:
-    """A backward pass that is one, and one in two parts."""
+    """The backward pass is whole, or in two parts."""
     ranks = on_ranks(f"tests.system.dist.pipelines:parts_of_{model}", count=4)
     assert set(ranks[0]) == {"1F1B", "ZBVZeroBubble"}
     for schedule in ranks[0]:
@@ -66,7 +66,7 @@ def test_a_failed_call_keeps_the_gradients_of_earlier_ones() -> None:
 
 
 def test_stages_need_no_autograd() -> None:
-    """torch's schedules refuse to begin where it is off."""
+    """torch's schedules refuse to start if autograd is disabled."""
     for within, outside, alike in on_two_ranks("tests.system.dist.pipelines:without_gradients_of_gpt"):
         assert within == outside
         assert alike
@@ -85,8 +85,10 @@ def as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize(("model", "within"), [("gpt", 0.005), ("relus", 0.09)])
 def test_measured_peak_of_each_rank_is_the_predicted_one(model: str, within: float) -> None:
-    """What small stages hand on is much beside what they hold; where a backward pass is in two
-    parts, the replay may count one such value that has gone."""
+    """Small stages send much compared with what they hold.
+
+    If a backward pass is in two parts, the replay may count one such value that is already freed.
+    """
     for rank in on_two_ranks(f"tests.system.dist.pipelines:peaks_of_{model}"):
         assert len(rank) == 7
         for schedule, (predicted, metered) in rank.items():

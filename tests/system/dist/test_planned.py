@@ -1,4 +1,4 @@
-"""Plans for ranks, made and run through the public API: the training of one device, by value."""
+"""Plans for several ranks, made and run through the public API, train like one device."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_planned_ranks_train_as_one_device(
 
 
 def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
-    """What it did with what was said."""
+    """Check that the run equals its prediction."""
     assert rank["error"] < 1e-9, name
     assert rank["again"] < 1e-9, name
     if case.in_slots and case.layout.pipeline == 1:
@@ -105,7 +105,7 @@ def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
 
 
 def _agree_on_peaks(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
-    """Of unequal shares of the batch, what is said is of the largest."""
+    """Check peaks; with unequal shares of the batch, the prediction is for the largest share."""
     if case.layout.pipeline > 1:
         return
     peaks = [rank["peak_bytes"] for rank in ranks]
@@ -117,7 +117,11 @@ def _agree_on_peaks(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
 
 
 def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
-    """What is said is of the rank that has most; the tied weight is held, and summed up, by both."""
+    """Check a pipelined run.
+
+    The prediction is for the rank with the largest amounts; both end stages hold and sum the tied
+    weight.
+    """
     groups, tensor = case.layout.data, case.layout.tensor
     for place, first in enumerate(ranks[:tensor]):
         # Ranks that share tensors do the same exchanges; the stages together do those of all lines.

@@ -1,4 +1,4 @@
-"""What gloo says of its messages is predicted as the kernel counts it."""
+"""The predicted headers of gloo's messages equal the bytes that the kernel counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_point_to_point_messages_send_the_predicted_bytes() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_bytes_of_the_agreement_before_a_step_are_those_that_the_kernel_counts(count: int) -> None:
-    """It is in no prediction of a step, and in none of its receipts."""
+    """These bytes are in no prediction and in no receipt of a step."""
     for rank in on_ranks("tests.system.dist.said:asked", count=count):
         assert rank["counted"] == rank["said"] > 0
 

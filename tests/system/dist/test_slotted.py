@@ -1,4 +1,4 @@
-"""What ranks exchange through memory that they share is what torch's exchanges give."""
+"""Exchanges through shared memory give the results of torch's exchanges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leaves hosts of several ranks each, by the counters of their network, as is predicted."""
+"""The bytes that leave hosts with several ranks each, by network counters, are as predicted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A step on two ranks of gloo: what it computes, holds and sends, against what was said of it.
+"""A step on two ranks of gloo: its results, memory and bytes, compared with the prediction.
 
-One test for each start of the ranks, which takes most of the time.
+There is one test for each start of the ranks, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def test_bucketed_all_reduces_train_as_one_device() -> None:
 def test_a_diverging_run_falls_back_to_milder_codecs(
     costs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another program of the same batch is bound then, at a loss that tells nothing of the batch."""
+    """A program with another codec is bound for the same batch; the loss says nothing about the
+    batch."""
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
     for rank in on_two_ranks("tests.system.dist.coded:diverged"):
         assert isfinite(rank["losses"][0])
