@@ -95,7 +95,8 @@ loss, and a plan that splits the batch of such a step says so in a note.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """``state`` is one of the three words of the page; ``reason`` says why it is not the first."""
+    """``state`` is one of the three words of the page; ``reason`` explains why it is not the
+    first."""
 
     state: str
     reason: str = ""
@@ -129,7 +130,7 @@ def verdict_on(case: Case) -> Verdict:
 
 
 def refusal_of(case: Case) -> Verdict:
-    """Cases that must be refused; some of them plain PyTorch refuses too."""
+    """Return the reason of cases that must be refused; plain PyTorch refuses some of them too."""
     model, loss, batch = case.make()
     try:
         # A model without values can be planned, but its plan cannot be applied.

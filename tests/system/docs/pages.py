@@ -77,7 +77,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One reader of one page, in the folder that is current."""
+    """A reader of one page, in the current folder."""
 
     # The module can be imported by its name, because Dynamo looks up the globals of a function
     # there.
@@ -86,7 +86,7 @@ class Session:
     complained: str = ""
 
     def read(self, page: str) -> int:
-        """How many blocks were done or held."""
+        """Read the page; return how many blocks were executed or compared."""
         found = list(blocks(page))
         for block in found:
             try:
@@ -97,7 +97,7 @@ class Session:
         return len(found)
 
     def take(self, block: Block) -> None:
-        """Do what the block says, or hold what it shows against what was printed."""
+        """Execute the block, or compare its text with what was printed."""
         assert block.language in _LANGUAGES, f"a block in {block.language!r} is not checked"
         if block.language in ("python", "sh"):
             self.printed = self.complained = ""
@@ -105,7 +105,7 @@ class Session:
             getattr(self, f"_{block.language}")(block)
 
     def said(self) -> str:
-        """What the block before printed; its complaints where it printed nothing."""
+        """Return the output of the previous block, or its errors if it printed nothing."""
         return self.printed or self.complained
 
     def _python(self, block: Block) -> None:
@@ -160,7 +160,7 @@ class Session:
 
 
 def save(block: Block) -> bool:
-    """A block that begins with the name of a file is that file."""
+    """Save a block that begins with the name of a file as that file."""
     named = re.match(r"# (\w+\.(py|toml))\n", block.text)
     if named:
         Path(named[1]).write_text(block.text, encoding="utf-8")
@@ -168,7 +168,7 @@ def save(block: Block) -> bool:
 
 
 def set_the_table() -> None:
-    """Into the folder that is current: the script that the quickstart has its readers write."""
+    """Write the script of the quickstart into the current folder."""
     for block in blocks((ROOT / "docs/quickstart.md").read_text(encoding="utf-8")):
         if block.language == "python":
             save(block)
@@ -187,7 +187,7 @@ def _check_set_up(command: str) -> None:
 
 
 def _compare_keys(shown: Any, real: Any, where: str) -> None:
-    """Every key that is shown exists; of lists the first entries are compared."""
+    """Check that every shown key exists; of lists, only the first entries are compared."""
     if isinstance(shown, dict):
         assert isinstance(real, dict), where
         for key, value in shown.items():
@@ -215,7 +215,7 @@ _SOMETIMES = (
 
 
 def form(text: str) -> tuple[str, ...]:
-    """The head of each line that does not begin with a blank, without its figures."""
+    """Return the head of each line that does not begin with a blank, without its figures."""
     heads: list[str] = []
     for line in text.splitlines():
         if not line or line[0] == " ":
@@ -229,7 +229,7 @@ def form(text: str) -> tuple[str, ...]:
 
 
 def matches(shown: tuple[str, ...], real: tuple[str, ...]) -> bool:
-    """``...`` stands for any lines that are left out."""
+    """Return whether the lines match; ``...`` stands for any lines that are left out."""
     if not shown:
         return not real
     if shown[0] == "...":
@@ -238,8 +238,8 @@ def matches(shown: tuple[str, ...], real: tuple[str, ...]) -> bool:
 
 
 def _compare_memory(shown: str, real: str) -> None:
-    """Eager's memory is counted, not timed: within a few hundredths it is the same everywhere. How
-    far under its budget a plan stays depends on the times that were measured."""
+    """Compare eager's memory, which is counted and not timed: it is equal everywhere within a
+    few hundredths. The memory that a plan leaves unused depends on measured times."""
     for left, right in zip(_memory(shown), _memory(real), strict=False):
         assert abs(left - right) <= 0.05 * right, f"{left} bytes are shown, {right} were printed"
 
@@ -257,10 +257,10 @@ def _memory(text: str) -> list[float]:
 
 
 def rewritten(page: str) -> str:
-    """The page with what its code prints now.
+    """Return the page with the present output of its code.
 
-    A block that ends in ``...`` shows as many first lines as before; one that leaves out something
-    else stays as it is.
+    A block that ends in ``...`` keeps its number of lines; a block that leaves out something else
+    stays as it is.
     """
     set_the_table()
     session = Session()

@@ -1,4 +1,4 @@
-"""The pages of figures say what the recorded results say."""
+"""The pages of figures agree with the recorded results."""
 
 import json
 import re

@@ -45,8 +45,8 @@ def _planned_once(
     on_progress: Progress,
     **wishes: Any,
 ) -> sy.Planned:
-    """As ``plan_workload``; a step that was captured and searched for a page is not so again for
-    another budget: pages plan one script over and over."""
+    """Plan like ``plan_workload``, but reuse the captured and searched step for other budgets,
+    because pages plan one script many times."""
     cluster = cluster or sy.Cluster.here()
     if any(wishes.values()) or not cluster.is_here:
         return _PLAN_WORKLOAD(
@@ -65,14 +65,14 @@ def _planned_once(
 
 
 def _in_one_worker(name: str) -> Any:
-    """Pages that plan the quickstart's script share what is found of it."""
+    """Keep pages that plan the quickstart's script on one worker, so that they share its costs."""
     shares = pytest.mark.xdist_group("train.py")
     return pytest.param(name, marks=shares if "steelyard plan train.py" in _text(name) else ())
 
 
 @pytest.fixture
 def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same for all pages: lines are named from the folder in which a step is captured."""
+    """Use the same folder for all pages, because source lines are relative to it."""
     folder = tmp_path_factory.getbasetemp() / "page"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

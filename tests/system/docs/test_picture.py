@@ -1,4 +1,4 @@
-"""The picture in README is drawn from a measured step, and says what README says."""
+"""The picture in README is drawn from a measured step, and its figures are those of README."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A step on a GPU of this machine: measured there, and as predicted; and what is refused there."""
+"""A step on a GPU of this machine: measured as predicted; and what is refused there."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_model_on_several_devices_is_refused() -> None:
 
 
 class _On(Tensor):
-    """Only says where it is."""
+    """A module that only has a device."""
 
     def __new__(cls, device: str) -> _On:
         made: _On = torch.zeros(()).as_subclass(cls)

@@ -1,4 +1,4 @@
-"""Codes under DistributedDataParallel and FSDP2: the means that were meant, on all ranks alike."""
+"""Compression under DistributedDataParallel and FSDP2: correct means, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def _found(name: str, device: str, count: int = 2) -> list[Any]:
-    """Of each rank."""
+    """Return the results of each rank."""
     return [rank[name] for rank in _every(count, device)]
 
 
@@ -68,7 +68,7 @@ def _saved_of(code: str) -> list[str]:
 @pytest.mark.parametrize("code", ["int8", "ternary", "bfloat16", "rank 4"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_model_with_hooks_trains_as_without_them(code: str, parts: int, device: str) -> None:
-    """Clipped, and with gradients added up over two batches before they go."""
+    """The gradients are clipped, and accumulated over two batches before they are sent."""
     for rank in _found("trains", device):
         plain, coded = rank[str(parts)], rank[f"{code} {parts}"]
         assert plain[-1] < 0.9 * plain[0]

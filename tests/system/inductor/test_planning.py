@@ -1,4 +1,4 @@
-"""Planned for Inductor: priced as the program that Inductor makes, run, and within the budget."""
+"""Plans for Inductor are priced as the program that Inductor makes, run, and fit the budget."""
 
 from __future__ import annotations
 

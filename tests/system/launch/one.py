@@ -1,7 +1,7 @@
-"""What each rank does in a test of launching: exchanges, and what the scenario asks of it.
+"""The work of each rank in a launcher test: exchanges, and the actions of the scenario.
 
-``python one.py FOLDER SCENARIO SECONDS``: so long an exchange may take. What it finds out lies in
-the folder, a file each.
+``python one.py FOLDER SCENARIO SECONDS`` gives the time limit of an exchange. Results are written
+into the folder, one file each.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Others at work beside what is measured: they work while they are told to, and only then."""
+"""Background load: it runs while it is requested, and only then."""
 
 import os
 import time
@@ -37,7 +37,7 @@ def the_other(two: BackgroundLoad) -> company._LoadProcess:
 
 
 def worked_seconds(other: company._LoadProcess) -> float:
-    """The processor's time of that process so far."""
+    """Return the processor time of that process so far."""
     fields = Path(f"/proc/{other._process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

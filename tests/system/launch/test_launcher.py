@@ -1,7 +1,5 @@
-"""Ranks that run, break, are stopped and killed: what comes out, who is named, what is left.
-
-Launched from here, in pytest's own process, but where that process is what is ended.
-"""
+"""Ranks that run, fail, are stopped and killed: the outcome, the named rank, and what is left
+behind. They are launched from pytest's own process, except where the launcher itself is killed."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ PATIENCE_SECONDS = 60
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Whatever a rank was and started is gone when the launcher is."""
+    """Check that every rank and its children are gone when the launcher is."""
     yield
     pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
     assert pids, "no rank ever ran"
@@ -195,7 +193,7 @@ def launched(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def listening(pids: list[int]) -> set[str]:
-    """Addresses at which these processes listen, as /proc/net has them."""
+    """Return the addresses at which these processes listen, in the format of /proc/net."""
     sockets = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,4 +1,4 @@
-"""Who a rank is, what ranks have to hold alike, and meeting under torchrun itself."""
+"""The rank of a process, the consistency of ranks, and a rendezvous under torchrun itself."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_first_host_uses_the_interface_to_the_second_unless_set_by_the_user(
 def test_all_ranks_of_the_first_host_use_the_interface_to_the_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To the first host its name may be its loopback, for whichever rank asks."""
+    """On the first host, its own name may resolve to loopback, for any of its ranks."""
     store, asked = HashStore(), list[str]()
 
     def towards(host: str) -> str:
@@ -184,7 +184,7 @@ def held(rows: int = 4, dtype: torch.dtype = torch.float32, plan: str = "7f3c") 
 def all_agree(
     words: list[dict[str, str]], sizes: list[int] | None = None, *, seconds: float = 60
 ) -> list[BaseException | None]:
-    """What each of these ranks, threads here, comes to."""
+    """Return the outcome of each of these ranks, which are threads here."""
     store = HashStore()
     found: list[BaseException | None] = [None] * len(words)
 

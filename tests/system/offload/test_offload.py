@@ -1,4 +1,4 @@
-"""Offload memory from the public names to a receipt: chosen where nothing else fits, and exact."""
+"""Offload memory from the public API to a receipt: chosen if nothing else fits, and exact."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 class Rows(nn.Module):
-    """One sample, so that the batch cannot be cut; random masks, which are never made again."""
+    """A step with one sample, so that the batch cannot be split, and random masks, which are
+    never recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ def planned(folder: Path) -> sy.Planned:
 
 
 def _between(model: nn.Module, x: Tensor, offload_memory: sy.OffloadMemory) -> int:
-    """Less than can be had without offload memory, more than with it."""
+    """Return a budget between the least memory without offload memory and that with it."""
     least = []
     for cluster in (sy.Cluster.here(), sy.Cluster.here(offload_memory=offload_memory)):
         whole = sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster)
@@ -95,7 +96,8 @@ def test_the_offloading_plan_fits_where_no_other_does(planned: sy.Planned) -> No
 
 
 def assert_trained_alike(planned: sy.Planned, *, steps: int, rows: int = 4096) -> Any:
-    """The planned step after so many, which lost and weigh what they do without a plan."""
+    """Check losses and weights of the planned step after some steps against those without a
+    plan."""
     ours, x = made()
     theirs = copy.deepcopy(ours)
     step, plain = planned.apply(ours), planned.what_if().apply(theirs)

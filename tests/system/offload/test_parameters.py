@@ -1,4 +1,4 @@
-"""Weights and gradients in offload memory: the same bits, the bytes that were said, always live."""
+"""Weights and gradients in offload memory: the same bits, the predicted bytes, and always live."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def test_parameter_offload_is_chosen_where_state_offload_is_not_enough(
 
 
 class Twice(Wide):
-    """Each weight is fetched twice in the forward pass."""
+    """A model whose weights are fetched twice in the forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (*self.layers, *self.layers):
@@ -397,7 +397,7 @@ SGD = partial(torch.optim.SGD, lr=1e-2)
 
 
 class Frozen(nn.Module):
-    """Products with frozen weights both ways round, one without a bias, one read twice."""
+    """Products with frozen weights in both orientations, one without a bias and one read twice."""
 
     def __init__(self, rows: int = 1024, columns: int = 1024) -> None:
         super().__init__()
@@ -420,7 +420,7 @@ def frozen(*names: str, slices: int) -> tuple[Rule, ...]:
 
 @pytest.fixture(scope="module")
 def thawed(offload_memory: sy.OffloadMemory) -> sy.Planned:
-    """A step whose weights are mostly frozen."""
+    """Return a step whose weights are mostly frozen."""
     torch.manual_seed(0)
     cluster = sy.Cluster.here(offload_memory=offload_memory)
     return sy.plan(Frozen(), loss, torch.randn(64, 1024), optimizer=SGD, cluster=cluster)
@@ -500,7 +500,7 @@ def test_weights_read_by_other_operators_are_fetched_whole(
 
 
 def test_a_large_frozen_weight_is_offered_in_slices(thawed: sy.Planned, tmp_path: Path) -> None:
-    """One of 4 MiB is not; one of 16 MiB in slices of 4 and of 1."""
+    """A weight of 4 MiB is not offered in slices; one of 16 MiB is, in slices of 4 and of 1 MiB."""
     assert {r.slices for r in states_offered(thawed)} == {0}
     torch.manual_seed(0)
     model, x = Frozen(rows=4096), torch.randn(16, 1024)
@@ -528,7 +528,7 @@ def states_offered(planned: sy.Planned) -> list[Rule]:
 def test_a_partial_update_is_not_taken_for_new_values(
     adam: sy.Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next update begins anew: nothing that was on its way then arrives in it."""
+    """The next update starts again: transfers that were in flight do not arrive in it."""
     ours, theirs, x = pair(adam, rules(*MOVABLE, lead=2))
     for step in (ours, theirs):
         step(x)
@@ -561,7 +561,7 @@ def test_checkpoints_are_the_same_with_and_without_offload(
 
 
 def test_offloaded_values_bypass_the_page_cache(adam: sy.Planned) -> None:
-    """It goes past the page cache: only who reads a weight between steps brings it there."""
+    """Transfers bypass the page cache; only reading a weight between steps fills it."""
     ours, _, x = pair(adam, rules(*MOVABLE))
     for _ in range(2):
         ours(x)
@@ -573,7 +573,7 @@ def test_offloaded_values_bypass_the_page_cache(adam: sy.Planned) -> None:
 
 
 def cached_bytes(memory: OffloadFile) -> int:
-    """How much of its file the system holds in memory, by mincore."""
+    """Return how much of the file the system has in memory, according to mincore."""
     import ctypes
     import mmap
     import os

@@ -1,5 +1,5 @@
-"""Values of the forward pass that come back from offload memory slice by slice, for the products
-that read them: the same sums, the bytes that were said, and never the whole value."""
+"""Values of the forward pass that are fetched in slices for the products that read them: the
+same sums, the predicted bytes, and never the whole value."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SGD = partial(torch.optim.SGD, lr=1e-2, foreach=True)
 
 
 class Turned(nn.Module):
-    """As transformers' Conv1D: the weight lies the other way, and so does its gradient."""
+    """A layer like transformers' Conv1D, whose weight and gradient are transposed."""
 
     def __init__(self, given: int, made: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Turned(nn.Module):
 
 
 class Block(nn.Module):
-    """A perceptron whose input two layers read, and whose inside one does."""
+    """A perceptron whose input is read by two layers, and whose inner value by one."""
 
     def __init__(self, layer: Callable[[int, int], nn.Module], width: int = 64) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_half_precision_is_added_up_in_single() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_sliced_activations_combine_with_all_other_trades(seed: int) -> None:
-    """A GPT-2 in micro-batches, some of it streamed, some made again, some in 8 bits."""
+    """A GPT-2 in micro-batches, with some values offloaded, some recomputed, and some in 8 bits."""
     transformers = pytest.importorskip("transformers")
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -180,8 +180,11 @@ def test_sliced_activations_combine_with_all_other_trades(seed: int) -> None:
 
 
 class Pooled(nn.Module):
-    """A frozen table of words, a narrow layer that reads many side by side, and a head whose
-    gradients are there before that layer's is made: what comes back for it is the peak."""
+    """A frozen table of words, a narrow layer that reads many words together, and a head.
+
+    The head's gradients exist before that layer's, so the value that is fetched for it sets the
+    peak.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +198,7 @@ class Pooled(nn.Module):
 
 
 def pooled() -> tuple[nn.Module, Tensor]:
-    """One sample, so that the batch cannot be cut."""
+    """Return a step with one sample, so that the batch cannot be split."""
     torch.manual_seed(0)
     return Pooled(), torch.randint(100, (1, 2048, 16))
 
@@ -224,7 +227,7 @@ def least(offload_memory: sy.OffloadMemory) -> tuple[sy.Planned, int]:
 
 @pytest.fixture(scope="module")
 def fitting(offload_memory: sy.OffloadMemory) -> sy.Planned:
-    """In the least memory, which takes slices."""
+    """Return the plan with the least memory, which needs slices."""
     planned, nbytes = least(offload_memory)
     return planned.what_if(memory=nbytes)
 
@@ -309,7 +312,7 @@ def test_the_plan_file_holds_the_number_of_slices(fitting: sy.Planned, tmp_path:
 
 
 def test_slicing_values_that_are_read_whole_is_refused() -> None:
-    """A tanh asks for its own result again."""
+    """A tanh reads its own result in the backward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     tried = Trial(model, square, torch.randn(512, 64))
@@ -322,8 +325,8 @@ def test_slicing_values_that_are_read_whole_is_refused() -> None:
 
 
 class Otherwise(nn.Module):
-    """What a product reads is made by a multiplication, which keeps nothing: it lies column by
-    column, though a look at it does not; or the product is a sum over its columns."""
+    """A model whose product reads a value that is not row-major although a view of it is, or
+    whose product sums over columns."""
 
     def __init__(self, *, across: bool) -> None:
         super().__init__()

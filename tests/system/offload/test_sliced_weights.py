@@ -1,8 +1,6 @@
-"""Products with frozen weights in offload memory, and what is carried out in their slices behind
-them.
-
-The same sums, the bytes that were said, and nothing whole that only the next line reads.
-"""
+"""Products with frozen weights in offload memory, and the operators that are executed in their
+slices. The sums are the same, the bytes are as predicted, and nothing that only the next line
+reads is whole."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def memory(tmp_path: Path) -> Iterator[OffloadFile]:
 
 
 class Turned(nn.Linear):
-    """A weight that lies the other way: its rows are terms of a sum."""
+    """A layer with a transposed weight, whose rows are terms of a sum."""
 
     def __init__(self, given: int, made: int, *, bias: bool = True) -> None:
         super().__init__(made, given, bias=False)
@@ -66,7 +64,7 @@ class Turned(nn.Linear):
 
 
 class Left(nn.Linear):
-    """A weight that is the left side, turned: its rows are terms of a sum again."""
+    """A layer whose weight is the transposed left operand, so that its rows are terms of a sum."""
 
     def __init__(self, given: int, made: int, *, bias: bool = True) -> None:
         super().__init__(made, given, bias=False)
@@ -76,7 +74,7 @@ class Left(nn.Linear):
 
 
 class Block(nn.Module):
-    """A trained layer, a frozen perceptron of some kind behind it."""
+    """A trained layer, followed by a frozen perceptron of some kind."""
 
     def __init__(
         self,
@@ -127,7 +125,8 @@ def adapted(m: Block, x: Tensor) -> Tensor:
 
 
 def heads(m: Block, x: Tensor) -> Tensor:
-    """What is behind it works across columns: nothing goes into the slices."""
+    """Return a step whose operators after the product work across columns, so that none is in
+    the slices."""
     partition = m.up(x).unflatten(-1, (4, -1)).softmax(-1)
     return partition.flatten(-2)
 
@@ -220,7 +219,7 @@ def loops(program: Program) -> list[Node]:
 
 
 def told(node: Node) -> tuple[str, ...]:
-    """The operators that a loop carries out, but for turning the weight."""
+    """Return the operators that a loop executes, except the transpose of the weight."""
     assert node.body is not None
     names = (call.op.split(".")[1] for call in node.body.calls[0][1])
     return tuple(name for name in names if name != "t")
@@ -239,7 +238,7 @@ def live(model: nn.Module, program: Program, memory: OffloadFile, **settings: An
 
 
 class Tower(nn.Module):
-    """Blocks of several kinds in a row."""
+    """A model with blocks of several kinds in a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +293,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def test_values_read_only_in_slices_are_never_whole(memory: OffloadFile) -> None:
-    """Behind frozen layers alone no backward pass reads what is between product and result."""
+    """After frozen layers alone, no backward pass reads the values between product and result."""
     torch.manual_seed(0)
     model, batch = Block(gated), torch.randn(512, WIDTH)
     model.first.requires_grad_(False)
@@ -321,7 +320,7 @@ def test_values_read_only_in_slices_are_never_whole(memory: OffloadFile) -> None
 def test_a_frozen_transformer_is_trained_with_sliced_weights(
     name: str, memory: OffloadFile
 ) -> None:
-    """What is trained are its norms and what stands before and behind it."""
+    """Only the norms and the layers before and after it are trained."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if name == "llama":
@@ -374,7 +373,7 @@ def test_a_frozen_transformer_is_trained_with_sliced_weights(
 
 
 class Large(nn.Module):
-    """One frozen weight of 16 MiB, and little beside it."""
+    """One frozen weight of 16 MiB, and little else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +409,7 @@ def test_slices_are_chosen_by_their_prediction(latency: float, slices: int) -> N
 
 
 def test_a_sliced_loop_takes_the_sum_of_its_transfers_and_work() -> None:
-    """The first slice is waited for, and the last one computed with alone."""
+    """The loop waits for the first slice, and computes with the last one alone."""
     trial = Trial(Large(), loss, torch.randn(64, 1024))
     before = trial.plain
     (rule,) = sliced("wide.weight", slices=4)

@@ -1,5 +1,5 @@
-"""A step in stages, one after the other in one process, is the whole step: idioms, models of each
-kind, cut behind some of their modules."""
+"""A step in stages, one after the other in one process, equals the whole step: for idioms and
+for models of each kind, cut after some of their modules."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _double(batch: Any) -> Any:
 
 
 def _cuts(graph: Graph) -> list[list[str]]:
-    """Behind single modules, and behind several at once."""
+    """Yield cuts after single modules, and after several at the same time."""
     (loss,) = (o.node for o in graph.outputs if o.kind is OutputKind.LOSS)
     last: dict[str, str] = {}
     for node in graph.forward():
@@ -116,7 +116,7 @@ def _given(graph: Graph, source: CapturedStep) -> Values:
 
 
 def _run(stages: list[LiveStage], given: Values, is_split: bool) -> Tensor:
-    """What goes from stage to stage is copied, and nothing else is left from one to the next."""
+    """Run the stages; sent values are copied, so that stages share nothing else."""
     values = [dict(given) for _ in stages]
     loss = None
     for index, stage in enumerate(stages):
@@ -145,8 +145,10 @@ def _left(model: torch.nn.Module) -> tuple[Any, Any]:
 
 
 def _gap(expected: Any, actual: Any) -> float:
-    """The largest, relative to the largest element of each tensor; a gradient that is zero but for
-    rounding (of a key's bias) is no measure."""
+    """Return the largest difference, relative to the largest element of each tensor.
+
+    A gradient that is zero up to rounding (of a key's bias) is not compared.
+    """
     pairs = [(expected[0], actual[0])]
     pairs += [(expected[k][name], actual[k][name]) for k in (1, 2) for name in expected[k]]
     worst = 0.0
@@ -182,7 +184,8 @@ def test_a_stage_holds_its_own_parameters_and_tied_ones_are_shared() -> None:
 
 
 def test_a_stage_sends_an_activation_and_receives_its_gradient() -> None:
-    """Cut between blocks: no mask, no saved value and no part of a tied gradient crosses."""
+    """The cut is between blocks: no mask, no saved value and no part of a tied gradient crosses
+    it."""
     stages = _stages_of_gpt()
     assert [len(s.sends) for s in stages.stages] == [1, 1, 0]
     assert [len(s.sends_back) for s in stages.stages] == [0, 1, 1]

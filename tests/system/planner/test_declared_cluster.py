@@ -69,7 +69,8 @@ _GPT = GPT(layers=7, width=32, heads=2, vocabulary=64, length=32)
 
 @pytest.fixture(scope="module", autouse=True)
 def _captured_once() -> Iterator[None]:
-    """What is captured of the model hangs on no cluster, and is asked for by most tests."""
+    """Cache the capture of the model, which does not depend on the cluster and is used by most
+    tests."""
     captured: list[TruncatedStep] = []
 
     def step(**asked: Any) -> TruncatedStep:
@@ -170,7 +171,7 @@ def test_the_plan_fits_the_device_and_lists_refused_trades(planned: PlannedForCl
 def test_the_next_cent_is_what_larger_devices_would_save(
     where: DeclaredClusterPlanner, planned: PlannedForCluster
 ) -> None:
-    """Also where the plan may hold all that a device has."""
+    """This also holds if the plan may use all memory of a device."""
     cent, limit = planned.plan.next_cent, 1100 * 1024
     assert cent is not None
     larger = where.search.fastest(8, limit + cent.more_bytes)
@@ -223,7 +224,8 @@ def test_the_plan_states_the_reached_share_and_is_slower_by_it(planned: PlannedF
 
 
 def test_extrapolation_is_reported_and_widens_the_interval() -> None:
-    """A small GPT in single precision on 8 H100, whose share was fitted on a Llama in bfloat16."""
+    """A small GPT in single precision on 8 H100, whose efficiency was fitted on a Llama in
+    bfloat16."""
     joined = """
     [device.small]
     preset = "H100-SXM5"
@@ -253,7 +255,8 @@ host_link = "pcie4-x16"
 def test_host_memory_lets_a_model_fit_fewer_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both kinds of what may lie there; plans say so, and read back."""
+    """Host memory may hold both optimizer state and activations; plans say so, and can be read
+    back."""
     # The whole optimizer state of this model is smaller than three pieces, so pieces are made
     # smaller.
     monkeypatch.setattr(deep, "OFFLOAD_PIECE_BYTES", 1 << 10)

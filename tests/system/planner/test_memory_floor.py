@@ -1,4 +1,4 @@
-"""The floor of a step's memory: below every plan, and told in a refusal that lists its parts."""
+"""The memory floor of a step is below every plan, and its refusal lists its parts."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""From a model to a receipt by the public names alone, on a small transformer with dropout."""
+"""From a model to a receipt through the public API alone, on a small transformer with dropout."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def unplanned() -> sy.Planned:
 
 @pytest.fixture(scope="module")
 def tight(unplanned: sy.Planned) -> sy.Planned:
-    """Half way between the least possible and what the step takes without trades."""
+    """Return a budget halfway between the least memory and that of the step without trades."""
     least, most = unplanned.plan.least_bytes, unplanned.plan.unplanned.peak.nbytes
     assert least < most
     return unplanned.what_if(memory=(least + most) // 2)

@@ -1,6 +1,6 @@
-"""Sharing the batch unequally among ranks of unequal speed: one rank's program, and all together.
+"""Unequal batch shares for ranks of unequal speed: the program of one rank, and of all together.
 
-What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+For the results of such programs on live ranks, see tests/system/dist/test_planned.py.
 """
 
 from __future__ import annotations

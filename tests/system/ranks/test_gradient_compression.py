@@ -1,4 +1,5 @@
-"""Whether gradients go in codes: where the link is slow and accuracy may be lost; else why not."""
+"""Gradients are compressed if the link is slow and accuracy may be lost; otherwise the plan says
+why not."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ _TRADES = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was measured of one model is known to all tests; of the link, each writes its own."""
+    """Return a folder with the measured costs of one model for all tests; each test writes its
+    own link."""
     return tmp_path_factory.mktemp("coded")
 
 
@@ -163,7 +165,7 @@ def test_ranks_of_unequal_speed_compress_gradients_too(
 def test_the_memory_budget_holds_for_fallback_codecs_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where codes hold back too much, training continues in those that lose less."""
+    """If the residual of a codec grows too large, training continues with less lossy codecs."""
     plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD)
     session, rules = plan.session, plan.plan.decisions.rules
     peaks = [

@@ -1,4 +1,5 @@
-"""Whether the gradient of a table goes as rows: where all of it would be waited for; else why."""
+"""The gradient of a table is sent as rows if the whole table would take too long; otherwise the
+plan says why."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _OPTIMIZER = partial(torch.optim.SGD, lr=0.1)
 
 
 class Bag(nn.Module):
-    """Few of many words, and enough to compute that a second rank is worth it."""
+    """A model that reads few of many words, with enough computation that a second rank is
+    worthwhile."""
 
     def __init__(self, words: int) -> None:
         super().__init__()

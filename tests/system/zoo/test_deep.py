@@ -1,4 +1,5 @@
-"""A deep model planned from three of its blocks: the whole trace's equal, or not cut at all."""
+"""A deep model planned from three of its blocks equals the whole trace, or is not truncated at
+all."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ CUT: dict[str, tuple[Callable[[], Sample], dict[str, tuple[int, int]]]] = {
 
 @cache
 def sources(name: str) -> tuple[CapturedStep, CapturedStep]:
-    """To be traced whole and to be planned: each captured once for all that is asked of it."""
+    """Return sources for a whole trace and for planning; each is captured once for all tests."""
     sample = CUT[name][0]()
     return source_of(sample), source_of(sample, for_planning=True)
 
@@ -168,7 +169,7 @@ def test_a_step_to_be_run_is_traced_in_full() -> None:
 
 
 class Layer(nn.Module):
-    """A block of equal class and shapes; what it does may hang on its index."""
+    """A block of equal class and shapes, whose behaviour may depend on its index."""
 
     def __init__(self, index: int, **attributes: Any) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ class Stack(nn.Module):
 
 
 class SpecialByCount(Stack):
-    """The special block is known to the loop, not to the block."""
+    """A model whose loop, but not its block, knows which block is special."""
 
     def __init__(self, special: int) -> None:
         super().__init__([Layer(i) for i in range(LAYERS)])
@@ -241,7 +242,7 @@ class EverySecond(Stack):
 
 
 class SkipAhead(Stack):
-    """Each block also reads what the block two before it made."""
+    """A model in which each block also reads the result of the block two before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         before, now = x, x
@@ -251,7 +252,7 @@ class SkipAhead(Stack):
 
 
 class Collected(Stack):
-    """All intermediate results are joined, as in dense prediction heads and probes."""
+    """A model that joins all intermediate results, as dense prediction heads and probes do."""
 
     def forward(self, x: Tensor) -> Tensor:
         seen = [x]
@@ -302,7 +303,7 @@ class ByTable(Stack):
 
 
 class SpecialParameter(Stack):
-    """A list beside the blocks holds one thing for each, and not the same."""
+    """A model whose list beside the blocks holds a different setting for each block."""
 
     def __init__(self) -> None:
         super().__init__([Layer(i) for i in range(LAYERS)])
@@ -321,7 +322,7 @@ def squares(model: nn.Module) -> Sample:
 
 
 def stochastic_depth() -> nn.Module:
-    """A rate for each layer, as drop path has it."""
+    """Return a model with one rate for each layer, as in drop path."""
 
     class Dropped(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -354,7 +355,7 @@ def one_hooked() -> nn.Module:
 
 
 def two_share() -> nn.Module:
-    """The fifth block is the first one again: its weights are trained by both."""
+    """Return a model whose fifth block is its first one, so that both train the same weights."""
     blocks: list[nn.Module] = [Layer(i) for i in range(LAYERS)]
     blocks[4] = blocks[0]
     return Stack(blocks)
@@ -425,7 +426,7 @@ UNLIKE: dict[str, Callable[[], Sample]] = {
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_blocks_that_only_look_alike_are_traced_in_full(name: str) -> None:
-    """If it is ever grown from three blocks, nothing may differ from the whole trace."""
+    """If such a model is ever expanded from three blocks, it must equal the whole trace."""
     sample = UNLIKE[name]()
     planned = source_of(sample, for_planning=True).captured()
     if not planned.is_grown:

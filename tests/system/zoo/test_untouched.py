@@ -1,4 +1,4 @@
-"""Planning leaves the user's model, batch and random state as they were, however it ends."""
+"""Planning does not change the user's model, batch and random state, however it ends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def fakes() -> list[Any]:
 
 @pytest.fixture
 def new_fakes() -> Callable[[], list[Any]]:
-    """Fake tensors that were not there before, of whatever else this process has captured."""
+    """Return the fake tensors that were not there before, whatever else this process has
+    captured."""
     before = fakes()
     known = {id(x) for x in before}
 
@@ -106,7 +107,7 @@ def test_planning_twice_gives_the_same_graph() -> None:
 
 
 class Once(nn.Module):
-    """Does something to its surroundings in each forward pass."""
+    """A model that changes its surroundings in each forward pass."""
 
     def __init__(self, effect: Callable[[Once, Tensor], Tensor]) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ def in_a_global(length: int) -> Tensor:
 
 
 class Helper:
-    """Not a module, and nothing that Steelyard looks into."""
+    """An object that is not a module and that Steelyard does not examine."""
 
     def __init__(self) -> None:
         self.held: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The whole zoo: each model trains as plain PyTorch does, bit and byte, or is refused readably."""
+"""The whole zoo: each model trains bitwise like plain PyTorch, or is refused readably."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_a_step_equals_plain_pytorch_and_its_peak_is_predicted(
 
 
 def _check_peak(source: CapturedStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of workspace one call tells all; the rounds that follow it only tell the time."""
+    """Check the peak; one call is enough to determine the workspace, and further rounds only
+    measure time."""
     monkeypatch.setattr(operators, "_FEWEST_ROUNDS", 1)
     monkeypatch.setattr(operators, "_ROUNDS_SECONDS", 0.0)
     graph = source.captured().graph
@@ -139,7 +140,7 @@ SAYS = {
 
 @pytest.mark.parametrize("case", [c for c in zoo.REFUSED if "on_meta" not in c.name], ids=str)
 def test_models_that_cannot_be_captured_are_refused_in_three_lines(case: Case) -> None:
-    """The model on the meta device can be planned; it is refused where a plan is applied."""
+    """The model on the meta device can be planned, but its plan cannot be applied."""
     source = source_of(case.make())
     with pytest.raises(SteelyardError) as caught:
         source.captured()

@@ -1,4 +1,4 @@
-"""``run --adapt``: the rank that weighs other plans, and links that change again meanwhile."""
+"""``run --adapt``: the rank that compares plans, and links that change again in the meantime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The receipt of a loop of the user's own, in every combination of who makes and steps what."""
+"""The receipt of a user's own loop, for every combination of who makes and who steps the
+optimizer."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_passes_of_a_user_loop_are_counted_timed_and_measured_like_steps() -> No
 
 
 def test_the_users_optimizer_state_is_measured_apart_from_the_plan() -> None:
-    """As a plan that knows it predicts."""
+    """The measured state equals the prediction of a plan that knows the optimizer."""
     known = sy.plan(planned().live.model, square, BATCH, optimizer=adamw)
     step = planned()
     measured = trained(step, adamw(step.live.model.parameters()))

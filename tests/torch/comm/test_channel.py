@@ -1,5 +1,5 @@
-"""What a rank waits with: for what arrives, and then for whoever still holds it; and hints for the
-kernel about gloo's threads and connections."""
+"""The waits of a rank: for data, and then for the tensors that a backend still holds; and hints
+to the kernel about gloo's threads and connections."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from steelyard.comm.tcp_quickack import QuickAcks
 def test_late_messages_are_released_before_the_step_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gloo's thread says that it is done, and holds on for a moment: as long after a slow link as
-    after a quick one."""
+    """Gloo's thread signals completion, and holds the tensor for a moment longer: equally long
+    on slow and fast links."""
     monkeypatch.setattr(channel, "_PATIENCE_SECONDS", 1.0)
     waiting, sent = Waiting(), torch.ones(4)
     gloos: list[torch.Tensor] = []
@@ -63,7 +63,8 @@ def test_threads_that_listen_for_gloo_take_turns(
 def test_a_rank_yields_less_often_the_longer_others_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With another program on that core a turn takes a slice of time: it has a fifth, not all."""
+    """If another program uses the core, a yield takes a time slice: the program gets a fifth of
+    the core, not all of it."""
     now, taken = [0.0], [0.0]
 
     def others(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The link to offload memory: measured once for a folder and a rate."""
+"""The link to offload memory is measured once for each folder and rate."""
 
 from __future__ import annotations
 

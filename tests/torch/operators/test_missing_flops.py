@@ -1,4 +1,5 @@
-"""What may multiply and has no FLOP formula is named here, and refused on a declared cluster."""
+"""Operators that may multiply and have no FLOP formula are named here, and refused on a declared
+cluster."""
 
 from __future__ import annotations
 

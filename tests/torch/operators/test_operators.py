@@ -1,4 +1,5 @@
-"""Values in 8 bits come back within half a scale, in any layout; what is not finite stays so."""
+"""Values in 8 bits are decoded within half a scale, in any layout; non-finite values stay
+non-finite."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def there_and_back(x: torch.Tensor) -> torch.Tensor:
 
 
 def scales_of(flat: torch.Tensor) -> torch.Tensor:
-    """Of each element: the largest magnitude in its block, over 127."""
+    """Return, for each element, the largest magnitude in its block over 127."""
     blocks = flat.float().abs().split(BLOCK)
     return torch.cat([b.max().expand_as(b) for b in blocks]) / 127
 
@@ -76,7 +77,7 @@ def test_any_dense_layout_is_restored(dtype: torch.dtype, laid_out: object) -> N
 
 
 def test_the_actual_layout_of_a_kernel_is_restored() -> None:
-    """Without a copy of it, which nobody planned either."""
+    """No copy is made for this, because none is planned."""
     x = torch.randn(64, 64, 512).to(torch.bfloat16)
     planned = (1, 64 * 512, 64)
     back = decode8(encode8(x, planned), x.shape, planned, x.dtype)

@@ -1,4 +1,5 @@
-"""Batch normalisation in pieces is torch's own over all samples, forward and backward."""
+"""Batch normalisation in several calls equals torch's own over all samples, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ EPS = 1e-5
 def in_pieces(
     shares: list[Tensor], gradients: list[Tensor], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Result, gradients of the input, of weight and of bias, of as many ranks."""
+    """Return the result and the gradients of input, weight and bias, from this many ranks."""
     count = sum(x.numel() // x.shape[1] for x in shares)
     gathered = torch.cat([norms.batch_norm_stats(x) for x in shares])
     both = norms.batch_norm_gather_stats(gathered, len(shares))

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused with its true reason, and a remedy that is one."""
+"""What cannot be captured is refused with its true reason, and a remedy that works."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_torch_error_is_never_truncated_within_a_word() -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained detour of low rank."""
+    """A frozen layer with a trained low-rank adapter."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""One capture for every number of samples: what it says of another is what a capture there says."""
+"""One capture for every number of samples: its figures for another number equal those of a
+capture there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Steps in parts on several ranks: equal by value to the whole step, however the parts lie.
+"""Sharded steps on several ranks equal the whole step by value, for any placement.
 
-All ranks in one process (see in_step.py); in double precision, so that a wrong sum cannot pass for
-rounding. Real processes are in tests/dist.
+All ranks are in one process (see in_step.py), in double precision, so that a wrong sum cannot pass
+for rounding. Real processes are in tests/system/dist.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MODELS = ("gpt", "gpt_sdpa", "moe", "resnet_bn", "hf_llama", "hf_mixtral")
 
 
 class Whole:
-    """A case of the zoo in double precision, what one device makes of it, and of its parts."""
+    """A case of the zoo in double precision, with the results of one device and of its parts."""
 
     @staticmethod
     def named(name: str) -> Whole:
@@ -63,7 +63,7 @@ class Whole:
         return [partition(self.graph, choice, rank=rank, transport=GLOO) for rank in ranks]
 
     def error(self, choice: ShardingChoice, graphs: list[Graph]) -> float:
-        """The largest difference of what leaves the step, as a share of the largest there is."""
+        """Return the largest difference of the step's outputs, relative to the largest output."""
         placed: dict[str, Placement] = dict(choice.inputs)
         inputs = [
             {
@@ -85,7 +85,8 @@ class Whole:
         return worst
 
     def at_random(self, seed: int, num_ranks: int) -> ShardingChoice:
-        """Any placement of most parameters and buffers, and of some values on their way."""
+        """Return random placements of most parameters and buffers, and of some intermediate
+        values."""
         chance = random.Random(seed)
         inputs, values = [], []
         for node in self.graph.nodes:
@@ -114,7 +115,7 @@ class Whole:
 
 @functools.cache
 def _whole_of(name: str) -> Whole:
-    """One capture for all tests of a model."""
+    """Return one cached capture for all tests of a model."""
     return Whole(*zoo.case(name).make())
 
 
@@ -153,7 +154,8 @@ def test_columns_then_rows_cost_one_exchange_forward_and_one_backward() -> None:
 
 
 def test_a_residual_stream_in_parts_spreads_by_itself() -> None:
-    """Chosen for two values only, sequence parallelism follows (Korthikanti et al. 2022)."""
+    """It is chosen for two values only, and sequence parallelism follows (Korthikanti et al.
+    2022)."""
     whole = Whole.named("gpt")
     weights = tuple(_columns_then_rows(layers=2))
     plain = ShardingChoice(axis="tensor", num_ranks=2, inputs=weights)
@@ -189,7 +191,7 @@ def test_a_split_vocabulary_never_gathers_its_scores() -> None:
 
 
 class Masked(nn.Module):
-    """Scores are written over where they lie, through a view of what made them."""
+    """A model whose scores are overwritten in place, through a view of the product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +210,7 @@ class Masked(nn.Module):
 
 
 def test_values_overwritten_in_place_stay_sharded() -> None:
-    """Its gradient is copied over a tensor of its form that holds nothing yet."""
+    """The gradient is copied over an empty tensor of the same shape."""
     batch = torch.randn(2, 6, 16)
     whole = Whole(Masked(), lambda model, x: model(x).square().sum(), batch)
     columns = [(f"parameter:{n}.weight", Shard(0)) for n in ("query", "key", "value")]
@@ -290,8 +292,10 @@ def _widened(leaf: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["gpt", "hf_llama", "moe"])
 def test_a_gpu_step_is_sharded_like_a_cpu_step(name: str) -> None:
-    """What it makes of nothing, like places and masks, it makes there. No GPU is needed to say so:
-    nothing is computed."""
+    """Tensors that the step creates, such as positions and masks, are created on the GPU.
+
+    This test needs no GPU, because nothing is computed.
+    """
     whole = Whole.named(name)
     there = replace(whole.graph, nodes=tuple(map(_on_a_gpu, whole.graph.nodes)))
     assert there != whole.graph, "nothing was made of nothing"

@@ -1,4 +1,4 @@
-"""Where a step could be cut: what is found, and that the parted step is as good as said."""
+"""Shardable regions of a step, and the costs of the sharded step compared with the stated ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer's step as planned beside the live one: bytes of state and of temporaries."""
+"""The planned optimizer step compared with the live one: bytes of state and of temporaries."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def updated(make: Callable[..., Any]) -> tuple[Program, CostTable]:
 
 
 def stepped(make: Callable[..., Any]) -> tuple[int, int]:
-    """Bytes of the live state, and those that its third step adds at most."""
+    """Return the bytes of the live state, and the most bytes that its third step adds."""
     model = small()
     optimizer = make(model.parameters())
     for parameter in model.parameters():
@@ -98,7 +98,8 @@ def test_predicted_state_and_temporaries_equal_the_measured_ones(
 
 
 def test_temporaries_of_the_last_update_live_until_the_optimizer_returns() -> None:
-    """As what any other holds, until the next begins: here a decayed gradient."""
+    """Like those of other updates, they live until the next update begins: here it is a decayed
+    gradient."""
     model = nn.Linear(64, 64, bias=False)
     program = capture_update(model, OPTIMIZERS["adam maximizing"])
     assert liveness(program, CostTable(device=DEVICE)).peak_bytes == 3 * model.weight.nbytes

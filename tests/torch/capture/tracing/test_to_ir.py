@@ -1,4 +1,4 @@
-"""What a captured graph says of a step: whose each node is, what it lies on, what it costs."""
+"""A captured graph: the module of each node, its storage, and its costs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def graph_of(sample: Sample) -> Graph:
 
 @cache
 def named(name: str) -> Graph:
-    """One trace for all that is asked of it."""
+    """Return one cached trace for all tests of this model."""
     return graph_of(case(name).make())
 
 
 @cache
 def small_graph(**config: Any) -> Graph:
-    """Likewise."""
+    """Return one cached graph."""
     return graph_of(small_gpt(**config))
 
 
@@ -53,8 +53,8 @@ def small_gpt(*, width: int = 32, dropout: float = 0.1, batch: int = 4, layers: 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_only_loss_nodes_have_no_module(name: str) -> None:
-    """Nodes without a path are the loss function's own: they come after every module, or lead back
-    from the loss into the first one."""
+    """Nodes without a path belong to the loss function: they come after every module, or lead
+    back from the loss into the last one."""
     model, _, _ = case(name).make()
     graph = named(name)
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
@@ -243,7 +243,7 @@ def test_batchnorm_statistics_leave_as_updates_of_their_buffers() -> None:
 
 
 def counted_flops(sample: Sample) -> tuple[int, int]:
-    """Forward and whole step, as torch's own counter says."""
+    """Return the FLOPs of the forward pass and of the whole step, by torch's own counter."""
     model, loss, batch = sample
     with FlopCounterMode(display=False) as forward:
         value = loss(model, batch)
@@ -356,7 +356,7 @@ def test_the_models_fingerprint_is_the_same_at_every_batch_size() -> None:
 
 
 def test_a_gradient_never_shares_memory_with_another() -> None:
-    """``a + b`` hands both the same gradient; clipping one in place must leave the other alone."""
+    """``a + b`` gives both the same gradient; clipping one in place must not change the other."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""What is said of GPUs where there is none: which backend carries what lies there, what time counts
-as waiting, and which groups of ranks cannot speak of it."""
+"""GPU communication without a GPU: the backend for GPU tensors, the time that counts as waiting,
+and groups of ranks that cannot use GPU memory."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_step_that_fails_leaves_no_negative_waiting() -> None:
 
 
 class _Event:
-    """Of a GPU that does one thing a second."""
+    """An event of a GPU that does one operation per second."""
 
     told = over = 0
 

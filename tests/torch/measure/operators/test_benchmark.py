@@ -82,7 +82,7 @@ def test_measurements_of_another_process_meanwhile_are_used(tmp_path: Path) -> N
     first, _ = measure_operators([some_graph()], DEVICE, cache=CostCache(tmp_path / "costs.sqlite"))
 
     class BackwardRewriter(CostCache):
-        """Looked when nothing was there yet."""
+        """A rewriter that looked before anything was there."""
 
         looked = False
 

@@ -1,4 +1,4 @@
-"""Gradients in codes, as graphs: what is exchanged instead, what stays, when it is waited for."""
+"""Graphs with compressed gradients: the new exchanges, the unchanged ones, and their waits."""
 
 from __future__ import annotations
 
@@ -118,8 +118,10 @@ def test_empty_tensors_are_encoded_as_nothing() -> None:
 @pytest.mark.parametrize("codec", [TERNARY, INT8], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("rows", [2, 5, 9])
 def test_rows_are_summed_in_rank_order(codec: Codec, rows: int) -> None:
-    """Few are written down one by one, of many there is a loop: the same bits on every rank. Five
-    are as many as the blocks that were traced once."""
+    """Few rows are unrolled, many are a loop: all ranks get the same bits.
+
+    Five rows equal the number of blocks with which the loop was traced.
+    """
     each = [encode_gradients([torch.randn(3 * BLOCK)], None, codec.name, 1) for _ in range(rows)]
     total = torch.zeros(3 * BLOCK)
     for one in each:
@@ -131,7 +133,8 @@ def test_rows_are_summed_in_rank_order(codec: Codec, rows: int) -> None:
 
 
 def _stretches(values: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """What is coded at once: quarters, in which a block is some elements of each."""
+    """Return the chunks that are encoded together: quarters, of each of which a block has some
+    elements."""
     every = (x for part in values.chunk(parts) for x in part.split(512 * BLOCK))
     return [x.view(4, -1, BLOCK // 4) for x in every]
 
@@ -240,7 +243,8 @@ def test_bfloat16_gradients_are_all_reduced_and_waited_for_as_late(
 def test_compressed_sums_are_waited_for_as_late_as_others(
     source: CapturedStep, ranks: int, lag: int
 ) -> None:
-    """Both exchanges of one: behind the issue of the ``lag``-th one after it, or at the end."""
+    """Both exchanges of a compressed sum wait until the ``lag``-th exchange after them is
+    issued, or until the end."""
     later = issued_meanwhile(_applied(source, _rules(ranks, bucket=1 << 14, lag=lag)))
     assert len(later) >= 3
     assert max(later) <= 2 * lag  # an exchange that is issued after a wait is one more
@@ -250,7 +254,7 @@ def test_compressed_sums_are_waited_for_as_late_as_others(
 
 
 def issued_meanwhile(program: Program) -> list[int]:
-    """Of each exchange of codes, how many others are issued before it is waited for."""
+    """Return, for each exchange of codes, how many others are issued before its wait."""
     exchanges, nodes = program.exchanges, program.graph.by_name
     names = [nodes[program.instructions[e.issue].node].name for e in exchanges]
     found = []
@@ -288,7 +292,8 @@ def _step(source: CapturedStep, program: Program, together: SimulatedRanks, rank
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("others", [2, 3])
 def test_residuals_survive_a_checkpoint(source: CapturedStep, ranks: int, others: int) -> None:
-    """The same bits for as many ranks; for others shares of the same sum, in other buckets too."""
+    """The same number of ranks gets the same bits; another number gets shares of the same sum,
+    also in other buckets."""
     program = _applied(source, _rules(ranks))
     together = SimulatedRanks(ranks)
 
@@ -321,7 +326,7 @@ def test_residuals_survive_a_checkpoint(source: CapturedStep, ranks: int, others
 
 
 def _totals(saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What is still to be made up for, of each parameter."""
+    """Return the total residual of each parameter."""
     found: dict[str, torch.Tensor] = {}
     for key, value in saved.items():
         kind, _, name = key.partition("/")
