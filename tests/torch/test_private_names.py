@@ -72,7 +72,7 @@ def joint(dynamo_graph: Any) -> torch.fx.GraphModule:
 
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_dtensor_says_which_placements_a_product_takes() -> None:
-    """Of one axis and without a mesh: result, left side, right side."""
+    """The placements are for one axis and need no mesh: result, left operand, right operand."""
     left = _torch.MetaTensor((4, 8), (8, 1), torch.float32)
     right = _torch.MetaTensor((8, 6), (6, 1), torch.float32)
     found = _torch.dtensor_strategies(aten.mm.default, [left, right], {})
@@ -117,8 +117,8 @@ def test_this_torch_has_every_name_of_the_table(file: str) -> None:
 
 
 def test_the_table_has_every_name_that_is_imported_or_read() -> None:
-    """A part of a dotted name that begins with an underscore is private, whatever it is read from;
-    so is all of a private module."""
+    """A part of a dotted name that begins with an underscore is private, whatever it is read
+    from; so is everything in a private module."""
     for path in sorted((_SOURCE / "_torch").glob("*.py")):
         tree, used = ast.parse(path.read_text()), set[str]()
         if path.stem in ("__init__", "private_names"):
@@ -142,7 +142,8 @@ def test_the_table_has_every_name_that_is_imported_or_read() -> None:
 
 
 def test_a_torch_that_lacks_a_name_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever name it is, and before anything runs: three lines, and no AttributeError."""
+    """Whichever name is missing, the error comes before anything runs, in three lines, and is no
+    AttributeError."""
     missing = "torch._dynamo.convert_frame.fullgraph_captured"
     lacking = private_names.PrivateNames(feature="capture", names=(missing,))
     monkeypatch.setitem(vars(private_names)["PRIVATE_NAMES"], "dynamo", lacking)
@@ -209,7 +210,7 @@ def test_captured_and_guarded_says_what_was_drawn_by_pythons_generator() -> None
 
 
 class Replacing(nn.Module):
-    """Puts another tensor into its buffer's place, as ``functional_call`` writes down."""
+    """A model that replaces its buffer by another tensor, as ``functional_call`` does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +320,7 @@ def test_compiled_code_is_valid_for_all_sizes_and_under_dispatch_modes() -> None
 
 
 def test_compiled_code_is_found_in_the_inductor_cache() -> None:
-    """By every process but the first: to lower it takes seconds."""
+    """Every process but the first finds the code; lowering it takes seconds."""
     from torch._dynamo.utils import counters  # noqa: TID251 - Inductor counts there
 
     found = counters["inductor"]
@@ -360,7 +361,7 @@ def test_capture_settings_leave_mkldnn_off_only_inside() -> None:
 
 
 def test_capture_settings_still_find_the_hidden_decompositions() -> None:
-    """Should torch keep them elsewhere or drop them, taking them away is no longer right."""
+    """If torch moves or drops these decompositions, disabling them must be revised."""
     key = torch._C.DispatchKey  # noqa: TID251 - that it has moved is what is tested
     keys = (key.CompositeImplicitAutograd, key.Autograd)
     operators = (aten.lstm.input, aten.gru.input, aten.upsample_bilinear2d.vec)
@@ -477,7 +478,7 @@ def test_draws_takes_an_operator_that_torch_does_not_define_to_draw() -> None:
 
 
 def test_draws_finds_the_tag_on_whatever_takes_a_generator() -> None:
-    """In the namespaces that are trusted to carry it."""
+    """This covers the namespaces whose operators carry the tag."""
     untagged = set()
     every = torch._C._jit_get_all_schemas()  # noqa: TID251 - the list of what is trusted
     for schema in every:
@@ -617,7 +618,7 @@ def test_pytrees_give_leaves_with_paths_in_one_order() -> None:
 
 
 def test_specs_of_pytrees_tell_their_kind_and_children() -> None:
-    """The binding of batches compares them part by part."""
+    """The binding of batches compares the specs part by part."""
     spec = _torch.tree_flatten({"b": 1, "a": (2, 3)})[1]
     assert spec.type is dict
     assert spec.context == ["b", "a"]
@@ -801,7 +802,7 @@ def test_callbacks_run_when_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_share_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is seen where there is a GPU (tests/system/dist/test_gpus.py); these are its names."""
+    """This checks only the names; tests/system/dist/test_gpus.py uses them on a GPU."""
     module = importlib.import_module("torch.distributed._symmetric_memory")
     assert {"dtype", "device"} <= inspect.signature(module.empty).parameters.keys()
     assert [*inspect.signature(module.rendezvous).parameters] == ["tensor", "group"]
@@ -857,7 +858,10 @@ def test_a_supervised_agent_calls_back_before_it_reaps() -> None:
 
 @pytest.mark.parametrize("op", WRITING)
 def test_out_variants_have_a_kernel(op: str) -> None:
-    """And is otherwise the same. The others' variants are the plain operator and a copy."""
+    """Otherwise the variant is the same.
+
+    The variants of other operators run the plain operator and copy its result.
+    """
     writing, keyword = WRITING[op]
     plain, told = (operator_named(name)._schema for name in (op, writing))
     assert [a.name for a in told.arguments if a.is_out] == [keyword]
@@ -945,8 +949,11 @@ def _uncounted() -> list[str]:
 
 
 def test_only_the_listed_torch_operators_lack_a_flop_formula() -> None:
-    """A new release of torch has new operators: each is to be given a formula, listed as one that
-    does not multiply, or added here: ``python -m tests.torch.test_private_names`` prints them."""
+    """A new release of torch has new operators.
+
+    Give each a formula, list it as one that does not multiply, or add it here: ``python -m
+    tests.torch.test_private_names`` prints them.
+    """
     # This runs in a process of its own, because importing Inductor, as other tests do, registers
     # more operators.
     run = subprocess.run(

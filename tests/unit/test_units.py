@@ -1,4 +1,4 @@
-"""Amounts: what people write is what is meant, and what is shown can be compared."""
+"""Amounts: written amounts are parsed as meant, and printed ones can be compared."""
 
 from contextlib import suppress
 

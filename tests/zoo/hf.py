@@ -22,7 +22,7 @@ Shape = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A transformers model by class name, its config in two sizes, and what it is fed."""
+    """A transformers model by class name, with its config in two sizes and its inputs."""
 
     model: str
     inputs: Inputs
@@ -85,7 +85,7 @@ def _masked_by_ones(config: Any, scale: Scale) -> dict[str, Tensor]:
 
 
 def _padding(ids: Tensor) -> Tensor:
-    """Row i ends i places early (never more than half the row)."""
+    """Return padding: row i ends i places early (never more than half the row)."""
     count, length = ids.shape
     ends = length - torch.arange(count).clamp(max=length // 2)
     return (torch.arange(length) < ends[:, None]).long()
@@ -103,7 +103,7 @@ def _masked(config: Any, scale: Scale) -> dict[str, Tensor]:
 
 
 def _replaced(config: Any, scale: Scale) -> dict[str, Tensor]:
-    """Electra's question, for every token: is this one a replacement?"""
+    """Return Electra's labels: for every token, whether it is a replacement."""
     ids = _ids(config, scale)
     return {"input_ids": ids, "labels": torch.randint(0, 2, ids.shape)}
 
@@ -130,7 +130,8 @@ def _seq2seq(config: Any, scale: Scale) -> dict[str, Tensor]:
 
 
 def _pictures(tiny: int, small: int, *, many: int = 8) -> Inputs:
-    """Square pictures of a side per scale, `many` of them at "small", and a class each."""
+    """Return square pictures with a side for each scale, `many` of them at "small", and a class
+    for each."""
 
     def inputs(config: Any, scale: Scale) -> dict[str, Tensor]:
         count, size = (2, tiny) if scale == "tiny" else (many, small)

@@ -1,4 +1,5 @@
-"""A step in micro-batches is said to be faster only where no doubt of a check says otherwise."""
+"""A step in micro-batches is predicted to be faster only if the gain exceeds the uncertainty of
+every calibration."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ from tests.zoo.own import GPT
 def said(
     checks: dict[int, tuple[float, float, float]], *, operators: float = 1 - 1e-6
 ) -> dict[int, float]:
-    """The time of a step in so many parts, as a share of the uncut step's, where checks find these
-    beside it and the operators of a cut alone add up to ``operators``."""
+    """Return the predicted time of the step in this many parts, relative to the unsplit step.
+
+    Calibrations measure the given ratios, and the operators of a split step alone add up to
+    ``operators``.
+    """
     prices = CostProvider.__new__(CostProvider)
     prices._split_calibrations, prices._split_times, prices._base = {}, {}, plain()
     prices.costs = CostTable(device=this_device(), whole_step=Estimate.exactly(1.0))

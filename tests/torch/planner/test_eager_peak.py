@@ -1,4 +1,4 @@
-"""What eager PyTorch is said to need, beside what the meter finds in an eager step."""
+"""The predicted memory of eager PyTorch, compared with the metered peak of an eager step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Convolutions(nn.Module):
-    """The kernels of 3x3 convolutions need more for themselves than any activation takes."""
+    """The kernels of 3x3 convolutions need a larger workspace than any activation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hosts that meet: what they remember of their link, and where they would save."""
+"""Hosts that meet: the cached figures of their link, and the folder that they would save to."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def test_another_host_than_the_first_may_plan_for_all() -> None:
 def test_measurements_of_a_slow_first_host_do_not_replace_those_of_the_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same operators, measured on a host of half the speed: it takes as long as was measured
-    there, and the fastest half as long. It was refused after minutes of measuring."""
+    """The operators are measured on a host of half the speed: it takes the measured time, and
+    the fastest host half of that. Before, such a host was refused after minutes of measuring."""
     prices = []
     for products in ((1e-3, 2e-3), (2e-3, 1e-3)):
         path = tmp_path / f"{products[0]}.sqlite"
@@ -273,7 +273,8 @@ def test_a_plan_for_another_number_of_hosts_is_refused() -> None:
 
 
 def _on_gpus(cluster: Cluster) -> Cluster:
-    """As they are planned for; the machine has one of a kind for each rank of a host."""
+    """Return hosts as planned on GPUs; the machine has one GPU of a kind for each rank of a
+    host."""
     members = (replace(m, of=replace(m.of, kind="cuda NVIDIA H100")) for m in cluster.tree.members)
     return replace(cluster, tree=replace(cluster.tree, members=tuple(members)))
 
@@ -283,7 +284,8 @@ def _on_gpus(cluster: Cluster) -> Cluster:
 def test_a_plan_that_uses_one_of_the_hosts_belongs_to_all_that_met(
     at: Callable[[Cluster], Cluster], ranks: int
 ) -> None:
-    """Also on GPUs, which Cluster.here() knows nothing of; one rank has all cores of its host."""
+    """This also holds on GPUs, which Cluster.here() does not know; one rank has all cores of its
+    host."""
     planned = Target(
         model="m", graph="g", decomposition="python-2", runner="python", torch="2.13", batch=(),
         cluster=at(Cluster.here(4, hosts=2, speeds=(1,) * 4)).fingerprint, ranks=4, hosts=2,
@@ -542,7 +544,7 @@ def test_hosts_learn_that_another_did_not_join_the_measurement() -> None:
 
 
 class _OneOfTwo:
-    """The two of them take their turns in one process."""
+    """One of two hosts, which run alternately in one process."""
 
     def __init__(self, *, saves: bool, told: list[str], unseen: list[int]) -> None:
         self.saves = saves
@@ -560,7 +562,7 @@ class _OneOfTwo:
         return max(self._unseen)
 
     def meanwhile(self) -> None:
-        """Replaced by what the other does."""
+        """Tests replace this with the work of the other host."""
 
 
 def test_a_folder_of_checkpoints_is_one_that_all_see(tmp_path: Path) -> None:
@@ -598,7 +600,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_on_all(tmp_path: Path) -> N
 
 
 def _joins(rates: list[float]) -> dict[str, float]:
-    """What three hosts measure of each other whose links carry so much, each rank having one."""
+    """Return the measurements of three hosts with these link rates, with one rank each."""
     found = {}
     for i, j in itertools.combinations(range(len(rates)), 2):
         found[latency_of(i, j)] = LINK.latency_seconds
@@ -613,7 +615,7 @@ def _exchanged_among_two(rate: float) -> dict[str, float]:
 
 
 def _three_of_which(slow: int, cache: CostCache) -> None:
-    """Hosts of which one is behind 30 Mbit/s, that have met."""
+    """Return three hosts that have met, one of which is behind a link of 30 Mbit/s."""
     rates = [119e6] * 3
     rates[slow] = 3.7e6
     joins = _joins(rates) | _exchanged_among_two(119e6)

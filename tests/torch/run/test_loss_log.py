@@ -1,4 +1,4 @@
-"""The file of all losses: each step once, whatever was killed, resumed or begun anew."""
+"""The loss log has each step once, whatever was killed, resumed or started again."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_full_disk_is_reported_and_stops_nothing(
 
 
 class Writer:
-    """torch's SummaryWriter, as far as it is called."""
+    """The part of torch's SummaryWriter that is called."""
 
     made: list[Writer]
 

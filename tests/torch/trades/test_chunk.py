@@ -1,4 +1,4 @@
-"""The stretch around a huge value, carried out in slices: the same step in less memory."""
+"""The region around a huge value, computed in slices: the same step in less memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def scored(use: Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    """``use`` takes the scores of all rows, and what they should have been."""
+    """Return a model; ``use`` takes the scores of all rows and the targets."""
     return lambda model, batch: use(model(batch.clamp(min=0)).flatten(0, 1), batch.flatten())
 
 
@@ -108,7 +108,8 @@ def applied(trial: Trial, program: Program | None = None) -> list[Program]:
 
 
 def assert_same(expected: Outcome, actual: Outcome, *, within: float = 2e-6) -> None:
-    """Sums over slices are rounded otherwise: by a few units in the last place of the largest."""
+    """Check equality up to rounding, because slices are summed in another order: a few units in
+    the last place of the largest element."""
     assert actual.loss.item() == pytest.approx(expected.loss.item(), rel=within, nan_ok=True)
     for name, gradient in expected.gradients.items():
         ours = actual.gradients[name]
@@ -121,7 +122,8 @@ def assert_same(expected: Outcome, actual: Outcome, *, within: float = 2e-6) -> 
 
 
 def shares(trial: Trial) -> list[float]:
-    """Of each number of slices: the same step, predicted to the byte; its peak beside the plain."""
+    """Return, for each number of slices, the ratio of its peak to the plain one; each step is
+    the same, and predicted to the byte."""
     plain = trial.run(trial.plain)
     found = []
     for program in applied(trial):
@@ -393,7 +395,7 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
 def test_the_slices_that_run_are_those_that_were_planned(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No number of slices needs to divide the batch, as that of micro-batches does."""
+    """The number of slices need not divide the batch, unlike the number of micro-batches."""
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
     torch.manual_seed(0)
     model, batch = Scores(), torch.randint(WORDS, (1, 1024))

@@ -1,6 +1,6 @@
-"""What every trade must hold to, on real models: found by itself for each trade there is.
+"""Laws for every trade on real models; each trade in the list is found automatically.
 
-What only one trade does is tested in its own file.
+Not for what a single trade does: see its own file.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def unplanned(name: str) -> Outcome:
 
 
 def offers(trade: Trade, name: str) -> list[Offer]:
-    """A few of the trade's offers on this model, spread over all of them."""
+    """Return a few of the trade's offers on this model, spread over all of them."""
     tried = trial(name)
     found, refusals = trade.offers(tried.plain, tried.source)
     assert found or refusals, "a trade that offers nothing says why"
@@ -173,7 +173,8 @@ def test_no_offer_improves_what_its_trade_pays(trade: Trade, name: str) -> None:
 @every_trade
 @pytest.mark.xdist_group("gpt")
 def test_a_trade_improves_what_it_buys_on_most_models(trade: Trade) -> None:
-    """Not on all: where parameters weigh most there may be nothing to buy."""
+    """It need not improve every model: if parameters dominate memory, there may be nothing to
+    save."""
     bought = asked = 0
     for name in ("gpt", "moe", "resnet_bn", "edge_dropout_variants", "many_words"):
         tried, costs = trial(name), CostTable(device=DEVICE, links=FAR_LINKS)
@@ -192,7 +193,8 @@ def test_a_trade_improves_what_it_buys_on_most_models(trade: Trade) -> None:
 @every_trade
 @every_model
 def test_results_are_unchanged_and_the_peak_is_predicted(trade: Trade, name: str) -> None:
-    """Loss, gradients and buffers to the bit, random masks and running statistics among them."""
+    """Loss, gradients and buffers are equal to the bit, including random masks and running
+    statistics."""
     for offer, program in applied(trade, name):
         outcome = trial(name).run(program)
         if trade.is_exact:

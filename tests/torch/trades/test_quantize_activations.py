@@ -41,7 +41,7 @@ def _with_recomputation(tried: Trial, seed: int) -> Program:
 
 
 def _lost(ours: Outcome, theirs: Outcome) -> float:
-    """By all gradients together, as a share of their norm."""
+    """Return the error of all gradients together, relative to their norm."""
     pairs = [(ours.gradients[k], g) for k, g in theirs.gradients.items() if g is not None]
     lost = sum(float((a - b).double().square().sum()) for a, b in pairs)
     return float((lost / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5)
@@ -71,7 +71,8 @@ def test_the_first_loss_is_the_same_and_the_peak_is_as_predicted(name: str, agai
 
 
 class TwiceAndTied(nn.Module):
-    """One module called twice, its weight used once more; a view and several results are saved."""
+    """One module is called twice and its weight is used once more; a view and several results
+    are saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ def test_quantized_values_may_be_reused_tied_viewed_and_indexed(dtype: torch.dty
 
 @pytest.mark.slow
 def test_a_layout_chosen_by_the_kernel_needs_no_copy() -> None:
-    """Convolutions of channels_last say that they give something else."""
+    """Convolutions in channels_last return another layout than torch describes."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
@@ -137,7 +138,7 @@ def _relu_net() -> tuple[nn.Module, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("choosing", CHOOSING)
 def test_values_that_decide_a_selection_are_not_quantized(choosing: str) -> None:
-    """The derivative of a maximum asks which value equals it."""
+    """The derivative of a maximum compares all values with it."""
     model, x = _relu_net()
     tried = Trial(model, CHOOSING[choosing], x)
     graph, able = tried.plain.graph, quantizable(tried.plain)

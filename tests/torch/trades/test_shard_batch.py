@@ -1,6 +1,6 @@
-"""Sharing the batch among ranks, and waiting late for what they exchange: one rank's program.
+"""Batch sharding over ranks, with late waits: the program of one rank.
 
-What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+For the results of such programs on live ranks, see tests/system/dist/test_planned.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def test_batch_statistics_in_half_precision_are_not_split_in_silence() -> None:
 
 
 class Adapted(nn.Module):
-    """The gradient of ``weight`` is sent, and read again for those of what is added to it."""
+    """A model in which the gradient of ``weight`` is sent, and read again for the gradients of
+    an adapter."""
 
     def __init__(self) -> None:
         super().__init__()

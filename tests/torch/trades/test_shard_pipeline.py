@@ -1,7 +1,7 @@
-"""Layers on ranks: searches of all layouts, and stages beside what else a capture is asked for.
+"""Pipelines: searches over all layouts, and stages combined with other requests to a capture.
 
-Not for what a stored step shows: see tests/unit/trades/test_shard_pipeline.py. What such programs
-compute on live ranks: see tests/system/dist.
+Not for what a stored step can show: see tests/unit/trades/test_shard_pipeline.py. For the results
+of such programs on live ranks, see tests/system/dist.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def test_groups_share_the_batch_equally_or_not_at_all() -> None:
 
 
 def test_replica_groups_of_stages_can_shard_their_states() -> None:
-    """Weights are gathered once a step, whole for the passes alone, and gradients of them too."""
+    """Weights are gathered once a step and are whole during the passes only, and so are their
+    gradients."""
     without = applied(*of_two_groups(), micro_batches=2)
     shared = applied(*of_two_groups(), *states(), micro_batches=2)
     assert not any(node.collective for node in shared.graph.nodes)
@@ -139,7 +140,7 @@ def test_states_are_sharded_where_memory_is_short() -> None:
 
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_the_ranks_of_a_stage_can_be_tensor_parallel() -> None:
-    """An exchange and its arrival lie in one stage, and each is sent, and waited for, once."""
+    """A collective and its wait are in one stage, and each is issued and waited for once."""
     among = replace(plain(), layout=ParallelLayout(tensor=2))
     cut = ShardTensor().offers(among, trial().source)[0][0].rules
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
@@ -185,7 +186,7 @@ def test_slow_exchanges_within_a_stage_are_waited_for() -> None:
 
 
 def test_a_recomputed_norm_reads_the_old_values_of_its_buffers() -> None:
-    """And no stage takes the copy for a buffer of the model."""
+    """No stage treats the copy as a buffer of the model."""
     layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8)]
     source = Trial(nn.Sequential(*layers), _squares, {"x": torch.randn(8, 8)}).source
     alone = Program.plain(source.graph(micro_batches=1))
@@ -227,7 +228,7 @@ def layouts(rate: float, *, ranks: int = 2, size: int = 8) -> LayoutSearch:
 
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_pipelining_is_chosen_where_the_link_is_too_slow_for_gradients() -> None:
-    """Weights of 200 KB, an activation of a micro-batch of 4 KB."""
+    """The weights take 200 KB, an activation of a micro-batch 4 KB."""
     found = layouts(1e7).find(Budget())
     assert ParallelLayout.of(found.rules) == ParallelLayout(pipeline=2)
     assert {"accumulate", "shard_pipeline"} <= trades_of(found)
@@ -243,7 +244,7 @@ def test_pipelining_is_chosen_where_the_link_is_too_slow_for_gradients() -> None
 
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_tensor_parallel_stages_are_found() -> None:
-    """Of three samples there are no equal shares for four ranks."""
+    """Three samples have no equal shares for four ranks."""
     found = layouts(5e7, ranks=4, size=3).find(Budget())
     assert ParallelLayout.of(found.rules) == ParallelLayout(pipeline=2, tensor=2)
     assert [taken.trade for taken in found.taken] == ["shard_tensor", "shard_pipeline"]
@@ -257,7 +258,7 @@ def test_tensor_parallel_stages_are_found() -> None:
 
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_stages_with_a_small_gain_are_not_taken() -> None:
-    """What they wait for is known least."""
+    """The predicted waits of stages are the least certain part."""
     ways = layouts(1e8, ranks=4, size=3)
     found = ways.find(Budget())
     assert ParallelLayout.of(found.rules).pipeline == 1

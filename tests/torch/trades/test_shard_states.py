@@ -1,4 +1,4 @@
-"""Weights in shares in the search of layouts: several gathered at once, ahead of their readers."""
+"""Sharded weights in the search over layouts: gathered in buckets, ahead of their readers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Parts of a model on ranks: what is offered, what a plan may say of it, what is chosen.
+"""Tensor parallelism: the offers, the rules of a plan, and the choice.
 
-What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+For the results of such programs on live ranks, see tests/system/dist/test_planned.py.
 """
 
 from __future__ import annotations
@@ -222,7 +222,8 @@ def _gathers(rules: tuple[Rule, ...]) -> int:
 
 
 def test_rows_that_divide_only_before_tensor_parallelism_are_not_sharded_again() -> None:
-    """A classifier's ten, among two ranks; five are left of them where two more share tensors."""
+    """A classifier has ten rows; two ranks that shard tensors leave five, which two more ranks
+    do not divide."""
     layers = nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
     batch = torch.randn(256, 512), torch.randint(10, (256,))
     model = Trial(
@@ -246,8 +247,10 @@ def _named(rules: tuple[Rule, ...], trade: str) -> set[str]:
 
 
 def test_replica_groups_on_separate_hosts_reduce_over_the_link_between_hosts() -> None:
-    """Of four ranks two to a host, those that share the batch are on different ones, and their
-    bucket is what is best there; what that pays is told so, too."""
+    """With four ranks on two hosts, the ranks that share the batch are on different hosts.
+
+    Their bucket is the best one for that link, and the saving is reported, too.
+    """
     near = Link(kind="near", latency_seconds=1e-6, bytes_per_second=1e12)
     price = replace(costs(1e7), spread=RanksPerHost(num_ranks=4, each=2, near=near))
     gradients = sum(

@@ -86,7 +86,8 @@ class Fake(ModuleType):
     def meeting(
         self, words: dict[str, str], *, speeds: Sequence[float] = ()
     ) -> Iterator[SimpleNamespace]:
-        """Of two hosts, of which this is the one that the environment says."""
+        """Simulate the meeting of two hosts; the environment determines which of them this
+        process is."""
         self._asked("meeting", words=words)
 
         @contextlib.contextmanager

@@ -60,8 +60,9 @@ def _step(
     shards: int = 0,
     optimizer: OptimizerFactory | None = None,
 ) -> StoredStep:
-    """Capture the whole batch, one of each of ``counts`` equal parts, and ``shares``, each several
-    of so many; with ``shards``, also each rank's graph with all regions sharded over so many."""
+    """Capture the whole batch, one of each of ``counts`` equal parts, and ``shares``: several of
+    a number of equal parts. With ``shards``, also capture each rank's graph with all regions
+    sharded over this number."""
     model, loss, batch = make()
     source = CapturedStep(model=model, loss=loss, batch=batch, optimizer=optimizer)
     parts = [

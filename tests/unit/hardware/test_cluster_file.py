@@ -1,4 +1,4 @@
-"""The cluster file: what people write is what is read, and anything else is one short error."""
+"""Cluster files: valid ones are read as written, and all others give one short error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ ports = 2
 
 
 def refused(text: bytes | str) -> str:
-    """What is said of a file that must be refused: three lines or a few more, never long ones."""
+    """Return the message of a file that must be refused: three lines or a few more, never long
+    ones."""
     with pytest.raises(ClusterFileError) as caught:
         decode_tree(text)
     said = str(caught.value)
@@ -284,7 +285,7 @@ def test_every_preset_names_its_sources(kind: str) -> None:
 
 
 def test_a_newer_generation_is_no_slower() -> None:
-    """A digit that slipped shows here."""
+    """This detects a wrong digit."""
     devices = ("K80", "T4", "V100-SXM2-16GB", "A100-SXM4-40GB", "H100-SXM5", "B200")
     trees = [decode_tree(f"[scope.x]\nmembers = {{ {name} = 1 }}") for name in devices]
     rates = [tree.device_of(0).flops_per_second for tree in trees]

@@ -1,4 +1,4 @@
-"""Trees of scopes: what is counted is what one finds who writes every device out."""
+"""Trees of scopes: their counts equal those of a list of all devices."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_an_unknown_rank_is_refused() -> None:
 
 
 def test_one_device_keeps_its_fingerprint() -> None:
-    """Plans were written with it; a hash of name, threads and 1."""
+    """Existing plans contain it: a hash of name, threads and 1."""
     device = Device(
         kind="cpu x", flops_per_second=1, bytes_per_second=1, memory_bytes=1, threads=2
     )  # fmt: skip

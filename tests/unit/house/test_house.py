@@ -1,4 +1,4 @@
-"""The house rules that neither ruff, mypy nor import-linter can hold alone."""
+"""House rules that neither ruff, mypy nor import-linter can check alone."""
 
 import ast
 import os
@@ -55,7 +55,7 @@ def test_importing_does_not_import_torch(module: str) -> None:
     ],
 )
 def test_processes_that_measure_and_step_do_not_import_dynamo(module: str) -> None:
-    """It takes as long as all else that they import; capture alone has a use for it."""
+    """Importing it takes as long as all other imports together; only capture needs it."""
     probe = f"import sys, {module}; print('torch._dynamo' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     assert run.stdout.split() == ["False"], run.stderr
@@ -112,7 +112,7 @@ ALLOWED = (
 
 
 def ruff(rule: str, name: str, snippet: str) -> bool:
-    """Whether ruff, as this project sets it up, would let the snippet pass in that file."""
+    """Return whether ruff, with this project's settings, accepts the snippet in that file."""
     run = subprocess.run(
         [
             sys.executable,
@@ -153,9 +153,9 @@ def test_ruff_refuses_module_level_torch_imports_in_trades() -> None:
 
 
 def private_torch_names(source: str) -> Iterator[str]:
-    """Every dotted name below torch with a private part, by import or by attribute.
+    """Yield every dotted name below torch with a private part, by import or by attribute.
 
-    Operators are no Python names: what is below `torch.ops` belongs to graphs and is left alone.
+    Operators are not Python names: names below `torch.ops` belong to graphs and are ignored.
     """
     tree = ast.parse(source)
     bound: dict[str, str] = {}
@@ -207,10 +207,9 @@ def test_no_private_name_of_torch_outside_its_folder() -> None:
 
 
 def hidden(init: str, room: str, files: set[str]) -> list[str]:
-    """Names that a room's ``__init__`` takes from one of its files while another is called so.
-
-    Whoever imports that other file puts it in the name's place, and no checker of types sees it.
-    """
+    """Return names that a package's ``__init__`` takes from one of its files while another file
+    has the same name. An import of that other file replaces the name, and no type checker
+    notices it."""
     return [
         name.asname or name.name
         for node in ast.walk(ast.parse(init))
@@ -291,7 +290,7 @@ def test_scripts_are_executable_and_stop_at_the_first_error() -> None:
 
 
 def test_no_folder_with_tests_is_left_out(pytestconfig: pytest.Config) -> None:
-    """Pytest leaves out folders that are called so, without a word: ``dist`` was one of them."""
+    """Pytest silently skips folders with certain names: ``dist`` was one of them."""
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
     assert Path("tests/system/dist") in folders
     left_out = pytestconfig.getini("norecursedirs")
@@ -302,7 +301,10 @@ def test_no_folder_with_tests_is_left_out(pytestconfig: pytest.Config) -> None:
 
 @pytest.mark.xdist_group("together")
 def test_tests_of_a_group_run_on_one_worker(request: pytest.FixtureRequest) -> None:
-    """Or dear fixtures are made by each: groups were ignored in silence once."""
+    """Otherwise each worker would make the expensive fixtures.
+
+    In the past, groups were silently ignored.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ:
         assert request.node.nodeid.endswith("@together")
 
@@ -324,7 +326,7 @@ _UNPICKLING_NAMES = ("torch.load", "torch.save", "np.load", "numpy.load")
 
 
 def unpickling(text: str) -> list[str]:
-    """What in a source file pickles or unpickles, as far as names tell."""
+    """Yield the calls in a source file that pickle or unpickle, as far as names show."""
     found = []
     for node in ast.walk(ast.parse(text)):
         named = []
@@ -404,7 +406,7 @@ for path in sorted(Path("tests/unit").rglob("test_*.py")):
 
 
 def test_unit_tests_import_no_torch() -> None:
-    """At their top; a few commands that they run may."""
+    """This is checked for imports at the top; a few commands that they run may import it."""
     run = subprocess.run(
         [sys.executable, "-c", _IMPORTS_ALL], cwd=ROOT, capture_output=True, text=True, check=False
     )

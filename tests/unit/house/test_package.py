@@ -44,7 +44,7 @@ def test_every_source_file_and_the_licence_are_in_it(wheel: Path) -> None:
 
 
 def test_the_command_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
-    """With the dependencies that are installed here, and without this checkout."""
+    """It has the dependencies that are installed here, but not this checkout."""
     venv.create(tmp_path / "fresh", with_pip=False)
     python = tmp_path / "fresh" / "bin" / "python"
     _run("-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel))

@@ -1,4 +1,4 @@
-"""The shape of the source tree: imports go one way, and a folder can be taken in at a glance."""
+"""The shape of the source tree: imports have one direction, and each folder is small."""
 
 import ast
 import re
@@ -86,7 +86,7 @@ def _strings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def test_docstrings_open_with_a_subject_or_a_verb() -> None:
-    """Not in the grammar of an index: a noun or a verb comes first."""
+    """They do not read like an index entry: a noun or a verb comes first."""
     openers = re.compile(r"(What|Of|Whether|Where|From which|Which|How much|How many)\b")
     found = [
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0][:60]}"

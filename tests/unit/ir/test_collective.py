@@ -1,4 +1,5 @@
-"""Exchanges in plain data: what a ring sends, and programs that read a result too early."""
+"""Exchanges in plain data: the bytes that a ring sends, and programs that read a result too
+early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Amounts that a program gets back behave as the numbers that they are, with their intervals."""
+"""Amounts behave like numbers, with their intervals."""
 
 import json
 import math
@@ -26,7 +26,7 @@ PLAIN = (operator.floordiv, operator.mod, divmod)
 
 
 def _within(data: st.DataObject, operand: Any) -> float:
-    """A number that the operand may turn out to be."""
+    """Return a number within the interval of the operand."""
     if isinstance(operand, Estimate):
         return data.draw(st.floats(operand.low, operand.high))
     return float(operand)

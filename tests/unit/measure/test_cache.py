@@ -217,7 +217,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 
 def refused(path: Path) -> str:
-    """The note of a cache that is refused, and neither read nor written."""
+    """Return the note of a cache that is refused, and neither read nor written."""
     before = path.read_bytes() if path.is_file() else b""
     cache = CostCache(path)
     assert cache.read("here", ["relu"]) == {}

@@ -1,4 +1,7 @@
-"""What a step frees is kept for the next. Each case is a process: the heap is all of a process."""
+"""The heap keeps the memory that a step frees.
+
+Each case is a process, because the heap belongs to the whole process.
+"""
 
 from __future__ import annotations
 

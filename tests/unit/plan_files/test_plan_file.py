@@ -1,4 +1,4 @@
-"""The plan file: what is written is what is read, and anything else is one short error."""
+"""Plan files: written values are read back unchanged, and anything else gives one short error."""
 
 import json
 import os
@@ -78,7 +78,7 @@ BATCH = st.lists(
 
 
 def _on_hosts(target: Target) -> st.SearchStrategy[Target]:
-    """As many of its ranks on each."""
+    """Return a target with equal numbers of its ranks on each host."""
     divisors = [n for n in range(1, 13) if target.ranks % n == 0]
     return st.sampled_from(divisors).map(lambda hosts: replace(target, hosts=hosts))
 
@@ -103,7 +103,7 @@ ANY_DECISIONS = st.builds(
 
 
 def refused(raw: bytes | str, decode: Callable[[bytes | str], object] = decode_decisions) -> str:
-    """What is said of a file that must be refused, which is never long."""
+    """Return the message of a file that must be refused; it is never long."""
     with pytest.raises(PlanFileError) as caught:
         decode(raw)
     said = str(caught.value)

@@ -1,4 +1,4 @@
-"""What a probe saw, in words, and whether a budget allows it."""
+"""The result of a probe in words, and whether a budget allows it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Plans that this machine cannot have the ranks of are refused before anything is started."""
+"""Plans whose ranks this machine cannot provide are refused before anything is started."""
 
 import os
 import resource
@@ -22,7 +22,7 @@ MOST = most_ranks_here()
 
 
 def on_ranks(ranks: int, *, target: int | None = None, hosts: int = 1) -> Decisions:
-    """A plan that lies on so many, and was made for so many."""
+    """Return a plan that was made for this many ranks and uses them all."""
     rule = ShardBatchRule(ranks=ranks, bucket=1 << 20)
     asked = replace(DECISIONS.target, ranks=target or ranks, hosts=hosts)
     return replace(DECISIONS, target=asked, rules=(rule,) if ranks > 1 else ())

@@ -1,4 +1,4 @@
-"""Steps whose seconds can be counted on fingers: a second a line, and one link."""
+"""Steps whose seconds can be counted by hand: a second per line, and one link."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_waiting_later_never_takes_longer(
 
 @pytest.mark.parametrize("speed", [1.0, 0.5, 0.25])
 def test_device_time_of_a_collective_is_longer_on_a_slow_device(speed: float) -> None:
-    """Where it is hidden, what goes on is slowed by all of it; of half a device by twice that."""
+    """If the collective is hidden, all of it slows the operators; on half of a device, twice as
+    much."""
     program = reduced(window=None, after=3)
     price = costs(exchange_seconds=0.5)
     slow = replace(price, device=price.device.at_speed(speed))
@@ -137,7 +138,7 @@ def test_device_time_of_a_collective_is_longer_on_a_slow_device(speed: float) ->
 
 
 def test_at_each_collective_ranks_wait_for_the_last_one() -> None:
-    """The longer the ranks have computed since they were last in step, the longer."""
+    """The wait is longer the longer the ranks have computed since they were last synchronized."""
     tenth = Skew(short_seconds=1.0, short_wait=0.1, long_seconds=10.0, long_wait=1.0)
     price = replace(costs(exchange_seconds=0.5), skew=tenth)
     metrics = predict(reduced(window=0), price).metrics

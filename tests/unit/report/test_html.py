@@ -1,4 +1,4 @@
-"""The page: one file, no network, nothing that a name in it could start."""
+"""The page: one file, no network, and no name in it that could start anything."""
 
 import base64
 import re
@@ -22,7 +22,7 @@ VOID = {"meta"}  # the drawings close their tags with a slash
 
 
 class Page(HTMLParser):
-    """Collects the tags and texts, and holds that every tag that opens is closed in order."""
+    """Collects tags and texts, and checks that every tag that opens is closed in order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The plan and the receipt as text: golden, and laws that hold at every width."""
+"""The plan and the receipt as text: golden files, and laws that hold at every width."""
 
 import re
 from dataclasses import replace
@@ -240,7 +240,7 @@ def test_a_negative_payment_is_shown_as_a_saving() -> None:
 
 
 def test_a_codec_that_saves_computation_says_by_what() -> None:
-    """Bytes that are not exchanged take nothing of the processor: no riddle."""
+    """The text explains it: bytes that are not exchanged take no processor time."""
     coded = replace(PLAN.taken[0], trade="quantized_gradients", pays_seconds=-0.004, buys_bytes=0)
     text = " ".join(shown(replace(PLAN, taken=(coded,)), width=200).split())
     said = "saves ~4.00 ms computation (exchanging fewer bytes takes less processor time)"

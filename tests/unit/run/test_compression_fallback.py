@@ -1,4 +1,4 @@
-"""When gradients go in codes: not at first, and no longer where too much is held back."""
+"""When gradients are compressed: not at first, and no longer if the residual is too large."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from steelyard.run.compression_fallback import EVERY, MOST_HELD, CompressionFall
 
 
 def _taken(guard: CompressionFallback, losses: Iterable[float], held: float = 1.0) -> list[int]:
-    """In which codes each step went; after how many they were given up is not said."""
+    """Return the codec of each step; the number of steps before a fallback is not given."""
     rungs = []
     for loss in losses:
         rungs.append(guard.rung)

@@ -1,4 +1,5 @@
-"""How many slots exchanges need, and what a plan without a link through memory is told."""
+"""The number of slots that exchanges need, and the refusal of a plan without a link through
+shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def _pinned(program: Program) -> Program:
 
 
 def _in_turn(graph: Graph) -> list[tuple[str, str]]:
-    """What a rank issues and waits for, one after the other."""
+    """Return what a rank issues and waits for, in order."""
     events = []
     for node in graph.nodes:
         if node.waits_for:
@@ -38,8 +39,8 @@ def _in_turn(graph: Graph) -> list[tuple[str, str]]:
 
 
 def _most_unread(events: list[tuple[str, str]], steps: int, drawn: random.Random) -> int:
-    """Of two ranks that go on in whatever turn, as far as each can: the most that one has written
-    and the other not read."""
+    """Return, for two ranks that run in any order as far as each can, the most messages that one
+    has written and the other has not read."""
     lists = [(step, *event) for step in range(steps) for event in events]
     place, issued = [0, 0], [set[object](), set[object]()]
     read, most = [set[object](), set[object]()], 0

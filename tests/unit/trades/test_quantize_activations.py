@@ -1,4 +1,5 @@
-"""What waits in 8 bits is read back before it is read, and only gradients see what was lost."""
+"""Values in 8 bits are decoded before they are read, and only gradients are affected by the
+error."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ COSTS = CostTable(
 
 
 def coded(seed: int) -> tuple[Program, Program, frozenset[str]]:
-    """A random step with some copies, without and with codes."""
+    """Return a random step with some copies, without and with 8-bit values."""
     rng = random.Random(seed)
     plain = Program.plain(in_floats(random_step(seed, num_values=12)))
     again = [v for v in sorted(recomputable(plain.graph)) if rng.random() < 0.3]

@@ -1,4 +1,4 @@
-"""The recompute trade on made-up graphs: what it writes, what it offers and what it refuses."""
+"""The recompute trade on artificial graphs: its programs, its offers and its refusals."""
 
 import random
 from collections import Counter
@@ -106,7 +106,7 @@ def _siblings(graph: Graph, value: str) -> set[str]:
 
 
 def test_a_recomputed_copy_is_freed_over_the_longest_gap() -> None:
-    """Read late at 1, 2, 6 and, by a look that is read at 9, at 8."""
+    """The value is read late at lines 1, 2, 6 and, through a view that is read at 9, at 8."""
     reads = [(1, 1), (2, 2), (6, 6), (8, 9), (9, 9), (12, 12)]
     assert starts(reads, 1) == (1,)
     assert starts(reads, 2) == (1, 6)

@@ -1,6 +1,6 @@
-"""Sharing the batch among ranks, and waiting late for what they exchange: one rank's program.
+"""Batch sharding over ranks, with late waits: the program of one rank.
 
-What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+For the results of such programs on live ranks, see tests/system/dist/test_planned.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_micro_batches_split_the_share_of_a_rank() -> None:
 
 
 def test_rules_that_name_the_models_calls_find_them_in_micro_batches_too() -> None:
-    """An addition of embeddings at the top of a model is none of losses."""
+    """An addition of embeddings at the top of a model is not an addition of losses."""
     parts = AccumulateRule(micro_batches=2)
     alone, program = STEP.apply_rules((parts,)), shared(2, parts)
     assert CallSite("", "aten.add.Tensor", 0) in spots(alone.graph)
@@ -156,7 +156,8 @@ def test_later_waits_hide_more_communication_and_compute_the_same() -> None:
 
 
 def test_sent_gradients_are_computed_first() -> None:
-    """A layer's own gradients before that of what it was given, where that is no new peak."""
+    """A layer's own gradients are computed before that of its input, if that does not raise the
+    peak."""
     plain = shared(2, bucket_bytes=KIB)
     assert sum(map(len, _unsent(plain))) > 10
     assert not any(_unsent(sent_first(plain)))
@@ -165,7 +166,8 @@ def test_sent_gradients_are_computed_first() -> None:
 
 
 def _unsent(program: Program) -> list[list[str]]:
-    """Before each issue of the backward pass, since the last one, what it sends nothing of."""
+    """Return the nodes before each issue of the backward pass, since the last one, that it does
+    not send."""
     nodes, found, since = program.graph.by_name, list[list[str]](), list[Instruction]()
     for line in program.instructions:
         node = nodes[line.node]

@@ -1,6 +1,6 @@
-"""Layers on ranks: what is offered, what the plan says, what it is predicted to take.
+"""Pipelines: the offers, the text of the plan, and the predictions.
 
-What such programs compute on live ranks: see tests/system/dist.
+For the results of such programs on live ranks, see tests/system/dist.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def test_each_schedule_is_offered_on_stages_of_its_own(ranks: int) -> None:
 
 
 def test_replica_groups_of_stages_reduce_after_all_micro_batches() -> None:
-    """Each sends on half as much as one group would; and then every gradient, with the loss."""
+    """Each group sends half as many activations as a single group would; then every gradient is
+    sent, with the loss."""
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
     shared = ShardBatchRule(ranks=2, bucket=1024)
     one, two = (applied(*more, *rules, micro_batches=2) for more in ((), (shared,)))
@@ -89,7 +90,7 @@ def test_stages_refuse_to_gather_weights_twice_or_in_buckets(otherwise: dict[str
 
 
 def test_stages_execute_every_instruction_once() -> None:
-    """By the stages together, also what is computed again."""
+    """The stages together execute them, including recomputed ones."""
     again = RecomputeRule(module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
     for more in ((), (again,)):
         rules = rules_for(["blocks.0", "blocks.2"], schedule="Interleaved1F1B", ranks=2)
@@ -113,7 +114,8 @@ def test_stages_execute_every_instruction_once() -> None:
 
 
 def test_only_results_read_later_are_kept_between_stages() -> None:
-    """A norm gives gradients of its input and of its weights in one; the former is read at once."""
+    """A norm returns the gradients of its input and of its weights together; the former is read
+    at once."""
     rules = rules_for(["blocks.0", "blocks.1", "blocks.2"], schedule="ZBVZeroBubble", ranks=2)
     program = applied(*rules)
     assert program.pipeline is not None

@@ -1,6 +1,6 @@
-"""Weights in shares: gathered several at once, and ahead of their readers, at no higher a peak.
+"""Sharded weights: gathered in buckets, and ahead of their readers, without raising the peak.
 
-What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+For the results of such programs on live ranks, see tests/system/dist/test_planned.py.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def test_known_operators_are_not_measured_again(tmp_path: Path) -> None:
 def test_measurements_of_another_process_meanwhile_are_used(tmp_path: Path) -> None:
     first, _ = measure_operators([some_graph()], DEVICE, cache=CostCache(tmp_path / "costs.sqlite"))
 
-    class BackwardRewriter(CostCache):
-        """A rewriter that looked before anything was there."""
+    class EarlyCache(CostCache):
+        """A cache whose first read finds nothing, as if it came too early."""
 
         looked = False
 
@@ -92,7 +92,7 @@ def test_measurements_of_another_process_meanwhile_are_used(tmp_path: Path) -> N
             return found
 
     second, survey = measure_operators(
-        [some_graph()], DEVICE, cache=BackwardRewriter(tmp_path / "costs.sqlite")
+        [some_graph()], DEVICE, cache=EarlyCache(tmp_path / "costs.sqlite")
     )
     assert (survey.measured, survey.known) == (3, 0)
     assert second.operators == first.operators

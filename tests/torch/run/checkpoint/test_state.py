@@ -1,4 +1,4 @@
-"""A checkpoint is whole or refused, and a run resumed from it is the run that was never stopped."""
+"""A checkpoint is complete or refused, and a resumed run equals one that was never stopped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 class Odd(nn.Module):
-    """Tensors of every kind that a model may have."""
+    """A model with tensors of every kind."""
 
     def __init__(self, *, fill: float = 0.5) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def test_a_hostile_manifest_is_refused(whole: Path, tmp_path: Path, text: bytes)
 
 
 def resigned(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change state.json, and make the manifest agree: someone who means it."""
+    """Change state.json and adjust the manifest, as an attacker would."""
     from steelyard.run.checkpoint.directory import _write_manifest
 
     state = json.loads((copy / "state.json").read_bytes())
@@ -559,7 +559,7 @@ def child(source: str, *arguments: Any) -> subprocess.Popen[str]:
 
 
 def test_killed_while_saving_the_latest_is_whole(tmp_path: Path) -> None:
-    """Saves are made without a pause, so that nearly every moment is one in the midst of a save."""
+    """The process saves without a pause, so that nearly every kill interrupts a save."""
     interrupted = 0
     # The killed process is a fork of one that has imported torch.
     process = child(

@@ -1,4 +1,4 @@
-"""Where ranks meet nobody listens on more interfaces than the one that leads to the others."""
+"""A rendezvous port listens only on the interface that leads to the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline draw is what one device would, whoever comes to which stage when."""
+"""Ranks of a pipeline draw the numbers that one device would, in any order of ranks and stages."""
 
 from __future__ import annotations
 

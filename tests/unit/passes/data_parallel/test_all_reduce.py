@@ -1,4 +1,4 @@
-"""Buckets of all-reduces put into a graph: each gradient once, in order, nothing else changed."""
+"""Buckets of all-reduces in a graph: each gradient once, in order, and nothing else changed."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_every_gradient_is_sent_once(seed: int, bucket_bytes: int, ranks: int) -
 
 
 def _assert_nothing_reads_what_is_overwritten(graph: Graph) -> None:
-    """But the exchange, who waits for it, and who looks at what has arrived."""
+    """Check all readers except the exchange, its wait, and views of the result."""
     for name in graph.collectives:
         issued = graph.by_name[name]
         lying = {s for written in issued.mutates for s in graph.storages_of(written)}
@@ -188,7 +188,7 @@ def test_accumulated_gradients_are_sent_with_the_last_micro_batch(
 
 
 def test_a_single_accumulated_gradient_is_sent_as_a_view() -> None:
-    """Whoever waits for it sees that nobody else holds it."""
+    """The wait can see that nothing else holds the tensor."""
     graph = bucketed_all_reduce(
         chain(gradients=1), bucket_bytes=1, num_ranks=2, transport=GLOO, repeats=2
     )

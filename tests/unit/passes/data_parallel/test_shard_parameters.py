@@ -1,4 +1,4 @@
-"""A parameter in shares: gathered before its first reader, again where that is asked for."""
+"""A sharded parameter is gathered before its first reader, and again if requested."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_gradient_is_kept_until_its_reduce_scatter_ends() -> None:
 
 
 def test_a_non_contiguous_gradient_is_copied_before_its_reduce_scatter() -> None:
-    """What is sent to a rank lies side by side."""
+    """The data that is sent to a rank must be contiguous."""
     graph = chain()
     turned = replace(graph.by_name["work0"].outputs[0], shape=(16, 16), stride=(1, 16))
     whole = replace(graph.by_name[NAME].outputs[0], shape=(16, 16), stride=(16, 1))
@@ -194,7 +194,7 @@ def test_bucketed_parameters_are_neither_recomputed_nor_offloaded() -> None:
 
 
 def _read_twice(graph: Graph, names: list[str]) -> Graph:
-    """By the loss, and by the backward pass."""
+    """Return a step in which the loss and the backward pass read the parameter."""
     loss = graph.by_name["loss"]
     reads = replace(loss, args=tuple(map(Ref, names)), inputs=tuple(names))
     return replace(graph, nodes=tuple(reads if n is loss else n for n in graph.nodes))

@@ -1,4 +1,4 @@
-"""What kernels move when a stack fuses, and what they take: laws on blocks and on drawn graphs."""
+"""Traffic and time of kernels under fusion: laws on blocks and on random graphs."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_summing_compute_and_traffic_takes_one_to_two_rooflines() -> None:
 
 
 def test_call_overhead_is_hidden_by_running_kernels() -> None:
-    """It is made while the one before it runs."""
+    """The call is made while the previous kernel runs."""
     kernels = [k for k in unfused(_captured(1).nodes) if k.nodes[0].collective is None]
     costs = tensor_costs(_MACHINE, ParallelLayout())
     for kernel in kernels:

@@ -1,6 +1,5 @@
 """Steps of deep models on declared clusters, from a capture of three blocks: laws, and published
-counts.
-"""
+figures."""
 
 from __future__ import annotations
 

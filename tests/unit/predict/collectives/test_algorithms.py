@@ -1,4 +1,4 @@
-"""What an exchange takes: closed forms where there are any, laws everywhere else."""
+"""The time of an exchange: closed forms where they exist, and laws everywhere else."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_all_traffic_of_the_through_one_algorithm_passes_one_rank() -> None:
 
 
 def test_a_ring_over_nodes_waits_for_the_network_only_between_them() -> None:
-    """NCCL's reckoning: of 2 (n - 1) steps, 2 (nodes - 1) are between nodes."""
+    """NCCL's formula: of 2 (n - 1) steps, 2 (nodes - 1) are between nodes."""
     found = all_reduce(route(NODES, range(128)), 128)
     waits = 2 * (15 * 10e-6 + 112 * 3e-6)
     # There are four rings, one for each port; inside a node, a device passes on the data of all
@@ -125,7 +125,7 @@ def test_a_wide_uplink_does_not_hide_a_narrow_port() -> None:
 
 
 def test_groups_that_share_a_port_divide_it() -> None:
-    """Eight groups of one rank a node each: two to each of four ports."""
+    """Eight groups with one rank on each node: two share each of four ports."""
     nbytes = 16 << 30
     ranks = range(0, 128, 8)
     taken = [
@@ -275,7 +275,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(
 def test_no_algorithm_beats_the_lower_bound_of_received_bytes(
     counts: list[int], links: list[Link], nbytes: int
 ) -> None:
-    """A rank has its own share and needs the others: over its own link, or its node's."""
+    """A rank has its own share and receives the others over its own link or its node's."""
     tree = even(*counts, links=tuple(links[: len(counts)]))
     n = tree.num_devices
     fastest = max(link.bytes_per_second for link in links)

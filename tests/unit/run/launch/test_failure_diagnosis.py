@@ -1,4 +1,4 @@
-"""Who is blamed, from plain evidence: made-up ranks that no process has to act out."""
+"""The rank to blame, from plain evidence: artificial ranks that no process has to simulate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def at(
 
 
 def lost(seconds: float = 1.0, progress: RankProgress | None = None) -> dict[str, Any]:
-    """A rank that complains of another, and lives on for the moment."""
+    """Return a rank that complains about another one, and still runs."""
     said = RankStatus(
         kind="RuntimeError",
         text=GLOO,
@@ -143,7 +143,7 @@ def refused(seconds: float = 1.0) -> dict[str, Any]:
 
 
 def test_a_request_impossible_on_one_rank_names_it() -> None:
-    """Once the others had time to say the same."""
+    """The verdict waits until the others had time to report the same."""
     assert certain_verdict(case(asked(at(5)), refused())) is None
     for other in (asked(at(5)), lost()):
         for place in (0, 1):
@@ -316,7 +316,8 @@ def not_finite(seconds: float) -> dict[str, Any]:
 
 
 def test_the_first_report_of_a_non_finite_loss_is_not_blamed() -> None:
-    """All ranks find it at once, and each names the one whose own values were so."""
+    """All ranks find it at the same time, and each names the rank whose own values were the
+    cause."""
     for evidence in (case(not_finite(1.0), not_finite(2.0)), case(not_finite(1.0), {})):
         found = certain_verdict(evidence)
         assert isinstance(found, NonFinite)

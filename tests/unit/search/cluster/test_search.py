@@ -1,4 +1,5 @@
-"""Layouts of deep models on declared clusters: held to every layout and every mix of blocks."""
+"""Layouts of deep models on declared clusters, compared with every layout and every mix of
+blocks."""
 
 from __future__ import annotations
 
@@ -54,8 +55,11 @@ def _cluster(
     host: str = "",
     call: str = "5 us",
 ) -> Cluster:
-    """``slow``: every second rank has so much memory and half the speed. ``host`` is the rate at
-    which a device reaches so much memory of its host, as both are written."""
+    """Return a cluster.
+
+    ``slow`` is the memory of every second rank, which has half the speed. ``host`` is the rate of a
+    device's host link and its host memory, as they are written in a cluster file.
+    """
     way, room = host.split(" and ") if host else ("", "")
     behind = f'host_memory = "{room}"\nhost_link = "h"' if host else ""
     link = f'[link.h]\nrate = "{way}"\nlatency = "10 us"' if host else ""
@@ -134,8 +138,8 @@ def _every_layout(search: ClusterSearch, ranks: int) -> Iterator[tuple[ParallelL
 
 
 def _every_step(search: ClusterSearch, ranks: int) -> Iterator[tuple[float, int]]:
-    """Seconds and bytes of every layout, division of blocks and mix of kinds, that lets no rank
-    hold more than its device has, or its host."""
+    """Yield seconds and bytes of every layout, division of blocks and mix of kinds that fits the
+    memory of all devices and hosts."""
     for layout, micro_batch in _every_layout(search, ranks):
         stages = layout.pipeline
         laid, places = (
@@ -217,7 +221,7 @@ def test_the_plan_is_within_its_gap_of_the_best_there_is(
 
 
 def _without_one(laid: ClusterPlan, samples: int) -> Iterator[tuple[str, ClusterPlan]]:
-    """The same plan with one of its trades taken back."""
+    """Return the same plan without one of its trades."""
     layout = laid.layout
     data = layout.data * layout.tensor
     others = {
@@ -333,8 +337,10 @@ def test_rules_describe_a_layout_completely(ranks: int) -> None:
 
 
 def test_recomputed_blocks_hold_the_memory_of_the_full_program() -> None:
-    """Beside the program of all blocks, applied by the same rules and predicted call by call: that
-    one makes each value when it is wanted, where a deep model's block is made again at once."""
+    """The program of all blocks, with the same rules applied, is predicted call by call.
+
+    It recomputes each value when it is needed, while a deep model's block is recomputed at once.
+    """
     step, whole = stored_templates(_SHAPES[2]), stored_step("gpt-6-blocks")
 
     def find_recompute_sets(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
@@ -383,7 +389,7 @@ def _rules(step: StoredTemplates, laid: ClusterPlan) -> tuple[Rule, ...]:
 @pytest.mark.parametrize("host", ["", "12 GB/s and 1 GiB"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_rules_read_back_are_the_layout(ranks: int, host: str) -> None:
-    """With room for everything, and with little: then blocks differ in what becomes of them."""
+    """Memory is ample, and then short: then blocks have different policies."""
     search, step = _search(_SHAPES[0], host=host), stored_templates(_SHAPES[0])
     kinds = set()
     for way in search.candidates(ranks):

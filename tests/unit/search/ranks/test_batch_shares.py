@@ -1,4 +1,4 @@
-"""Whole units for ranks of unequal speed: as near to their speeds as units are whole."""
+"""Whole units for ranks of unequal speed, as close to their speeds as possible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_shares_cover_all_samples_and_are_off_by_less_than_one(
 
 
 class _Ranks:
-    """A rank takes some time in any case, and some for each sample."""
+    """Ranks with a fixed time, and a time for each sample."""
 
     def __init__(self, fixed: Sequence[float], each: Sequence[float]) -> None:
         self._fixed, self._each = fixed, each

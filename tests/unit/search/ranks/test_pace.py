@@ -1,4 +1,4 @@
-"""When steps of a run are worth a look: three in a row beyond what was predicted."""
+"""When steps of a run justify a measurement: three in a row outside of the prediction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def pace(value: float = 0.2, waits: float = 0.05, skips: int = 0) -> Pace:
 
 
 def looks(own: Pace, steps: list[tuple[float, float]]) -> list[int]:
-    """The places of the steps that ask for a look."""
+    """Return the numbers of the steps that trigger a measurement."""
     return [n for n, step in enumerate(steps) if own.add(*step)]
 
 
@@ -60,7 +60,7 @@ def test_a_large_change_is_examined_after_a_fruitless_examination() -> None:
 
 
 def test_fruitless_examinations_become_rare() -> None:
-    """Where the pace goes up and down for ever, no look finds anything."""
+    """If the pace keeps changing, no measurement finds anything."""
     own, found = pace(), []
     for n in range(2000):
         slow = n // 10 % 2

@@ -1,4 +1,4 @@
-"""The search's count agrees with the predictor on the program that the trade writes."""
+"""The search's estimate equals the predictor on the program that the trade writes."""
 
 import random
 from dataclasses import replace
@@ -221,7 +221,7 @@ def test_too_little_offload_memory_fits_nothing() -> None:
 
 
 def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:
-    """As with BatchNorm's running statistics, which a copy reads again late in the step."""
+    """An example are BatchNorm's running statistics, which a copy reads again late in the step."""
     seen = 0
     for seed in range(60):
         graph = random_step(seed, num_values=12)

@@ -1,4 +1,4 @@
-"""What a search must hold to: the budget, the laws of the curve, no plan by hand better than it."""
+"""Laws of a search: the budget, the curve, and that no hand-written plan is better."""
 
 import functools
 from dataclasses import replace
@@ -83,7 +83,7 @@ def small_graphs(count: int, *, most: int) -> list[Graph]:
 @pytest.mark.slow
 @tried_out_once
 def test_on_small_graphs_nearly_every_plan_is_the_best_there_is() -> None:
-    """All sets of recomputations tried out: the whole curve, budget by budget."""
+    """All sets of recomputations are enumerated: the whole curve, budget by budget."""
     hits = budgets = exact = 0
     graphs = small_graphs(40, most=10)
     for graph in graphs:
@@ -103,7 +103,8 @@ def test_on_small_graphs_nearly_every_plan_is_the_best_there_is() -> None:
 
 @functools.cache
 def every_plan_with_several(tally: FastEstimator, *, most: int) -> ParetoFront:
-    """Each value kept, or made again once, or twice, up to ``most`` times."""
+    """Yield every plan in which each value is saved, or recomputed once, twice, up to ``most``
+    times."""
     archive = ParetoFront()
     values = sorted(tally.unit_of)
     for fates in product(range(most + 1), repeat=len(values)):
@@ -181,7 +182,7 @@ def test_the_bound_for_any_number_of_times_is_below_the_best_plan_there_is() -> 
 
 
 def test_repeated_recomputation_never_makes_plans_worse() -> None:
-    """What makes values oftener only adds to what is found."""
+    """Repeated recomputation only adds plans to those that were found."""
     better = 0
     for seed in range(6):
         graph = random_step(seed, num_values=14)
@@ -442,7 +443,8 @@ def test_the_batch_is_split_only_where_that_helps() -> None:
 
 
 class Slower(Split):
-    """The operators of parts of the batch add up to more than those of the whole."""
+    """A source in which the operators of parts of the batch take longer in total than those of
+    the whole."""
 
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
         del than, share
