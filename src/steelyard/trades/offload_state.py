@@ -276,7 +276,7 @@ def _slice_limits(
         reasons = (
             _why_not_sliceable(program, p, offloadable)
             if p in read
-            else "something other than a product reads it, or a product with it on the other side"
+            else "not every use is as the right or the transposed left operand of a product"
             for p in sorted(parameters)
         )
         if reason := next(filter(None, reasons), ""):

@@ -54,7 +54,7 @@ def small_gpt(*, width: int = 32, dropout: float = 0.1, batch: int = 4, layers: 
 @pytest.mark.parametrize("name", NAMED)
 def test_only_loss_nodes_have_no_module(name: str) -> None:
     """Nodes without a path belong to the loss function: they come after every module, or lead
-    back from the loss into the last one."""
+    from the loss back to the first module of the backward pass."""
     model, _, _ = case(name).make()
     graph = named(name)
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
