@@ -1,7 +1,5 @@
-"""What the workers of a whole run begin with and what they let go, and the costs that they share.
-
-Not for what some tests share: see harness.py.
-"""
+"""Sets up the workers of a whole run, frees what they leave behind, and shares their measured
+costs. Not for what some tests share: see harness.py."""
 
 import functools
 import gc
@@ -14,25 +12,27 @@ from pathlib import Path
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # They come to import these in any case, 400 thousand objects that live as long as the process.
-    # To look through all of them took a third of a second for each full collection, of which there
-    # are several in a capture and in a metered step. Caches of test modules are still looked
-    # through, as a user's are: capture empties those that it has filled.
+    # Each worker imports these modules anyway: 400 thousand objects that live as long as the
+    # process. Scanning them took a third of a second per full collection, and a capture and a
+    # metered step do several. Caches of test modules are still scanned, as a user's are: capture
+    # empties those that it has filled.
     gc.disable()
     for name in ("steelyard.api", "torch._functorch.aot_autograd", "transformers"):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
     gc.enable()
-    # Whoever meters memory collects first. To look through everything as often besides as Python
-    # does by default took a tenth of the tests of capture.
+    # Tests that meter memory call gc.collect() first. Collecting everything as often as Python does
+    # by default took a tenth of the time of the capture tests.
     gc.set_threshold(700, 10, 100)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _let_go(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What tests of one file keep for one another, and torch of all fake tensors: a million objects
-    by the end of a whole run, which each full collection looks through."""
+    """Free what tests of one file cache for each other, and torch's fake tensors.
+
+    At the end of a whole run these are a million objects, which each full collection would scan.
+    """
     yield
     for kept in vars(request.module).values():
         if (
@@ -46,7 +46,7 @@ def _let_go(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One list of measured costs for both workers, as a user has one for all models."""
+    """One cache of measured costs for both workers, as a user has one for all models."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     return shared / "costs.sqlite"

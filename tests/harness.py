@@ -50,7 +50,7 @@ from tests import zoo
 from tests.support.short_search import looking_less_far
 from tests.zoo import reference
 
-# Declared, so that the same plans are made on every machine.
+# The device is declared, so that every machine makes the same plans.
 DEVICE = Device(
     kind="declared for tests", flops_per_second=80e9, bytes_per_second=16e9, memory_bytes=1 << 40
 )
@@ -58,9 +58,10 @@ _SEED = 11
 
 
 def costs_of(*graphs: Graph, device: Device = DEVICE) -> CostTable:
-    """Declared seconds, but the workspace that the kernels really take. Offload memory has a price,
-    and
-    a search is offered none."""
+    """Return declared seconds, with the workspace that the kernels really take.
+
+    Offload memory has a price, but a search is not offered any.
+    """
     declared = CostTable(device=device)
     computed = (n for graph in graphs for n in graph.nodes if not n.is_free and not n.is_transfer)
     by_signature = {n.signature: n for n in computed}
@@ -80,14 +81,16 @@ def costs_of(*graphs: Graph, device: Device = DEVICE) -> CostTable:
 
 @contextlib.contextmanager
 def in_a_hurry(costs: Path) -> Iterator[None]:
-    """Plans as a user's, but that times are hardly checked and the search looks less far: for tests
-    that hang neither on how well times are known nor on how good a plan is. ``costs`` is the file
-    of those measured."""
+    """Plan like a user, but with few measurements and a short search.
+
+    This is for tests that depend neither on precise times nor on the best plan. ``costs`` is the
+    cost cache.
+    """
     with (
         mock.patch.dict(os.environ, STEELYARD_CACHE=str(costs)),
         mock.patch.multiple(calibration, _CALIBRATION_SECONDS=1.0, _SPLIT_CALIBRATION_SECONDS=1.0),
         mock.patch.object(offload_memory, "_ROUNDS", 6),
-        # Beside nobody: two workers of tests are at work as it is.
+        # No background load is started: two test workers load the machine already.
         mock.patch.object(BackgroundLoad, "at_work", return_value=contextlib.nullcontext()),
         looking_less_far(),
     ):
@@ -95,19 +98,21 @@ def in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 def floor_bytes(planned: Planned) -> int:
-    """The smallest memory budget of this step that is searched, and not refused before."""
+    """Return the smallest memory budget of this step that is searched rather than refused
+    beforehand."""
     cluster = planned.session.request.cluster
     offload_bytes = 0 if cluster.offload_memory is None else cluster.offload_memory.size_bytes
     floor = Floor.of(planned.session.base)
     return floor.least_bytes(ranks=cluster.num_devices, offload_bytes=offload_bytes)
 
 
-# Of each operator by its signature, metered once: a kernel takes the same in whatever program.
+# Maps the signature of each operator to its workspace, metered once: it is the same in every
+# program.
 _WORKSPACES: dict[str, int] = {}
 
 
 def _meter(graphs: Sequence[Graph]) -> None:
-    # One call tells all of workspace; the rounds that follow it only tell the time.
+    # One call is enough to determine the workspace; further rounds only measure time.
     with mock.patch.multiple(operators, _FEWEST_ROUNDS=1, _ROUNDS_SECONDS=0.0):
         found, survey = operators.measure_operators(
             graphs,
@@ -121,7 +126,7 @@ def _meter(graphs: Sequence[Graph]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one step computed, and the most bytes it held above what was there before."""
+    """The results of one step, and the most bytes it held beyond those at its beginning."""
 
     loss: Tensor
     gradients: dict[str, Tensor | None]
@@ -129,7 +134,7 @@ class Outcome:
     peak_bytes: int
 
     def difference(self, other: Outcome) -> str | None:
-        """None where loss, every gradient and every buffer are equal to the bit."""
+        """Return None if the loss, every gradient and every buffer are equal to the bit."""
         if not torch.equal(self.loss, other.loss):
             return f"the loss is {self.loss.item()!r}, not {other.loss.item()!r}"
         return reference.difference(other.gradients, self.gradients) or reference.difference(
@@ -145,7 +150,8 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
-# torch's counter (2.13) takes attention on the CPU for free, so that recomputing it looks free too.
+# torch's counter (2.13) counts no FLOPs for attention on the CPU, as if recomputing it cost
+# nothing.
 UNCOUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -153,7 +159,7 @@ UNCOUNTED = {
 
 
 class Trial:
-    """A model, its loss and its batch; what is tried on it starts from the same state each time."""
+    """A model, its loss and its batch; each trial starts from the same state."""
 
     def __init__(
         self, model: nn.Module, loss: Any, batch: Any, *, decomposition: str = "python-2"
@@ -183,7 +189,7 @@ class Trial:
         return self._metered(lambda: step.backward(self.batch))
 
     def flops(self, program: Program) -> int:
-        """What torch counts while the program runs."""
+        """Return the FLOPs that torch counts while the program runs."""
         step = self._live(program)
         with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
             step.backward(self.batch)
@@ -203,7 +209,7 @@ class Trial:
         )
 
     def eager(self, *, micro_batches: int = 1) -> Outcome:
-        """Plain PyTorch, on the whole batch or accumulating over equal parts of it."""
+        """Run plain PyTorch, on the whole batch or accumulating over equal parts of it."""
 
         def backward() -> Tensor:
             total = None
@@ -239,8 +245,11 @@ class Trial:
 
 @functools.lru_cache(maxsize=3)
 def trial_of(name: str) -> Trial:
-    """That case of the zoo. What is dear of it, its captures, is made once for tests that follow
-    each other: those of one model are best one group's."""
+    """Return the trial of that case of the zoo.
+
+    Its captures are expensive and are cached for consecutive tests, so tests of one model should be
+    in one group.
+    """
     return Trial(*zoo.case(name).make())
 
 
@@ -258,13 +267,13 @@ def has_offload_memory(program: Program) -> bool:
 
 
 def predicted_above(program: Program, costs: CostTable) -> int:
-    """Bytes of the predicted peak above what is there before the step begins."""
+    """Return the bytes of the predicted peak beyond those at the beginning of the step."""
     prediction: Prediction = predict(program, costs)
     return int(prediction.metrics.memory_bytes.value) - prediction.peak.resident_bytes
 
 
 def budgets(searching: StepSearch, count: int) -> list[Budget]:
-    """Evenly from the least memory the step can run in to what it needs unplanned."""
+    """Return budgets, evenly from the least memory of the step to that of the unplanned step."""
     explored = searching.explored()
     low, high = explored.least.peak_bytes, explored.plain.peak_bytes
     return [

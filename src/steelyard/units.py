@@ -37,7 +37,9 @@ def parse_bytes(amount: str | int | float, *, what: str = "memory") -> int:
     # A bare 2.5 must have been meant in another unit; with "0.1 GiB", the fraction of a byte may be
     # dropped.
     if nbytes != found and _is_bare(amount):
-        raise _impossible(amount, what=what, example=example, expected="whole bytes, or a unit")
+        raise _impossible(
+            amount, what=what, example=example, expected="a whole number of bytes, or a unit"
+        )
     if nbytes == 0:
         raise _impossible(amount, what=what, example=example, expected="at least one byte")
     return nbytes

@@ -67,7 +67,7 @@ class _Builder:
         return name
 
     def alias(self, name: str, op: str, source: str, which: int, phase: Phase, path: str) -> str:
-        """A view of a value, or (``getitem``) one result of an operator that has several."""
+        """Return an operator's view of a value or, with ``getitem``, one of its several results."""
         node = next(n for n in self.nodes if n.name == source)
         getitem = op == "getitem"
         self.nodes.append(
@@ -185,7 +185,7 @@ def _backward(b: _Builder, rng: random.Random, values: list[str], reads: dict, f
 
 
 class Whole:
-    """A source whose batch must stay whole."""
+    """A source whose batch cannot be split."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -215,7 +215,7 @@ class Whole:
 
 
 class Split:
-    """A source that can be cut: activations, the batch and the work shrink with each part."""
+    """A source that can be split: activations, the batch and the work shrink with each part."""
 
     def __init__(self, graph: Graph, divisors: tuple[int, ...], *, reason: str = "") -> None:
         self._graph = graph

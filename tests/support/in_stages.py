@@ -34,7 +34,7 @@ class InStages:
         return self.applied(*rules, micro_batches=micro_batches)
 
     def offered(self, ranks: int) -> dict[str, tuple[Rule, ...]]:
-        """The rules that are offered for each schedule."""
+        """Return the rules that are offered for each schedule."""
         among = replace(self.plain, layout=ParallelLayout(pipeline=ranks))
         offers, refusals = ShardPipeline().offers(among, self.source)
         assert bool(offers) != bool(refusals)

@@ -1,7 +1,6 @@
-"""All ranks of a parted step in one process, call by call, with real numbers: quick, and no gloo.
-
-What the exchanges do is written out here once more. Not for what processes do: see tests/dist.
-"""
+"""All ranks of a sharded step in one process, call by call, with real numbers: fast, and without
+gloo. The exchanges are implemented a second time here. Not for the work of processes: see
+tests/system/dist."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _SEED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """What left a step, by kind and target: the loss, gradients, new values of buffers."""
+    """The outputs of a step, by kind and target: the loss, gradients and new values of buffers."""
 
     values: dict[tuple[OutputKind, str], Tensor]
 
@@ -44,7 +43,7 @@ def given(graph: Graph, model: torch.nn.Module, batch: Any, constants: Any) -> d
 
 
 def run(graphs: Sequence[Graph], inputs: Sequence[Mapping[str, Tensor]]) -> list[Left]:
-    """``graphs`` of all ranks, on the inputs of each; of one rank it is the step itself."""
+    """Run ``graphs`` of all ranks on the inputs of each; with one rank this is the step itself."""
     torch.manual_seed(_SEED)
     values: list[dict[str, Any]] = [dict(given) for given in inputs]
     for nodes in zip(*(graph.nodes for graph in graphs), strict=True):
@@ -89,7 +88,7 @@ def _exchanged(node: Node, sent: list[Tensor]) -> list[Tensor]:
 
 
 def cut(tensor: Tensor, placement: Placement, rank: int, num_ranks: int) -> Tensor:
-    """What a rank holds of a tensor."""
+    """Return the part of a tensor that a rank holds."""
     assert not isinstance(placement, Partial)
     if not isinstance(placement, Shard):
         return tensor
@@ -99,7 +98,7 @@ def cut(tensor: Tensor, placement: Placement, rank: int, num_ranks: int) -> Tens
 
 
 def joined(parts: Sequence[Tensor], placement: Placement) -> Tensor:
-    """The tensor of which each rank holds one of these."""
+    """Return the tensor of which each rank holds one of these parts."""
     if not isinstance(placement, Shard):
         for part in parts:
             assert torch.equal(part, parts[0]), "ranks differ in what they hold whole"

@@ -28,7 +28,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 def captured(
     model: nn.Module, loss: Any, batch: Any, *, micro_batches: int = 1
 ) -> tuple[Program, Mapping[str, Tensor], CodeReads]:
-    """The plain program for ``batch`` in equal parts, the constants and what else it reads."""
+    """Return the plain program for ``batch`` in equal parts, its constants, and the state it
+    reads."""
     traced = trace(model, loss, part(batch, 0, micro_batches), decompositions=table("python-2"))
     graph = to_graph(traced, decomposition="python-2")
     program = Program.plain(graph).repeated(micro_batches)
@@ -59,7 +60,7 @@ def live(
 
 
 def part(batch: Any, index: int, parts: int) -> Any:
-    """Micro-batch ``index`` of ``parts``, cut along the first dimension."""
+    """Return micro-batch ``index`` of ``parts``, cut along the first dimension."""
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or parts == 1:
@@ -71,12 +72,12 @@ def part(batch: Any, index: int, parts: int) -> Any:
 
 
 def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The model and a copy of it, which plain PyTorch trains."""
+    """Return the model and a copy of it, which plain PyTorch trains."""
     return model, copy.deepcopy(model)
 
 
 def both(name: str, batches: int = 3) -> tuple[Sample, nn.Module, tuple[Any, ...]]:
-    """A case of the zoo, its twin for plain PyTorch, and batches to train both on."""
+    """Return a case of the zoo, its twin for plain PyTorch, and batches for both."""
     made = case(name)
     sample = made.make(0)
     return sample, twins(sample[0])[1], made.batches(batches)

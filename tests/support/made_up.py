@@ -20,7 +20,7 @@ from steelyard.ir.graph import (
 from steelyard.ir.metrics import Estimate
 from steelyard.predict.cost_table import CostTable, OperatorCost
 
-# Calls and copies take nothing, so that seconds are those of the chain and of the link.
+# Calls and copies cost nothing, so that all seconds are those of the chain and of the link.
 _DEVICE = Device(
     kind="made up",
     flops_per_second=float("inf"),
@@ -31,10 +31,8 @@ _DEVICE = Device(
 
 
 def chain(*, gradients: int = 3, numel: int = 256, after: int = 0) -> Graph:
-    """Backward lines ``work0..``, each reading the one before and giving one gradient.
-
-    Then ``after`` lines that only a buffer's new value needs.
-    """
+    """Return a program with backward lines ``work0..``, each of which reads the previous one and
+    makes one gradient. After these are ``after`` lines for the new value of a buffer."""
     nodes: list[Node] = []
     storages: list[Storage] = []
     outputs: list[Output] = []
@@ -85,7 +83,7 @@ def chain(*, gradients: int = 3, numel: int = 256, after: int = 0) -> Graph:
 
 
 def costs(*, exchange_seconds: float, nbytes: int = 1024, spread: float = 0.0) -> CostTable:
-    """A second a line, and a link on which ``nbytes`` take so long."""
+    """Return costs of one second per line, and a link on which ``nbytes`` take this long."""
     second = Estimate.within(1.0, share=spread)
     return CostTable(
         device=_DEVICE,

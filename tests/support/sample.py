@@ -1,4 +1,4 @@
-"""Plans as search would make them, with figures chosen to look at. Not tests."""
+"""Plans as the search would make them, with figures chosen for display. Not tests."""
 
 from dataclasses import replace
 
@@ -55,7 +55,8 @@ def metrics(mib: float, seconds: float) -> Metrics:
 
 
 def timeline(count: int, peak_bytes: int) -> Timeline:
-    """Up through the forward pass and down again; the peak at the turn."""
+    """Return levels that rise through the forward pass and fall again, with the peak between the
+    passes."""
     turn = count // 2
     low = peak_bytes // 4
 
@@ -182,7 +183,7 @@ RECEIPT = Receipt(plan=PLAN, measured=MEASURED)
 
 
 def hostile(text: str) -> Plan:
-    """The same plan with every name replaced by ``text``."""
+    """Return the same plan with every name replaced by ``text``."""
     bad = prediction(296, 1.24)
     alive = tuple(replace(h, what=text, path=text, line=text) for h in bad.peak.alive)
     peak = replace(bad.peak, at=text, path=text, line=text, alive=alive)

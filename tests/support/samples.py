@@ -1,4 +1,4 @@
-"""Small steps whose batch may be cut or shared, or may not, and what is said of them.
+"""Small steps whose batch may or may not be split or shared, and the expected reasons.
 
 Not for models that others wrote: see tests/zoo.
 """
@@ -33,12 +33,12 @@ def sum_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def squared_mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A term that sees all samples at once, a thousandth of the loss or less."""
+    """Return a loss with a term over all samples together, which is at most a thousandth of it."""
     return class_loss(model, batch) + 1e-3 * model(batch["x"]).mean(0).square().sum()
 
 
 def spread_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Samples are compared with one another."""
+    """Return a loss in which samples are compared with one another."""
     out = model(batch["x"])
     return torch.cdist(out, out).mean() + out.square().mean()
 

@@ -1,4 +1,4 @@
-"""A user's own other file, with a number that a loss reads through an imported function."""
+"""Another file of the user, with a number that a loss reads through an imported function."""
 
 from torch import Tensor
 

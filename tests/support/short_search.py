@@ -9,9 +9,11 @@ from unittest import mock
 
 @contextlib.contextmanager
 def looking_less_far() -> Iterator[None]:
-    """The search of a plan, with fewer trials and fewer numbers of micro-batches, each of which is
-    a capture: for tests that do not hang on how good a plan is. The finest cut is still tried, so
-    that the least memory stays what it is."""
+    """Search with fewer trials and fewer numbers of micro-batches, each of which is a capture.
+
+    This is for tests that do not depend on how good a plan is. The finest split is still tried, so
+    that the least memory stays the same.
+    """
     module = "steelyard.search.single"
     with (
         mock.patch.multiple(f"{module}.explore", _LIMITS=8, _KICKING_WORK=0, _EFFORTS=(250,)),

@@ -24,7 +24,7 @@ from steelyard.predict.cost_table import CostTable
 from steelyard.run.step import LiveStep
 from tests.zoo import Case, Sample, Scale, reference
 
-# Declared, so that nothing is timed.
+# The device is declared, so that nothing is timed.
 DEVICE = Device(
     kind="declared for tests", flops_per_second=80e9, bytes_per_second=16e9, memory_bytes=1 << 40
 )
@@ -51,7 +51,7 @@ def live(source: CapturedStep, *, micro_batches: int = 1) -> LiveStep:
 
 
 def captured_step(step: LiveStep, batch: Any, *, seed: int = SEED) -> Answers:
-    """Loss, gradients and buffers, as ``reference.eager_step`` gives them."""
+    """Return loss, gradients and buffers in the form of ``reference.eager_step``."""
     step.zero_grad()
     torch.manual_seed(seed)
     value = step.backward(batch)
@@ -59,7 +59,7 @@ def captured_step(step: LiveStep, batch: Any, *, seed: int = SEED) -> Answers:
 
 
 def eager_twin_of(case: Case, *, scale: Scale = "tiny", seed: int = SEED) -> Answers:
-    """The same case made again, not copied: copies lose hooks."""
+    """Make the same case again; a copy would lose hooks."""
     return reference.eager_step(*case.make(0, scale), seed)
 
 
@@ -76,7 +76,10 @@ def differences(expected: Answers, actual: Answers) -> list[str]:
 
 
 def worst_relative_difference(expected: Answers, actual: Answers) -> float:
-    """Over loss and gradients, of the largest element of each; NaN equals NaN."""
+    """Return the largest difference of loss and gradients, relative to the largest element of each.
+
+    NaN equals NaN.
+    """
     pairs: Iterable[tuple[Tensor | None, Tensor | None]] = [
         (expected[0], actual[0]),
         *((expected[1][name], actual[1][name]) for name in expected[1]),
@@ -93,7 +96,7 @@ def worst_relative_difference(expected: Answers, actual: Answers) -> float:
 
 
 def metered(step: LiveStep, batch: Any) -> Metered:
-    """The bytes that one forward and backward pass adds, from a clean level and warmed up."""
+    """Return the bytes that a warm forward and backward pass adds, from a clean level."""
     for _ in range(2):
         step.backward(batch)
         step.zero_grad()
@@ -103,7 +106,8 @@ def metered(step: LiveStep, batch: Any) -> Metered:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Nothing that is garbage already dies meanwhile; to collect it takes longer than a step."""
+    """Disable garbage collection within the context, because collecting takes longer than a
+    step."""
     gc.disable()
     try:
         yield
@@ -112,13 +116,13 @@ def undisturbed() -> Iterator[None]:
 
 
 def predicted_above(program: Program, costs: CostTable) -> int:
-    """The predicted peak above what is there before the step."""
+    """Return the predicted peak beyond the bytes at the beginning of the step."""
     prediction = predict(program, costs)
     return prediction.peak.nbytes - prediction.peak.resident_bytes
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Everything about a model that planning must leave as it is, as plain values and ids."""
+    """Return everything about a model that planning must not change, as plain values and ids."""
     found: dict[str, Any] = {
         "parameters": {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)},
         "buffers": {n: id(b) for n, b in model.named_buffers(remove_duplicate=False)},

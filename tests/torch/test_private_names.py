@@ -72,14 +72,14 @@ def joint(dynamo_graph: Any) -> torch.fx.GraphModule:
 
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_dtensor_says_which_placements_a_product_takes() -> None:
-    """Of one axis and without a mesh: result, left side, right side."""
+    """The placements are for one axis and need no mesh: result, left operand, right operand."""
     left = _torch.MetaTensor((4, 8), (8, 1), torch.float32)
     right = _torch.MetaTensor((8, 6), (6, 1), torch.float32)
     found = _torch.dtensor_strategies(aten.mm.default, [left, right], {})
     assert [("sum", 0), ("shard", 1), ("shard", 0)] in found
     assert [("shard", 0), ("shard", 0), ("whole", 0)] in found
     assert [("shard", 1), ("whole", 0), ("shard", 1)] in found
-    # A rule that would need its sizes rewritten is not passed on.
+    # A rule whose sizes would have to be rewritten is not returned.
     assert _torch.dtensor_strategies(aten.view.default, [left, [32]], {}) == []
 
 
@@ -117,8 +117,8 @@ def test_this_torch_has_every_name_of_the_table(file: str) -> None:
 
 
 def test_the_table_has_every_name_that_is_imported_or_read() -> None:
-    """A part of a dotted name that begins with an underscore is private, whatever it is read from;
-    so is all of a private module."""
+    """A part of a dotted name that begins with an underscore is private, whatever it is read
+    from; so is everything in a private module."""
     for path in sorted((_SOURCE / "_torch").glob("*.py")):
         tree, used = ast.parse(path.read_text()), set[str]()
         if path.stem in ("__init__", "private_names"):
@@ -142,7 +142,8 @@ def test_the_table_has_every_name_that_is_imported_or_read() -> None:
 
 
 def test_a_torch_that_lacks_a_name_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever name it is, and before anything runs: three lines, and no AttributeError."""
+    """Whichever name is missing, the error comes before anything runs, in three lines, and is no
+    AttributeError."""
     missing = "torch._dynamo.convert_frame.fullgraph_captured"
     lacking = private_names.PrivateNames(feature="capture", names=(missing,))
     monkeypatch.setitem(vars(private_names)["PRIVATE_NAMES"], "dynamo", lacking)
@@ -189,7 +190,7 @@ def test_captured_and_guarded_says_what_is_no_longer_as_it_was_read() -> None:
     assert found.find(name)() is step.scale
     assert found.of_batch == {"batch", "batch['x']"}
     assert not found.draws_in_python
-    batch["x"] = torch.randn(5, 4)  # no concern of the guards that are kept
+    batch["x"] = torch.randn(5, 4)  # the remaining guards do not depend on this
     with torch.no_grad():
         assert broken() == ""
     step.inner[1].momentum = 0.2
@@ -209,7 +210,7 @@ def test_captured_and_guarded_says_what_was_drawn_by_pythons_generator() -> None
 
 
 class Replacing(nn.Module):
-    """Puts another tensor into its buffer's place, as ``functional_call`` writes down."""
+    """A model that replaces its buffer by another tensor, as ``functional_call`` does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,13 +320,13 @@ def test_compiled_code_is_valid_for_all_sizes_and_under_dispatch_modes() -> None
 
 
 def test_compiled_code_is_found_in_the_inductor_cache() -> None:
-    """By every process but the first: to lower it takes seconds."""
+    """Every process but the first finds the code; lowering it takes seconds."""
     from torch._dynamo.utils import counters  # noqa: TID251 - Inductor counts there
 
     found = counters["inductor"]
     for _ in range(2):
         hits, passed_by = found["fxgraph_cache_hit"], found["fxgraph_cache_bypass"]
-        # Of a function with annotations that are strings, as this file's are, there is no key.
+        # There is no cache key for a function whose annotations are strings, as in this file.
         compiled = _torch.compiled(lambda x: (x.sum(1) / 3,), [torch.ones(3, 5)])
         (value,) = compiled(torch.ones(2, 6))
         assert torch.equal(value, torch.tensor([2.0, 2.0]))
@@ -360,7 +361,7 @@ def test_capture_settings_leave_mkldnn_off_only_inside() -> None:
 
 
 def test_capture_settings_still_find_the_hidden_decompositions() -> None:
-    """Should torch keep them elsewhere or drop them, taking them away is no longer right."""
+    """If torch moves or drops these decompositions, disabling them must be revised."""
     key = torch._C.DispatchKey  # noqa: TID251 - that it has moved is what is tested
     keys = (key.CompositeImplicitAutograd, key.Autograd)
     operators = (aten.lstm.input, aten.gru.input, aten.upsample_bilinear2d.vec)
@@ -477,7 +478,7 @@ def test_draws_takes_an_operator_that_torch_does_not_define_to_draw() -> None:
 
 
 def test_draws_finds_the_tag_on_whatever_takes_a_generator() -> None:
-    """In the namespaces that are trusted to carry it."""
+    """This covers the namespaces whose operators carry the tag."""
     untagged = set()
     every = torch._C._jit_get_all_schemas()  # noqa: TID251 - the list of what is trusted
     for schema in every:
@@ -487,7 +488,7 @@ def test_draws_finds_the_tag_on_whatever_takes_a_generator() -> None:
             operator = getattr(packet, schema.overload_name or "default")
             if not _torch.draws(operator, (), {}):
                 untagged.add(operator.overloadpacket.__name__)
-    # Initialisation without gradients, which writes in place; and the generator's own seed.
+    # These initialise in place without gradients, or set the generator's own seed.
     assert untagged <= {"_no_grad_normal_", "_no_grad_uniform_", "initial_seed", "manual_seed"}
 
 
@@ -540,7 +541,7 @@ def test_checkpoints_and_what_is_checkpointed_are_found_in_either_graph() -> Non
     with contextlib.ExitStack() as stack:
         exported = _torch.aot_export_joint_with_descriptors(stack, step, (x,), decompositions={})
     nodes = exported.graph_module.graph.find_nodes(op="call_function", target=aten.tanh.default)
-    # torch 2.11 marks both; capture then refuses more than it would have to.
+    # torch 2.11 marks both, so capture refuses more there than it would have to.
     assert [_torch.is_checkpointed(node) for node in nodes] == [VERSION < (2, 12), True]
 
 
@@ -617,7 +618,7 @@ def test_pytrees_give_leaves_with_paths_in_one_order() -> None:
 
 
 def test_specs_of_pytrees_tell_their_kind_and_children() -> None:
-    """The binding of batches compares them part by part."""
+    """The binding of batches compares the specs part by part."""
     spec = _torch.tree_flatten({"b": 1, "a": (2, 3)})[1]
     assert spec.type is dict
     assert spec.context == ["b", "a"]
@@ -650,7 +651,7 @@ def test_cpp_compiler_is_none_where_there_is_none() -> None:
     from torch._inductor import cpp_builder  # noqa: TID251
 
     def forget() -> None:
-        # What was found is remembered for the life of the process.
+        # The result is cached for the life of the process.
         cpp_builder.get_cpp_compiler.__globals__["cpp_compiler_search"].cache_clear()
 
     found = _torch.cpp_compiler()
@@ -723,7 +724,7 @@ def test_inductor_lowered_writes_source_and_inductor_compiled_runs() -> None:
     assert torch.allclose(result, 3 * x)
     assert run.source_code
     assert len(run.output_strides) == 1
-    # The same kernel by itself.
+    # The same kernel, called alone.
     again = torch.empty(8, 4)
     kernels["one"](x, again)
     assert torch.equal(again, result)
@@ -741,7 +742,7 @@ def test_taken_apart_gives_decomposed_operators_that_do_not_mutate() -> None:
     assert not [t for t in called if "gelu" in str(t) or _torch.mutates(t)]
 
 
-# --- what modules keep private, read by the watch on a live model ---------------------------------
+# --- private tables of modules, which the model guards read ---------------------------------------
 
 
 def test_modules_keep_their_tables_under_the_names_that_are_watched() -> None:
@@ -801,7 +802,7 @@ def test_callbacks_run_when_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_share_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is seen where there is a GPU (tests/system/dist/test_gpus.py); these are its names."""
+    """This checks only the names; tests/system/dist/test_gpus.py uses them on a GPU."""
     module = importlib.import_module("torch.distributed._symmetric_memory")
     assert {"dtype", "device"} <= inspect.signature(module.empty).parameters.keys()
     assert [*inspect.signature(module.rendezvous).parameters] == ["tensor", "group"]
@@ -849,14 +850,18 @@ def test_a_supervised_agent_calls_back_before_it_reaps() -> None:
 
     steps = ("_monitor_workers", "_start_workers", "_stop_workers", "_rendezvous")
     assert all(callable(getattr(LocalElasticAgent, step)) for step in steps)
-    # It runs in system/launch/test_launcher.py; here: torch's own loop calls the replacements.
+    # system/launch/test_launcher.py runs the agent. This test checks that torch's own loop calls
+    # the replacements.
     assert "self._monitor_workers(" in inspect.getsource(LocalElasticAgent._invoke_run)
     assert "_torch.supervised_agent(" in (_SOURCE / "run/launch/launcher.py").read_text()
 
 
 @pytest.mark.parametrize("op", WRITING)
 def test_out_variants_have_a_kernel(op: str) -> None:
-    """And is otherwise the same. The others' variants are the plain operator and a copy."""
+    """Otherwise the variant is the same.
+
+    The variants of other operators run the plain operator and copy its result.
+    """
     writing, keyword = WRITING[op]
     plain, told = (operator_named(name)._schema for name in (op, writing))
     assert [a.name for a in told.arguments if a.is_out] == [keyword]
@@ -867,7 +872,7 @@ def test_out_variants_have_a_kernel(op: str) -> None:
     assert has_kernel(name, "CPU")
 
 
-# --- what a running step looks at -----------------------------------------------------------------
+# --- state that a running step reads --------------------------------------------------------------
 
 
 def test_a_profiler_is_on_from_its_warm_up_to_its_end() -> None:
@@ -880,7 +885,7 @@ def test_a_profiler_is_on_from_its_warm_up_to_its_end() -> None:
         seen = profile(**kinds, schedule=plan, acc_events=acc_events)
         found = [_torch.profiler_is_on()]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that events of earlier cycles are gone
+            warnings.simplefilter("ignore")  # torch warns that events of earlier cycles are dropped
             with seen:
                 for _ in range(7):
                     found.append(_torch.profiler_is_on())
@@ -905,7 +910,8 @@ def test_tensor_versions_reveal_in_place_writes() -> None:
 
 # --- operators that may multiply and have no FLOP formula
 
-# One a line, and behind it the versions of torch that have it, if not all have: >=2.14, <2.12.
+# One operator per line, followed by the versions of torch that have it if not all do, such as
+# >=2.14 or <2.12.
 _UNCOUNTED = Path(__file__).parent / "uncounted_operators.txt"
 
 
@@ -931,7 +937,7 @@ def _uncounted() -> list[str]:
         is_out = name.endswith("_") or schema.overload_name.endswith("out")
         if space not in ("aten", "prims") or is_out or not has_kernel(full):
             continue
-        # What is implicitly composite is taken apart before a graph is made of it.
+        # An implicitly composite operator is decomposed before it could be in a graph.
         if is_composite(full, "CompositeImplicitAutograd"):
             continue
         if all(any("Tensor" in t for t in some) for some in types):
@@ -943,9 +949,13 @@ def _uncounted() -> list[str]:
 
 
 def test_only_the_listed_torch_operators_lack_a_flop_formula() -> None:
-    """A new release of torch has new operators: each is to be given a formula, listed as one that
-    does not multiply, or added here: ``python -m tests.torch.test_private_names`` prints them."""
-    # In a process of its own: importing Inductor, as other tests do, registers more operators.
+    """A new release of torch has new operators.
+
+    Give each a formula, list it as one that does not multiply, or add it here: ``python -m
+    tests.torch.test_private_names`` prints them.
+    """
+    # This runs in a process of its own, because importing Inductor, as other tests do, registers
+    # more operators.
     run = subprocess.run(
         [sys.executable, "-m", "tests.torch.test_private_names"],
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""A folder whose files are run is one that nobody else can have written to."""
+"""A folder whose files are executed must be one that nobody else can have written to."""
 
 import grp
 import os

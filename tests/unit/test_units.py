@@ -1,4 +1,4 @@
-"""Amounts: what people write is what is meant, and what is shown can be compared."""
+"""Amounts: written amounts are parsed as meant, and printed ones can be compared."""
 
 from contextlib import suppress
 
@@ -146,5 +146,5 @@ def test_shares_are_printed_with_a_sign_and_never_as_minus_zero() -> None:
 @settings(deadline=None)
 @given(BYTES)
 def test_shown_bytes_are_right_to_three_figures(amount: int) -> None:
-    # Half of the third figure, and less than a byte that is cut off on reading.
+    # The error is at most half of the third figure, plus less than a byte that parsing cuts off.
     assert abs(parse_bytes(format_bytes(amount)) - amount) <= 0.005 * amount + 1

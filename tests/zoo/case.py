@@ -73,22 +73,22 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Cross entropy of logits (B, C) against labels (B,)."""
+    """Return the cross entropy of logits (B, C) against labels (B,)."""
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
 def square_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean square of whatever the model gives, for models where the target is beside the point."""
+    """Return the mean square of the model's output, for models whose target is irrelevant."""
     output: Tensor = model(batch["x"]).square().mean()
     return output
 
 
 def tokens(count: int, length: int, vocabulary: int) -> dict[str, Tensor]:
-    """Random ids, and the same ids one place on as labels."""
+    """Return random ids, and the same ids shifted by one place as labels."""
     ids = torch.randint(0, vocabulary, (count, length))
     return {"x": ids, "y": ids.roll(-1, 1)}
 
 
 def images(count: int, size: int, classes: int) -> dict[str, Tensor]:
-    """Random pictures with three channels, and a class each."""
+    """Return random pictures with three channels, and a class for each."""
     return {"x": torch.randn(count, 3, size, size), "y": torch.randint(0, classes, (count,))}

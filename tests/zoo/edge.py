@@ -24,7 +24,7 @@ _illegal = Shelf(scales=("tiny",))
 
 
 class Around(nn.Module):
-    """linear, a function in question, linear."""
+    """A model: a linear layer, the function in question, and a linear layer."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], width: int = _WIDTH) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def frozen_first_block(scale: Scale) -> Sample:
 
 
 class _Bag(nn.Module):
-    """Ids to classes by the mean of their embeddings."""
+    """A model that maps ids to classes by the mean of their embeddings."""
 
     def __init__(self, **embedding: Any) -> None:
         super().__init__()
@@ -878,7 +878,8 @@ def dropout_transposed(scale: Scale) -> Sample:
 
 
 class Turned(nn.Module):
-    """Channels in the middle for a convolution, last for all else: gradients arrive transposed."""
+    """A model with the channels in the middle for a convolution, and last elsewhere: gradients
+    arrive transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1145,7 +1146,7 @@ CASES: tuple[Case, ...] = tuple(
 
 
 class _Stateful(nn.Module):
-    """A layer round something that a captured step would do once, or never."""
+    """A layer with a side effect that a captured step would have once, or never."""
 
     def __init__(self, effect: Callable[[_Stateful, Tensor], Tensor]) -> None:
         super().__init__()

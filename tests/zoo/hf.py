@@ -22,7 +22,7 @@ Shape = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A transformers model by class name, its config in two sizes, and what it is fed."""
+    """A transformers model by class name, with its config in two sizes and its inputs."""
 
     model: str
     inputs: Inputs
@@ -57,7 +57,7 @@ class ModelLoss:
         return loss
 
 
-# --- what they are fed ----------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 _NO_CACHE = {"use_cache": False}
 
@@ -85,7 +85,7 @@ def _masked_by_ones(config: Any, scale: Scale) -> dict[str, Tensor]:
 
 
 def _padding(ids: Tensor) -> Tensor:
-    """Row i ends i places early (never more than half the row)."""
+    """Return padding: row i ends i places early (never more than half the row)."""
     count, length = ids.shape
     ends = length - torch.arange(count).clamp(max=length // 2)
     return (torch.arange(length) < ends[:, None]).long()
@@ -103,7 +103,7 @@ def _masked(config: Any, scale: Scale) -> dict[str, Tensor]:
 
 
 def _replaced(config: Any, scale: Scale) -> dict[str, Tensor]:
-    """Electra's question, for every token: is this one a replacement?"""
+    """Return Electra's labels: for every token, whether it is a replacement."""
     ids = _ids(config, scale)
     return {"input_ids": ids, "labels": torch.randint(0, 2, ids.shape)}
 
@@ -130,7 +130,8 @@ def _seq2seq(config: Any, scale: Scale) -> dict[str, Tensor]:
 
 
 def _pictures(tiny: int, small: int, *, many: int = 8) -> Inputs:
-    """Square pictures of a side per scale, `many` of them at "small", and a class each."""
+    """Return square pictures with a side for each scale, `many` of them at "small", and a class
+    for each."""
 
     def inputs(config: Any, scale: Scale) -> dict[str, Tensor]:
         count, size = (2, tiny) if scale == "tiny" else (many, small)
@@ -183,7 +184,7 @@ def _pairs(config: Any, scale: Scale) -> dict[str, Tensor]:
     return {"input_ids": ids, "pixel_values": torch.randn(count, 3, size, size)}
 
 
-# --- their sizes ----------------------------------------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
 _VOCABULARY = {"vocab_size": 64}
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
@@ -341,7 +342,7 @@ def _patch_model(model: str, **more: Any) -> Recipe:
 
 
 _RECIPES: dict[str, Recipe] = {
-    # The ones that are named wherever a trade is tried.
+    # These models are used in the tests of every trade.
     "gpt2": Recipe(
         model="GPT2LMHeadModel", inputs=_causal, tiny=_GPT2, small=_GPT2_SMALL, call=_NO_CACHE
     ),
@@ -371,11 +372,11 @@ _RECIPES: dict[str, Recipe] = {
             "output_router_logits": True,
             "experts_implementation": "batched_mm",
         },
-        # batched_mm copies an expert's weights for every token: keep them small.
+        # batched_mm copies an expert's weights for every token, so they are small here.
         small={"vocab_size": 1024, "hidden_size": 64, "num_key_value_heads": 4},
         call=_NO_CACHE,
     ),
-    # As it comes: the experts' products in one call, of which torch describes the bfloat16 ones.
+    # The default: one call for the products of all experts, which torch can trace in bfloat16.
     "olmoe": Recipe(
         model="OlmoeForCausalLM",
         inputs=_causal,
@@ -487,7 +488,7 @@ _RECIPES: dict[str, Recipe] = {
         small={"vocab_size": 1024, "hidden_size": 128, "num_hidden_layers": 2, "state_size": 8},
         call=_NO_CACHE,
     ),
-    # The same models asked otherwise.
+    # The same models with other options.
     "gpt2_eager_attention": Recipe(
         model="GPT2LMHeadModel",
         inputs=_padded_causal,
@@ -496,7 +497,7 @@ _RECIPES: dict[str, Recipe] = {
         call=_NO_CACHE,
     ),
     "llama_padded": _decoder("LlamaForCausalLM", _padded_causal),
-    # As its configuration comes: several heads read one key, and nothing is dropped.
+    # The default configuration: several heads share one key, and there is no dropout.
     "llama_default": replace(_decoder("LlamaForCausalLM", attention_dropout=0.0), call={}),
     "llama_mask_of_ones": _decoder("LlamaForCausalLM", _masked_by_ones, attention_dropout=0.0),
     "bert_class": _text_model("BertForSequenceClassification", _text_class, num_labels=3),
@@ -507,7 +508,7 @@ _RECIPES: dict[str, Recipe] = {
         tiny={**_STAGES, "embedding_size": 8, "layer_type": "bottleneck"},
         small={**_STAGES_SMALL, "embedding_size": 64},
     ),
-    # The long tail.
+    # Further, less common models.
     "gemma2": _decoder("Gemma2ForCausalLM", head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
     "gemma3": Recipe(
         model="Gemma3ForCausalLM",

@@ -23,7 +23,7 @@ _shelf = Shelf()
 
 
 class Attention(nn.Module):
-    """Causal self-attention, spelled out or through scaled_dot_product_attention."""
+    """Causal self-attention, written out or through scaled_dot_product_attention."""
 
     def __init__(self, width: int, heads: int, dropout: float, *, fused: bool) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def lstm(scale: Scale) -> Sample:
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions round a shortcut, with in-place ReLU."""
+    """Two 3x3 convolutions with a shortcut, and in-place ReLU."""
 
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
@@ -285,7 +285,8 @@ def convnet_bn(scale: Scale) -> Sample:
 
 
 def _alexnet(convs: nn.Sequential, features: int, hidden: int, classes: int) -> nn.Sequential:
-    """The two hidden layers and the classifier, each after dropout, that both forms share."""
+    """Return the two hidden layers and the classifier, each after dropout, which both forms
+    share."""
     return nn.Sequential(
         convs,
         nn.Flatten(),

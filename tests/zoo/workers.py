@@ -1,4 +1,4 @@
-"""Which worker of a whole run has a model of the zoo: what is captured of it is captured once.
+"""The worker that tests each model of the zoo in a whole run, so that each capture is made once.
 
 Not for what is shared there: see trial_of() in harness.py.
 """
@@ -7,5 +7,5 @@ import pytest
 
 
 def on_its_worker(name: str) -> object:
-    """The name as a parameter of a test."""
+    """Return the name as a parameter of a test."""
     return pytest.param(name, marks=pytest.mark.xdist_group(name))

@@ -12,7 +12,7 @@ import torch
 from steelyard._torch.private_names import require_imported
 from steelyard.torch_version import check
 
-# Before any private name is imported, so that the error says which one is missing.
+# This is checked before any private name is imported, so that the error says which one is missing.
 check(torch.__version__)
 require_imported()
 

@@ -49,8 +49,8 @@ def aot_export_joint_with_descriptors(*args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _tensors_of_the_loss_allowed() -> Iterator[None]:
-    """Let the traced step read tensors that are not among its inputs, as torch 2.13 and newer
-    do.
+    """Let the traced step read tensors that are not among its inputs, as is the default since torch
+    2.13.
     """
     from torch._functorch import aot_autograd
 

@@ -252,9 +252,9 @@ def _dynamo_config(
     import torch._dynamo
 
     older: dict[str, Any] = {
-        # torch 2.11 takes x.add_(y, alpha=a) apart, which rounds otherwise than eager.
+        # torch 2.11 decomposes x.add_(y, alpha=a), which rounds differently from eager.
         "enable_dynamo_decompositions": False,
-        # torch 2.11 takes a list of constants in a default argument for one that cannot change.
+        # torch 2.11 assumes that a list of constants in a default argument cannot change.
         "skip_guards_on_constant_func_defaults": False,
     }
     patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(

@@ -207,7 +207,7 @@ class Step:
 
     @property
     def stands_in(self) -> str:
-        """A note on the device that runs a plan for a declared cluster; empty for other plans."""
+        """The device that runs the step in place of a declared cluster; empty for other plans."""
         declared = self.plan.decisions.target.declared
         if not declared:
             return ""

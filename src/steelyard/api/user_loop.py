@@ -193,7 +193,7 @@ class UserLoop:
 
 
 class _Metering:
-    """The metering of one optimizer step, on top of ``held_bytes``; it ends only once."""
+    """Meters one optimizer step that starts with ``held_bytes`` in memory; it ends only once."""
 
     def __init__(self, held_bytes: int, end: Callable[[], Metered]) -> None:
         self._held_bytes = held_bytes
@@ -258,7 +258,7 @@ class _Updates:
         return next(others, "")
 
     def end_gap(self) -> bool | None:
-        """End the gap before a pass; return True if an optimizer stepped in it.
+        """End the interval before a pass; return True if an optimizer stepped in it.
 
         Return None if a step was metered, because metering slows it.
         """

@@ -47,7 +47,7 @@ class EagerBaseline:
     calls: Mapping[Call, int] = field(compare=False, repr=False)
 
     def peak_bytes(self, workspaces: Mapping[str, int] = MappingProxyType({})) -> int:
-        """Return the peak bytes beyond the resident ones, with kernel workspaces by signature.
+        """Return the peak bytes beyond the resident ones; ``workspaces`` are by operator signature.
 
         Operators that eager PyTorch runs in another form than the graph (dropout, in-place sums)
         are not listed, and count as needing no workspace; ``has_unknown`` finds those for which

@@ -319,7 +319,7 @@ def refuse_unwritable(path: Path | None, remedy: str) -> None:
     if path is None:
         return
     name, folder = printable(str(path)), path.parent
-    # A file is replaced as a whole in its folder, while a device is written to directly.
+    # A file is replaced by a new one in its folder; a device is written to directly.
     written = path if path.exists() and not path.is_file() else folder
     if path.is_dir():
         problem = "is a directory"

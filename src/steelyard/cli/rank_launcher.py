@@ -209,7 +209,8 @@ def in_rank(spec: LaunchSpec) -> Iterator[None]:
 
 
 def rank_exit_code(code: int) -> int:
-    """Return the exit code of a rank's process; a file tells the launcher a nonzero ``code``."""
+    """Return this process's exit code; a launched rank instead writes ``code`` to a file and
+    returns 0."""
     path = os.environ.get(_CODE)
     if path is None or not is_launched_rank():
         return code

@@ -149,7 +149,7 @@ class Calibration:
         return score.doubt if is_known else max(score.doubt, DECLARED_DOUBT)
 
     def between(self, one: Parallelism, other: Parallelism) -> float:
-        """Return the relative difference above which one of two predictions is reliably faster."""
+        """Return the relative difference of two predictions above which their order is reliable."""
         pairs = self.alike if one is other else self.unlike
         known = [found.high_error for found in (pairs, self.unlike, self.alike) if found]
         return known[0] if known else DECLARED_DOUBT

@@ -448,7 +448,7 @@ class Graph:
             seen.add(node.name)
             for tensor in node.outputs:
                 if not 0 <= tensor.storage < len(self.storages):
-                    found.append(f"{node.name} lies on unknown storage {tensor.storage}")
+                    found.append(f"{node.name} uses the unknown storage {tensor.storage}")
         found += [f"output {o.node} does not exist" for o in self.outputs if o.node not in seen]
         return found
 

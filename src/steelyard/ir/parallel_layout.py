@@ -51,7 +51,7 @@ class ParallelLayout:
         degrees = (self.tensor, self.pipeline, self.data, self.micro_batches, self.virtual)
         if min(degrees) < 1 or self.state_stage not in range(4):
             raise BadInput(
-                f"a layout of degrees {degrees} and state stage {self.state_stage}",
+                f"the layout has the degrees {degrees} and the state stage {self.state_stage}",
                 expected="degrees of 1 and more, and a stage from 0 to 3",
                 remedy="correct the layout",
             )

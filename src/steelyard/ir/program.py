@@ -263,7 +263,7 @@ class Program:
 
     @cached_property
     def collective_order(self) -> tuple[str, ...]:
-        """The collectives and the order of gradients on which all ranks must agree."""
+        """The order of collectives and gradients, which must be the same on all ranks."""
         nodes, position = self.graph.by_name, self.graph.position
         issued = (nodes[self.instructions[e.issue].node].collective for e in self.exchanges)
         gradients = (o for o in self.graph.outputs if o.kind is OutputKind.GRADIENT)

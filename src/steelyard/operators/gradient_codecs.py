@@ -239,8 +239,8 @@ def _encoder(codec: str, keeps: bool, device: torch.device) -> _Compiled:
         assert pieces[0].shape[1] == each
         scales, codes, left = encode(pieces)
         if keeps:
-            # Piece by piece, so that one fused loop reads the elements of a word and writes their
-            # errors.
+            # Compute piece by piece, so that one fused loop reads the elements of a word and writes
+            # their errors.
             for piece, lost in zip(pieces, left, strict=True):
                 piece.copy_(torch.where(torch.isfinite(scales), lost, 0.0))
         return scales.view(-1), codes

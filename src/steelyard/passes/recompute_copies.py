@@ -10,7 +10,7 @@ from itertools import pairwise
 from steelyard.ir.graph import Graph
 from steelyard.ir.program import Instruction
 
-# The line that reads a value, and the last line that reads it or a view of it made by that line.
+# A read: the line that reads a value, and the last line that reads it or a view made by the former.
 Span = tuple[int, int]
 
 

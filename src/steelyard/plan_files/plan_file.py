@@ -51,7 +51,7 @@ from steelyard.units import (
     spell_share,
 )
 
-# 2: tables and trades were renamed (see CHANGELOG.md).
+# Format 2 renamed tables and trades (see CHANGELOG.md).
 FORMAT = 2
 MOST_BYTES = 4 * 2**20
 # Enough errors to see the mistake; a hostile file may have a million.

@@ -205,7 +205,7 @@ class CostProvider:
         """Measure the operators of these graphs that are not in the table yet.
 
         Nothing is measured while a profiler of the user is active. This is an error, unless costs
-        ``may_lack``. Return the number of operators without a cost.
+        may be missing (``may_lack``). Return the number of operators without a cost.
         """
         self._conditions.load.is_given(graphs)
         new = {

@@ -154,7 +154,7 @@ class LossyPlanner:
         )
 
     def _why_not_needed(self, budget: Budget) -> str:
-        """Return the reason why 8 bits are not needed: they save only memory, never time."""
+        """Return the reason why 8-bit values are not needed: they only save memory, never time."""
         if budget.memory_bytes is None:
             return "is lossy, and memory is not bounded"
         if self.session.search.untraded_bytes <= budget.memory_bytes:

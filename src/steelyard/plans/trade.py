@@ -30,7 +30,7 @@ class Offer:
 
 
 class Remaining(StrEnum):
-    """The part of an offer that was not taken."""
+    """The part of an offer that the plan does not take."""
 
     WHOLE = "whole"
     REST = "rest"

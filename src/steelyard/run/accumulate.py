@@ -119,7 +119,7 @@ class GradientAccumulation:
             for index in own:
                 part = bound if index == own[-1] else bound.earlier
                 share = shares[index]
-                # without a counted target there is no loss and no gradient, and 0 / 0 in its mean
+                # without a counted target, the mean would be 0 / 0, and there is no gradient
                 if share == 0.0:
                     continue
                 tangent, weight = self._tangent(bound, share, scale), self._weight(bound, share)

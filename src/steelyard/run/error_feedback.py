@@ -108,12 +108,12 @@ class ErrorFeedback:
         for name, members in self._starts.items():
             for target, start, count in members:
                 factors = saved.get(f"{_STARTS}{target}")
-                if factors is not None and factors.numel() == count:  # of the same low rank
+                if factors is not None and factors.numel() == count:  # the saved rank is the same
                     self._tensors[name][start : start + count] = factors
         return sorted(left)
 
     def owe(self, saved: Mapping[str, torch.Tensor], gradients: Gradients) -> list[str]:
-        """Schedule saved residuals, of parameters that are no longer compressed, for the next step.
+        """Schedule saved residuals for the next step: those of parameters no longer compressed.
 
         Returns the parameters for which this rank has no whole gradient.
         """
@@ -236,7 +236,7 @@ def _members(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
 
 
 def _starts(graph: Graph) -> Iterator[tuple[str, tuple[_Member, ...]]]:
-    """Yield the same for the tensors of the starting right factors."""
+    """Yield, for each tensor of starting right factors, its parameters in the same way."""
     for node in graph.nodes:
         if node.op == LEFT:
             _, _, start, shapes, rank = cast("_LeftArguments", node.args)

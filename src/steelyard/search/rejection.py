@@ -37,7 +37,8 @@ def impossible(kind: type[Rule], label: str, reason: str) -> Rejection:
 def takes(
     seconds: float, plan_seconds: float, *, bound: str = "", reference: str = "the plan takes"
 ) -> str:
-    """Return the step time of the alternative beside that of the plan; ``bound`` is "at least"."""
+    """Return the step time of the alternative, compared with the plan's; ``bound`` is "at
+    least"."""
     least = f"{bound} " if bound else ""
     return (
         f"takes {least}~{format_seconds(seconds)} a step; "
@@ -48,7 +49,7 @@ def takes(
 def alone_takes(
     seconds: float, other_seconds: float, *, reference: str = "the whole plan takes"
 ) -> str:
-    """Return that the offer alone is slower, or that no plan with it is faster if it is not."""
+    """Return a reason: the offer alone is slower or, if it is not, no plan with it is faster."""
     if seconds >= other_seconds:
         return f"alone {takes(seconds, other_seconds, reference=reference)}"
     return NOT_FASTER

@@ -276,7 +276,7 @@ def _slice_limits(
         reasons = (
             _why_not_sliceable(program, p, offloadable)
             if p in read
-            else "it is not only read as the right or the transposed left operand of products"
+            else "not every use is as the right or the transposed left operand of a product"
             for p in sorted(parameters)
         )
         if reason := next(filter(None, reasons), ""):
@@ -392,7 +392,7 @@ def _weights(program: Program, *, is_updated: bool) -> dict[str, int]:
 
 
 def _gradients(program: Program) -> dict[str, int]:
-    """Return the gradients that are computed whole and leave the step as only one output."""
+    """Return the gradients that are computed whole and are exactly one output of the step."""
     graph, trained = program.graph, set(_trained(program))
     leaving = Counter(s for o in graph.outputs for s in graph.storages_of(o.node))
     found = {}

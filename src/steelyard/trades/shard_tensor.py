@@ -56,7 +56,7 @@ class ShardTensor:
         if not reason:
             try:
                 regions = source.regions(program.graph, num_ranks=ranks)
-            except BadInput as refused:  # a torch without the rules for it
+            except BadInput as refused:  # this torch has no rules for the operator
                 regions, reason = (), refused.happened
             for region in regions:
                 pattern = tuple(

@@ -1,4 +1,4 @@
-"""The demonstration: it holds where it should, and says so where it does not."""
+"""The demonstration succeeds where it should, and reports where it fails."""
 
 import os
 import subprocess
@@ -24,8 +24,8 @@ from tests.support.short_search import looking_less_far
 
 ROOT = Path(__file__).resolve().parents[3]
 _MIB = 1 << 20
-# Eager must need more than the limit, which also holds what Steelyard's process takes and plain
-# PyTorch's does not: so the step is wide in memory, narrow in arithmetic.
+# Eager must need more than the limit. The limit includes the memory of Steelyard's process, which
+# plain PyTorch does not have. The step therefore has large values and little arithmetic.
 SMALL = Scene(
     size=Size(width=128, blocks=4, heads=4, words=512, length=128, samples=64),
     budget_bytes=220 * _MIB,
@@ -34,7 +34,7 @@ SMALL = Scene(
 
 
 class Planning(story._Stage):
-    """Plans in this process, looking less far: only what trains must be a process of its own."""
+    """Plans in this process with a shorter search; only training must be in a separate process."""
 
     def run(self, role: child.Role, **asked: Any) -> story._ProcessOutput:
         if role != "plan":
@@ -46,7 +46,7 @@ class Planning(story._Stage):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            # Steps enough for a check: what is not checked here, each process would check anew.
+            # Enough for one calibration: otherwise each process would calibrate again.
             with (
                 mock.patch.dict(os.environ, self._environment),
                 mock.patch.object(calibration, "_CALIBRATION_SECONDS", 4.0),
@@ -78,11 +78,11 @@ def test_plain_pytorch_dies_and_the_plan_gives_its_losses_under_the_same_limit(
     assert max(map(len, lines)) <= 80
 
 
-# --- told by processes that are not started -------------------------------------------------------
+# --- values from processes that are not started ---------------------------------------------------
 
 
 class Stage:
-    """Answers as the processes would."""
+    """Gives the answers of the processes."""
 
     def __init__(self, **told: Any) -> None:
         self._told = told
@@ -171,7 +171,7 @@ def test_the_example_is_what_the_demonstration_trains() -> None:
 
 
 def test_the_sample_receipt_is_of_the_same_shape() -> None:
-    # What a child tells is JSON; it must come back as what it was.
+    # A child sends JSON, which must be parsed into the original values.
     from dataclasses import asdict
 
     assert story._measured({**asdict(MEASURED), "notes": list(MEASURED.notes)}) == MEASURED

@@ -1,6 +1,6 @@
 """Plans that change while they run, through the public API, between ranks of gloo.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ from tests.zoo.own import GPT
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 EVERY, STEPS = 4, 24
-# A hundred times slower than any loopback, where what goes on between two ranks is all there is.
+# SLOW is a hundred times slower than any loopback, so that exchanges take nearly the whole step.
 SLOW, FAST = 2e5, 1e11
 
 
 def adapted(rank: int) -> dict[str, Any]:
-    """One link becomes slow, as the ranks measure it, which share the batch unequally; another plan
-    is for a slow one, and it is not; the last is as it was said to be. How quick this machine's own
-    is beside what codes take of it is another question."""
+    """Run three plans whose ranks share the batch unequally, with simulated link measurements.
+
+    In the first case the link becomes slow, in the second a plan for a slow link finds a fast one,
+    and in the third the link is as planned. The results do not depend on the speed of this machine.
+    """
     with _together() as at:
         return {
             "slower": _run(rank, at / "slower", codes=False, now=SLOW, shares=(2, 1)),
@@ -70,7 +72,7 @@ def compiled(rank: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _together() -> Iterator[Path]:
-    """A folder of all, which is there until all are done."""
+    """Yield a folder for all ranks, which exists until all are done."""
     with tempfile.TemporaryDirectory() as folder:
         paths = gathered(folder, str)
         with in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
@@ -79,8 +81,10 @@ def _together() -> Iterator[Path]:
 
 
 def standing_by(rank: int) -> dict[str, Any]:
-    """Three steps of both ranks, three of the first alone, and three of both again, with a
-    checkpoint's worth of state looked at in the end; beside plain PyTorch on the whole batch."""
+    """Run three steps on both ranks, three on the first alone, and three on both again.
+
+    State as in a checkpoint is compared at the end with plain PyTorch on the whole batch.
+    """
     with _together() as at:
         path = at / "train.plan.toml"
         workload = _small()
@@ -159,29 +163,30 @@ def _run(
     planned = sy.load(
         path, workload.model, workload.loss, workload.first_batch(), optimizer=OPTIMIZER
     )
-    # Through memory that both have, exchanges would be fast on any link.
+    # Shared memory is left out, because with it exchanges would be fast on any link.
     prices = planned.session.prices
     links = {name: link for name, link in prices.costs.links.items() if name != SLOTS}
     if now == FAST:
         links["data"] = replace(links["data"], bytes_per_second=FAST)
     prices.costs = replace(prices.costs, links=links)
-    if codes:  # it was made where exchanges took most of the step
+    if codes:  # make the plan as if exchanges took most of the step
         planned = _for_a_slow_link(planned)
     measured = adapting.measured_now
 
     def link(before: Link, **where: Any) -> Link:
-        # How long a message takes here is another time under any other load.
+        # The measured time of a message depends on the load at this moment, so only the rate is
+        # replaced.
         measured(before, **where)
         return replace(before, bytes_per_second=now)
 
-    # What codes take of so small a model is next to nothing.
+    # The codes of such a small model save next to nothing.
     gain = 0.0 if codes else search.LEAST_GAIN
     losses: list[float] = []
     with (
         mock.patch.object(search, "LEAST_GAIN", gain),
         mock.patch.object(replan_search, "LEAST_GAIN", gain),
         mock.patch.object(adapting, "measured_now", link),
-        # How quick this machine is just now is not what is tested.
+        # This test does not depend on the present speed of the machine.
         mock.patch.object(Pace, "add", _off_after(EVERY)),
         mock.patch.object(adapting, "BackgroundProcess", Awaited),
     ):
@@ -207,7 +212,7 @@ def _run(
 
 
 class Awaited(BackgroundProcess):
-    """So few steps are over before anything beside them is."""
+    """Waits for the background process, because so few steps would end before it."""
 
     def is_done(self) -> bool:
         while not super().is_done():
@@ -216,7 +221,7 @@ class Awaited(BackgroundProcess):
 
 
 def _off_after(steps: int) -> Callable[[Pace, float, float], bool]:
-    """Steps that are too slow from then on, as long as nothing is done."""
+    """Report steps as too slow from this one on, until the plan is switched."""
     taken = 0
 
     def add(*_: object) -> bool:
@@ -253,7 +258,7 @@ def _workload() -> sy.Workload:
 
 
 def _small() -> sy.Workload:
-    """Compiling takes a second for each stretch."""
+    """Return a small model, because compiling takes a second for each segment."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
     batch = {"x": torch.randn(64, 128), "y": torch.randn(64, 128)}

@@ -1,6 +1,6 @@
-"""Gradients in codes between ranks, through the public API, beside the same written down plainly.
+"""Compressed gradients between ranks, through the public API, compared with a plain implementation.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CODECS = {
     "factors": LowRankGradients(), "largest": TopKGradients(),
 }  # fmt: skip
 RANK = 4
-# Micro-batches, and how much of the gradients goes in one bucket.
+# Maps each case to its number of micro-batches and its bucket size in bytes.
 CASES = {
     "ternary": (1, 1 << 16), "int8": (1, 1 << 20), "bfloat16": (2, 1 << 16),
     "ternary in parts": (2, 1 << 16), "factors": (1, 1 << 18), "largest": (1, 1 << 16),
@@ -58,9 +58,9 @@ CASES = {
 }  # fmt: skip
 UNEQUAL = {"ternary in unequal shares": (2, 1)}
 COMPILED = {"ternary, compiled": (1, 1 << 20)}
-# First steps go without codes in a compiled plan, which then is compiled twice.
+# The first steps of a compiled plan send uncompressed gradients, so the plan is compiled twice.
 LEAD = 2
-# Of more ranks, those that go otherwise there than between two: in parts, or all-reduced.
+# These cases take another path on more than two ranks: in parts, or by all-reduce.
 MANY = ("ternary", "bfloat16", "factors")
 
 
@@ -82,7 +82,7 @@ def _all_trained(cases: Sequence[str], rank: int) -> dict[str, Any]:
 
 
 def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
-    gc.collect()  # what the last case leaves is not let go of while this one is metered
+    gc.collect()  # free the memory of the last case before this one is metered
     micro_batches, bucket = (CASES | COMPILED)[name]
     codec, count = codec_in(name), dist.get_world_size()
     is_compiled = name in COMPILED
@@ -115,7 +115,7 @@ def _trained(name: str, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def diverged(rank: int) -> dict[str, Any]:
-    """Codes are given up when the loss is no number any more."""
+    """Return whether compression is given up if the loss is not a finite number."""
     model, batch = _made(is_compiled=False)
     with tempfile.TemporaryDirectory() as folder, in_a_hurry(Path(os.environ["STEELYARD_CACHE"])):
         path = Path(folder) / "train.plan.toml"
@@ -138,7 +138,7 @@ def codec_in(name: str) -> str:
 
 
 def _made(*, is_compiled: bool) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Compiling takes a second for each stretch."""
+    """Return a small model, because compiling takes a second for each segment."""
     torch.manual_seed(0)
     model = GPT(
         layers=1 if is_compiled else 2, width=64, heads=2, vocabulary=96, length=16, dropout=0.0
@@ -148,7 +148,8 @@ def _made(*, is_compiled: bool) -> tuple[nn.Module, dict[str, Tensor]]:
 
 @functools.cache
 def _look(count: int, *, is_compiled: bool) -> PlanningSession:
-    """One for all cases of a runner: they are of the same step."""
+    """Return the planning session that all cases of a runner share, because they plan the same
+    step."""
     model, batch = _made(is_compiled=is_compiled)
     runner: Runner = "inductor" if is_compiled else "python"
     return PlanRequest(
@@ -180,7 +181,7 @@ def _decided(
     return Decisions(target=session.target(), budget=lossy, rules=tuple(sorted(rules)))
 
 
-# --- the same, written down plainly ----------------------------------------------------------------
+# --- the same computation, written plainly ---------------------------------------------------------
 
 
 def _plainly(
@@ -191,7 +192,7 @@ def _plainly(
     portions: Sequence[int],
     lead: int,
 ) -> list[float]:
-    """All ranks in turn; which gradients share a bucket is read off the program."""
+    """Compute all ranks in turn; the program determines which gradients share a bucket."""
     count, units = len(portions), sum(portions)
     sizes = [len(batch["x"]) // units * portion for portion in portions]
     optimizer = OPTIMIZER(model.parameters())
@@ -229,7 +230,8 @@ def _plainly(
 
 
 class _Factors:
-    """Of each matrix, what every rank has lost, and what the next step begins with."""
+    """For each matrix, the residual of every rank and the factors with which the next step
+    begins."""
 
     def __init__(self) -> None:
         self._lost: dict[str, list[Tensor]] = {}
@@ -263,7 +265,7 @@ def _given(parameter: nn.Parameter) -> Tensor:
 
 
 def _grouped(program: Program) -> list[list[str]]:
-    """The parameters that go together, in their order."""
+    """Return the parameters of each bucket, in their order."""
     graph = program.graph
     lying: dict[int, list[tuple[int, str]]] = {}
     for output in graph.outputs:
@@ -300,8 +302,11 @@ def _summed(
 
 
 def _told(value: Tensor, codec: str, lost: list[Tensor], number: int, parts: int) -> Tensor:
-    """What others make of it; what is lost is kept. A block is as much of each of four quarters, or
-    of ternary codes of sixteen parts, of a stretch of a part."""
+    """Return the decoded sum, and keep the residuals.
+
+    A block consists of equal parts of the four quarters of a chunk or, with ternary codes, of its
+    sixteen pieces.
+    """
     if codec in ("ternary", "largest"):
         value = value + lost[number] if lost[number].numel() else value
     stretch = (513 if codec == "ternary" else 512) * BLOCK

@@ -1,6 +1,6 @@
-"""Gathers and all-to-alls that each rank sends straight to each other one, beside torch's own.
+"""Gathers and all-to-alls as direct messages, compared with torch's own.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from tests.system.dist.slotted import EACH_TO_EACH, GATHER, REDUCE, SCATTER, by_
 
 
 def as_torchs(rank: int) -> dict[str, Any]:
-    """All under way at one time, waited for in another order than that of their issue, some times
-    over; sums among them go on by torch."""
+    """Issue several exchanges at the same time and wait for them in another order, several times.
+
+    Sums among them still use torch.
+    """
     over = channel()
     directly = DirectCollectives(over)
     through, alike, held = directly.channel, [], []
@@ -31,7 +33,7 @@ def as_torchs(rank: int) -> dict[str, Any]:
         again = by_torch(REDUCE)(torch.ones(3), "sum", over.group)
         for place in [*range(1, len(issued), 2), *range(0, len(issued), 2)]:
             came = through.waiting(issued[place])
-            # Of more than two, a sum depends on who is added first.
+            # With more than two ranks, a sum depends on the order of its terms.
             near = torch.equal if over.num_ranks == 2 else torch.allclose
             alike.append(near(came, expected[place]))
         alike.append(torch.equal(through.waiting(again), summed))
@@ -40,9 +42,11 @@ def as_torchs(rank: int) -> dict[str, Any]:
 
 
 def many(rank: int) -> dict[str, int]:
-    """Ten thousand exchanges of all kinds, over two carriers of one group in turn, twelve under way
-    at a time among sums of torch's; each rank waits in an order of its own, and what is sent is
-    kept by nobody else."""
+    """Issue ten thousand exchanges of all kinds over two carriers of one group in turn.
+
+    Twelve are in flight at a time, among torch's sums. Each rank waits in its own order, and
+    nothing else keeps the sent tensors alive.
+    """
     over = channel()
     ranks, own, alike = over.num_ranks, random.Random(rank), random.Random(99)
     carriers = [DirectCollectives(over), DirectCollectives(over)]
@@ -72,7 +76,7 @@ _SIZES = (1, 3, 128, 5000, 70_000)
 def _made(
     kind: str, size: int, base: float, rank: int, ranks: int
 ) -> tuple[torch.Tensor, tuple[Any, ...], torch.Tensor]:
-    """What this rank gives, the rest of the call, and what comes of it."""
+    """Return the input of this rank, the other arguments of the call, and the expected result."""
     summed = torch.full((size,), ranks * base + sum(range(ranks)))
     if kind == REDUCE:
         return torch.full((size,), base + rank), ("sum", channel().group), summed
@@ -87,7 +91,7 @@ def _made(
 
 
 def otherwise_laid_out(rank: int) -> list[bool]:
-    """Column by column, as some kernels leave what they make."""
+    """Return the tensor with another layout, column by column, as some kernels return it."""
     over = channel()
     through, found = DirectCollectives(over).channel, []
     group, even = over.group, (1,) * over.num_ranks
@@ -100,7 +104,7 @@ def otherwise_laid_out(rank: int) -> list[bool]:
 
 
 def asked_first(rank: int) -> list[list[str]]:
-    """In which order a rank asks and sends, of each kind."""
+    """Return the order in which a rank posts receives and sends, for each kind."""
     calls: list[str] = []
     own = {"irecv": dist.irecv, "isend": dist.isend}
 
@@ -127,13 +131,15 @@ def asked_first(rank: int) -> list[list[str]]:
 
 
 def broken_off(rank: int) -> list[float]:
-    """A step that all give up, after they have sent unlike many; what the next gathers is its own,
-    also of another program over the same group."""
+    """Give up a step on all ranks after different numbers of messages.
+
+    The next step gathers only its own values, also with another program over the same group.
+    """
     over = channel()
     directly = DirectCollectives(over)
     gather, wait = directly.channel.calls[GATHER], directly.channel.waiting
     directly.begin()
-    # Not all came as far.
+    # The ranks reach different steps.
     for _ in range(3 + rank):
         gather(torch.full((1 << 20,), -1.0), over.num_ranks, "")
     directly.begin()

@@ -1,6 +1,6 @@
-"""Training in which the values of one rank are not finite first: in the batch, the loss, gradients.
+"""Training in which one rank's batch, loss or gradients are the first that are not finite.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.harness import in_a_hurry
 from tests.system.dist.pipelines import _in_stages
 from tests.system.dist.planned import OPTIMIZER, Case, _planned
 
-# Steps begin to go wrong with this one.
+# The first step that computes values that are not finite.
 WRONG = 4
 
 
@@ -54,11 +54,11 @@ def _batch() -> dict[str, Tensor]:
     return {"x": torch.randn(8, 16), "scale": torch.ones(8), "logged": torch.ones(8)}
 
 
-# Of the last sample, which is of the last rank; or of all.
+# The fault is in the last sample, which the last rank holds; or in all samples.
 _FAULTS: dict[str, tuple[str, float]] = {
     "batch": ("x", float("nan")),
     "loss": ("logged", -1.0),
-    "gradients": ("scale", 0.0),  # the root of zero has no derivative
+    "gradients": ("scale", 0.0),  # the derivative of the square root is infinite at zero
 }
 
 
@@ -124,7 +124,8 @@ def _live(layout: str) -> LiveStep:
 
 
 def in_ones_own_loop(rank: int) -> list[str]:
-    """Of passes that add up, gradients of which one is not finite are found a step later."""
+    """In a user's loop whose passes accumulate, gradients that are not finite are found one step
+    later."""
     case, cache = Case(_made, ParallelLayout(data=2)), Path(os.environ["STEELYARD_CACHE"])
     with tempfile.TemporaryDirectory() as folder, in_a_hurry(cache):
         first = Path(InGroup().words(folder))

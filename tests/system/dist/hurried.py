@@ -1,7 +1,5 @@
-"""``steelyard`` as it is, in a hurry: for tests that hang neither on times nor on how good a plan is.
-
-    torchrun ... -m tests.system.dist.hurried plan train.py
-"""
+"""Runs ``steelyard`` with a short search and few measurements, for tests that depend on neither.
+torchrun ... -m tests.system.dist.hurried plan train.py"""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from steelyard.cli import main
 from steelyard.measure.links.background_load import BackgroundLoad
 from tests.harness import in_a_hurry
 
-# Hosts are at work beside one another all the same.
+# The hosts still load one another.
 _AT_WORK = BackgroundLoad.at_work
 
 

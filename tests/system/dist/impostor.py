@@ -1,5 +1,7 @@
-"""What a process sends that has taken the place of rank 1, and what rank 0 says. See
-test_impostor.py."""
+"""Messages of a process that takes the place of rank 1, and rank 0's errors.
+
+See test_impostor.py.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class Payload:
 
 
 def told(rank: int) -> dict[str, str]:
-    """What rank 0 raised, by what it was sent; and whether code of the other ran."""
+    """Return rank 0's error for each kind of message, and whether it ran the sender's code."""
     mark = Path(tempfile.gettempdir()) / f"ran-{os.getppid()}"
     attacks: dict[str, Callable[[], object]] = {
         "pickle": lambda: _send_pickle(Payload(mark)),
@@ -62,7 +64,7 @@ def told(rank: int) -> dict[str, str]:
 
 
 def honest(rank: int) -> list[Any]:
-    """Messages of several lengths, one of them the longest that there may be."""
+    """Send valid messages of several lengths, one of them of the maximum length."""
     longest = "x" * (MOST_BYTES - 2)
     texts = gathered(longest if rank else "é", str)
     kept = gathered({rank: (0.1 * rank, None)}, dict[int, tuple[float, str | None]])
@@ -70,18 +72,18 @@ def honest(rank: int) -> list[Any]:
 
 
 def _send_pickle(what: object) -> None:
-    with contextlib.suppress(Exception):  # rank 0 sends JSON, which is no pickle
+    with contextlib.suppress(Exception):  # rank 0 sends JSON, which cannot be unpickled
         dist.all_gather_object([None, None], what)
 
 
 def _announce(length: int) -> None:
-    """As long as it says it is; of one that is refused nothing else is sent."""
+    """Announce a message of this length, and send nothing after an invalid length."""
     own = torch.tensor([length])
     dist.all_gather([torch.zeros_like(own), torch.zeros_like(own)], own)
 
 
 def _send(message: bytes) -> None:
-    """As all_gather_object does, but without a pickle."""
+    """Send a message as all_gather_object does, but without a pickle."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     dist.all_gather(lengths, torch.tensor([len(message)]))
     room = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
@@ -90,8 +92,10 @@ def _send(message: bytes) -> None:
 
 
 def take_the_place_of_rank_1(port: str, mark: str) -> None:
-    """Meet rank 0, which waits for a rank of another host, say of itself what rank 0 says of
-    itself, and send a pickle where rank 0 expects a message."""
+    """Connect to rank 0, which waits for a rank of another host.
+
+    Send the same digests as rank 0, and then a pickle where rank 0 expects a message.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=60)
     store = TCPStore("127.0.0.1", int(port), 2, is_master=False, timeout=timeout,

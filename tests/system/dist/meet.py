@@ -1,5 +1,4 @@
-"""Two ranks that take each other for another host, and come to measure what joins them. See
-test_meet.py."""
+"""Two ranks that act as two hosts and meet to measure their link. See test_meet.py."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from steelyard.run.launch.environment import RankInfo
 
 
 def measuring(rank: int) -> dict[str, Any]:
-    """The first asks for it twice, of what joins them from where tensors lie here, and tells a
+    """Let the first rank request two measurements from the device of the tensors, then send a
     plan."""
     with _met(rank) as one:
         if rank:
@@ -36,7 +35,7 @@ def measuring(rank: int) -> dict[str, Any]:
 
 
 def of_other_kinds(rank: int) -> str:
-    """One has no GPU, where the others have."""
+    """Let one rank have no GPU while the other has one."""
     with (
         mock.patch("steelyard.planner.multi_host.gpu_description", lambda *_: {"kind of device": f"{rank}"}),
         _met(rank) as one,
@@ -55,13 +54,13 @@ def of_other_kinds(rank: int) -> str:
 
 @contextlib.contextmanager
 def _met(rank: int) -> Iterator[HostRendezvous]:
-    """In no group meanwhile, as hosts are."""
+    """Meet without a process group, as hosts do."""
     dist.destroy_process_group()
     with tempfile.TemporaryDirectory() as own:
         os.environ["STEELYARD_CACHE"] = f"{own}/costs.sqlite"
         shared = Path(tempfile.gettempdir()) / f"met-by-children-of-{os.getppid()}"
         who = RankInfo(rank=rank, size=2, hosts=2, address="127.0.0.1")
-        # How fast each computes takes a while.
+        # Measuring the speed of each rank takes a while, so the time is shortened.
         with mock.patch("steelyard.measure.links.rank_speeds._COMPUTING_SECONDS", 0.1):
             yield HostRendezvous(who=who, store=FileStore(str(shared), 2))
         again = f"file://{shared}-again"

@@ -1,7 +1,7 @@
-"""Whole steps whose tensors lie in parts on two ranks: what each rank reports of them.
+"""Whole steps with tensors sharded over two ranks, and the report of each rank.
 
-Choices of parts are written down by name here; finding them is not what is tested. Not the
-judgement: that is the tests'.
+The placements are given by name: finding them is not tested here. Not for checking the results: the
+tests do that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _Choose = Callable[[str, Tensor], Placement]
 
 
 def transformers(rank: int) -> dict[str, Any]:
-    """A GPT with dropout, a Llama and a mixture of experts, by columns, rows and vocabulary."""
+    """Run a GPT with dropout, a Llama and a mixture of experts, sharded by columns, rows and
+    vocabulary."""
     return {
         "gpt": _reported(rank, "gpt", _gpt),
         "gpt, stream in parts": _reported(
@@ -52,7 +53,8 @@ def transformers(rank: int) -> dict[str, Any]:
 
 
 def others(rank: int) -> dict[str, Any]:
-    """Channels of a ResNet with BatchNorm; experts, each rank its own."""
+    """Run a ResNet with BatchNorm sharded by channels, and a mixture of experts with its own
+    experts on each rank."""
     return {
         "resnet": _reported(rank, "resnet_bn", _channels),
         "moe": _reported(rank, "moe", _experts),
@@ -105,7 +107,7 @@ def _reported(
 
 
 def _with_workspace(program: Program) -> CostTable:
-    """Convolutions take memory for themselves, which is metered, each call alone."""
+    """Add the workspace of convolutions to the costs; each call is metered alone."""
     graph = program.graph
     nodes = [_arrived(n) if n.collective or n.waits_for else n for n in graph.nodes]
     metered = costs_of(replace(graph, nodes=tuple(nodes)))
@@ -117,7 +119,7 @@ def _arrived(node: Node) -> Node:
 
 
 def _left(step: LiveStep, batch: Any) -> dict[str, Tensor]:
-    """The loss and every gradient of one step, from the same seed each time."""
+    """Return the loss and every gradient of one step, from the same seed each time."""
     step.model.zero_grad()
     torch.manual_seed(_SEED)
     loss = step.backward(batch)
@@ -136,7 +138,8 @@ def _error(
     worst = 0.0
     for name, expected in whole.items():
         mine = cut(expected, inputs.get(name, REPLICATE), rank, NUM_RANKS)
-        # A gradient that is zero but for rounding (of a bias before BatchNorm) has no scale.
+        # A gradient that is zero up to rounding (of a bias before BatchNorm) has no scale of its
+        # own.
         scale = max(float(expected.abs().max()), largest / 100)
         worst = max(worst, float((ours[name] - mine).abs().max()) / scale)
     return worst
@@ -159,7 +162,7 @@ def _hold(model: nn.Module, name: str, placement: Placement, rank: int) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     whole = tensors[name]
     part = cut(whole.detach(), placement, rank, NUM_RANKS).clone()
-    held = nn.Parameter(part)  # one, wherever it is tied
+    held = nn.Parameter(part)  # the same parameter in each place to which it is tied
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter is whole:

@@ -1,6 +1,6 @@
-"""Steps in stages on ranks, beside the same micro-batches on one device, in float64.
+"""Pipelined steps on ranks, compared with the same micro-batches on one device, in float64.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STEPS, MICRO_BATCHES, SEED = 20, 8, 5
 
 @dataclass(frozen=True)
 class Case:
-    """``ends``: the modules behind which a stage ends, for two, four and eight stages."""
+    """``ends``: the modules after which a stage ends, for two, four and eight stages."""
 
     make: Callable[[], tuple[nn.Module, Loss, Any]]
     ends: dict[int, tuple[str, ...]]
@@ -57,12 +57,12 @@ def _gpt() -> tuple[nn.Module, Loss, Any]:
     model = GPT(layers=3, width=16, heads=2, vocabulary=32, length=8, dropout=0.2)
     model.head.weight = model.token.weight
     batch = tokens(MICRO_BATCHES, 8, 32)
-    batch["y"][:3, 4:] = -100  # micro-batches that count unequally many targets
+    batch["y"][:3, 4:] = -100  # the micro-batches count different numbers of targets
     return model, next_token_loss, batch
 
 
 class Towers(nn.Module):
-    """A network that forks, each branch on the same input."""
+    """A network with two branches, each on the same input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def _towers() -> tuple[nn.Module, Loss, Any]:
 
 
 def _of_zoo(name: str) -> tuple[nn.Module, Loss, Any]:
-    """With two samples a micro-batch: BatchNorm takes its statistics over them."""
+    """Use two samples for each micro-batch, because BatchNorm computes statistics over them."""
     case = zoo.case(name)
     model, loss, batch = case.make()
     batches = case.batches(2 * MICRO_BATCHES // len(next(iter(batch.values()))))
@@ -103,10 +103,10 @@ CASES = {
 _OF_TWO = {"GPipe": 2, "1F1B": 2, "LoopedBFS": 4, "Interleaved1F1B": 4} | dict.fromkeys(
     ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 4
 )
-# One pass back, and one in two parts.
+# 1F1B computes the backward pass in one part, ZBVZeroBubble in two.
 _OF_TWO_BY_TWO = {"1F1B": 2, "ZBVZeroBubble": 4}
-# Through slots, on two ranks: to where all wait and where each is read at once, to and fro, and back
-# in two parts.
+# Schedules through slots on two ranks: all activations wait, each is read at once, stages
+# alternate, and the backward pass is in two parts.
 _IN_SLOTS = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 _OF_FOUR = {"GPipe": 4, "1F1B": 4, "Interleaved1F1B": 4, "InterleavedZeroBubble": 4}
 
@@ -152,7 +152,7 @@ def parts_of_resnet(rank: int) -> Any:
 
 
 def failed_of_gpt(rank: int) -> bool:
-    """Whether a call that fails leaves what an earlier one found of the tied embedding."""
+    """Check that a failed call keeps the gradient of the tied embedding from an earlier call."""
     model, loss, batch = _gpt()
     source = CapturedStep(model=model, loss=loss, batch=batch)
     step = _live(
@@ -175,7 +175,7 @@ def failed_of_gpt(rank: int) -> bool:
 
 
 def without_gradients_of_gpt(rank: int) -> tuple[float, float, bool]:
-    """The loss under ``no_grad`` and outside of it, and whether gradients are alike."""
+    """Return the loss with and without ``no_grad``, and whether the gradients are equal."""
     model, loss, batch = _gpt()
     source = CapturedStep(model=model, loss=loss, batch=batch)
     step = _live(
@@ -198,7 +198,10 @@ def without_gradients_of_gpt(rank: int) -> tuple[float, float, bool]:
 def _run(
     name: str, schedules: dict[str, int], *, in_slots: Sequence[str] = (), **how: Any
 ) -> dict[str, Any]:
-    """``how`` the stages lie besides: see ``_in_stages``. Those ``in_slots`` once more so."""
+    """Run the schedules; those ``in_slots`` also run through slots.
+
+    For ``how`` see ``_in_stages``.
+    """
     case = CASES[name]
     one = _OneDevice(case)
     found = {s: one.differences(s, case.ends[count], how) for s, count in schedules.items()}
@@ -212,7 +215,7 @@ def _run(
 
 @contextlib.contextmanager
 def _counting_places() -> Iterator[list[int]]:
-    """Values that are made in the slots in which they are sent."""
+    """Count the values that are computed directly in their slots."""
     places: list[int] = []
     place = SharedMemoryTransport.place
 
@@ -229,15 +232,15 @@ def _counting_places() -> Iterator[list[int]]:
 
 
 def _drawn() -> torch.Tensor:
-    """Where the generator stands from which numbers are drawn here."""
+    """Return the state of the random generator that is used here."""
     return generator_of(here()).get_state()
 
 
 class _OneDevice:
-    """What the micro-batches come to on one device, step by step; captured once."""
+    """The results of the micro-batches on one device, step by step; captured once."""
 
     def __init__(self, case: Case) -> None:
-        torch.manual_seed(0)  # a GPU's generator begins anywhere
+        torch.manual_seed(0)  # a GPU's generator has another initial state
         model, loss, batch = case.make()
         self.model = model.double()
         self.batch = _torch.tree_map(
@@ -263,7 +266,8 @@ class _OneDevice:
     def differences(
         self, schedule: str, ends: Sequence[str], how: dict[str, Any]
     ) -> dict[str, Any]:
-        """The largest, relative to the largest element of each tensor, or of this rank's part."""
+        """Return the largest differences, relative to the largest element of each tensor or of
+        this rank's part."""
         model = copy.deepcopy(self.model)
         program = _in_stages(self.source, schedule, ends, **how)
         step = _live(model, program, optimizer=_optimizer(model), **self.settings)
@@ -311,7 +315,7 @@ def _in_stages(
     tensor: int = 1,
     is_pinned: bool = False,
 ) -> Program:
-    """Each on ``tensor`` ranks; with messages through slots."""
+    """Put each stage on ``tensor`` ranks, with messages through slots if requested."""
     graph, ranks = source.graph(micro_batches=MICRO_BATCHES), dist.get_world_size() // tensor
     layout = ParallelLayout(pipeline=ranks, tensor=tensor)
     plain = replace(
@@ -325,7 +329,7 @@ def _in_stages(
 
 
 def cut_most(plain: Program, source: CapturedStep) -> list[Rule]:
-    """What goes together, region by region, no tensor twice."""
+    """Return one sharding after another, region by region, so that no tensor is sharded twice."""
     rules: list[Rule] = []
     for offer in ShardTensor().offers(plain, source)[0]:
         if {rule.behind for rule in offer.rules}.isdisjoint(rule.behind for rule in rules):
@@ -334,7 +338,7 @@ def cut_most(plain: Program, source: CapturedStep) -> list[Rule]:
 
 
 def _parting(program: Program) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """What this rank has of a tensor of the model, or of its gradient."""
+    """Return the sharding of a tensor of the model, or of its gradient, on this rank."""
     group = dist.group.WORLD
     assert group is not None
     ways = {
@@ -382,14 +386,15 @@ def _gap(expected: Any, actual: Any) -> float:
 
 
 def peaks_of_gpt(rank: int) -> dict[str, tuple[int, int]]:
-    """What is handed on is made for that."""
+    """Measure peaks of a GPT, whose sent values are made only to be sent."""
     model = GPT(layers=4, width=64, heads=2, vocabulary=64, length=64, dropout=0.0)
     ends = {2: ("blocks.1",), 4: ("blocks.0", "blocks.1", "blocks.2")}
     return _peaks(rank, model, next_token_loss, tokens(2 * MICRO_BATCHES, 64, 64), ends)
 
 
 def peaks_of_relus(rank: int) -> dict[str, tuple[int, int]]:
-    """What is handed on is kept too, for the backward pass."""
+    """Measure peaks of a model with relus, whose sent values are also saved for the backward
+    pass."""
     layers = (layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU()))
     batch = {"x": torch.randn(64 * MICRO_BATCHES, 64)}
     return _peaks(rank, nn.Sequential(*layers), _squares, batch, {2: ("3",), 4: ("1", "3", "5")})
@@ -403,7 +408,7 @@ def _squares(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def _peaks(
     rank: int, model: nn.Module, loss: Any, batch: Any, ends_of: dict[int, tuple[str, ...]]
 ) -> dict[str, tuple[int, int]]:
-    """Of each schedule, the bytes predicted and metered above what is there between steps."""
+    """Return, for each schedule, the predicted and metered bytes beyond those between steps."""
     source = CapturedStep(model=model, loss=loss, batch=batch)
     captured = source.captured(micro_batches=MICRO_BATCHES)
     found = {}

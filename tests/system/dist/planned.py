@@ -1,7 +1,7 @@
-"""Plans for ranks made and run through the public API, beside the same training on one device.
+"""Plans for several ranks, made and run through the public API, compared with one device.
 
-Not the judgement: that is the tests'. In float64, so that Adam does not make noise of a zero
-gradient into a step.
+Training is in float64, because Adam would turn the rounding noise of a zero gradient into a step.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Case:
-    """``share_of_plain``: the budget, as a share of what a rank takes without recomputing.
-    ``coordinator``: weights are gathered several at once, and ahead of what reads them. ``in_slots``:
-    ranks send each other what they do through memory that they share. ``runner`` carries out what
-    lies between exchanges."""
+    """``share_of_plain`` is the budget, relative to the memory of a rank without recomputation.
+
+    With ``coordinator``, weights are gathered in buckets and ahead of their readers. With
+    ``in_slots``, ranks exchange data through shared memory. ``runner`` executes the code between
+    exchanges.
+    """
 
     make: Callable[[], tuple[nn.Module, Loss, Any]]
     layout: ParallelLayout
@@ -74,7 +76,7 @@ def _gpt(dropout: float = 0.0, size: int = 8) -> tuple[nn.Module, Loss, Any]:
 
 
 def _padded(size: int = 8) -> tuple[nn.Module, Loss, Any]:
-    """The ranks' shares hold unequally many targets that count."""
+    """Make a batch whose shares hold different numbers of counted targets."""
     model, loss, batch = _gpt(size=size)
     batch["y"][:3, 4:] = -100
     return model, loss, batch
@@ -97,7 +99,7 @@ def _random_and_summed(size: int = 8) -> tuple[nn.Module, Loss, Any]:
 
 
 def _random_and_tied() -> tuple[nn.Module, Loss, Any]:
-    """In micro-batches that hold unequally many targets that count."""
+    """Make micro-batches that hold different numbers of counted targets."""
     model, loss, batch = _gpt(dropout=0.2)
     model.head.weight = model.token.weight
     batch["y"][:3, 4:] = -100
@@ -105,7 +107,7 @@ def _random_and_tied() -> tuple[nn.Module, Loss, Any]:
 
 
 def _mean(size: int) -> tuple[nn.Module, Loss, Any]:
-    """In which every sample counts alike."""
+    """Make a loss in which every sample has the same weight."""
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     x, y = torch.randn(2, size, 16)
 
@@ -121,7 +123,7 @@ def _channels() -> tuple[nn.Module, Loss, Any]:
 
 
 def _normalised() -> tuple[nn.Module, Loss, Any]:
-    """By statistics of all samples, one BatchNorm right behind another; and of each sample."""
+    """Make a model with two consecutive BatchNorms over all samples, and a norm of each sample."""
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, bias=False),
         nn.BatchNorm2d(4),
@@ -142,7 +144,7 @@ _BATCH, _TENSOR, _STAGES = (
     ParallelLayout(tensor=2),
     ParallelLayout(pipeline=2),
 )
-# Each is captured, planned for and loaded, on all ranks: seconds of each.
+# Each case is captured, planned and loaded on all ranks, which takes seconds.
 SHARED = {
     "random and summed, in less memory": Case(_random_and_summed, _BATCH, share_of_plain=0.8),
     "padded, with states in shares, in micro-batches": Case(
@@ -207,7 +209,7 @@ COMPILED = {
     ),
     "normalised, in slots": Case(_normalised, _BATCH, in_slots=True, runner="inductor"),
 }  # fmt: skip
-# By themselves: four compiled plans take two cores as long as ranks are given.
+# These run by themselves: four compiled plans take as long on two cores as the ranks' time limit.
 COMPILED_TOO = {
     "padded, in unequal shares": Case(
         partial(_padded, 12), ParallelLayout(data=2, shares=(2, 1)), runner="inductor"
@@ -219,7 +221,7 @@ COMPILED_TOO = {
 UNEQUAL_ON_THREE = {
     "mean": Case(partial(_mean, 12), ParallelLayout(data=3, shares=(3, 2, 1))),
     "padded": Case(partial(_padded, 12), ParallelLayout(data=3, shares=(1, 3, 2))),
-    # Nearly equal ones, of a batch that three ranks do not divide.
+    # The shares are nearly equal; three ranks do not divide the batch.
     "of eight": Case(partial(_mean, 8), ParallelLayout(data=3, shares=(3, 3, 2))),
 }
 IN_PARTS = {
@@ -337,8 +339,8 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     random = any(node.is_random for node in step.live.program.graph.nodes)
     torch.manual_seed(1)
     losses = [float(step(batch))]
-    # While the step meters itself: a reduce-scatter's copies are gloo's own, and nobody sees them
-    # go.
+    # The step meters itself meanwhile. Gloo makes the copies of a reduce-scatter, and the meter
+    # does not see when they are freed.
     with Patience():
         losses.append(float(step(batch)))
     losses += [float(step(batch)) for _ in range(STEPS - 2)]
@@ -388,7 +390,7 @@ def _trained(case: Case, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def _rows(program: Program, model: nn.Module, rank: int) -> int:
-    """The numbers that this rank holds of parameters of which ranks have some rows each."""
+    """Return the number of elements that this rank holds of row-sharded parameters."""
     if program.pipeline is None:
         return 0
     held = program.pipeline.held(program.layout.place(rank, PIPELINE)) & program.in_shares
@@ -396,7 +398,7 @@ def _rows(program: Program, model: nn.Module, rank: int) -> int:
 
 
 def _added_up(step: Any, batch: Any) -> float:
-    """How far the gradients of two backward passes are from twice those of one."""
+    """Return the difference between the gradients of two backward passes and twice those of one."""
     found: list[list[Tensor]] = []
     step.live.zero_grad()
     for _ in range(2):
@@ -407,7 +409,8 @@ def _added_up(step: Any, batch: Any) -> float:
 
 
 def _refused_without_an_optimizer(path: Path, model: nn.Module, loss: Loss, batch: Any) -> None:
-    """One's own could look at the whole of a parameter, of which there is a part."""
+    """Check that a user's own optimizer is refused, because it could read a whole sharded
+    parameter."""
     with pytest.raises(BadInput, match="no optimizer was given"):
         sy.load(path, model, loss, batch).apply()
 
@@ -415,7 +418,7 @@ def _refused_without_an_optimizer(path: Path, model: nn.Module, loss: Loss, batc
 def _planned(
     case: Case, model: nn.Module, loss: Loss, batch: Any, rank: int, path: Path
 ) -> sy.Planned:
-    """By rank 0, and read by all: what is measured twice is not the same twice."""
+    """Plan on rank 0, and load the plan on all ranks: two measurements would differ."""
     if rank == 0:
         write_decisions(path, _decided(case, model, loss, batch))
     dist.barrier()
@@ -425,7 +428,8 @@ def _planned(
 
 
 def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
-    """On all ranks, also where one alone would be faster: these models are tiny."""
+    """Return decisions for all ranks, even if one rank alone would be faster: these models are
+    tiny."""
     session = PlanRequest(
         model=model, loss=loss, batch=batch, optimizer=OPTIMIZER, budget=Budget(),
         cluster=sy.Cluster.here(ranks=case.layout.num_ranks), runner=case.runner, title="",
@@ -439,7 +443,7 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
         if _gathers(way.rules) == (case.gathers if case.with_states else 0)
         and any(r.trade == "shard_states" and r.bucket for r in way.rules) == case.coordinator
     ]
-    # Whether slots are quicker is for the machine to say; a case says whether there are any.
+    # The machine decides whether slots are faster; the case decides whether they are used.
     laid = min(ways, key=lambda way: way.nbytes).rules
     laid = tuple(rule for rule in laid if rule.trade != "shared_memory_transfer")
     laid = with_prefetch(laid, has_equal_shares=True) if case.coordinator else laid
@@ -453,17 +457,17 @@ def _decided(case: Case, model: nn.Module, loss: Loss, batch: Any) -> Decisions:
     if case.micro_batches > 1:
         rules = (*rules, AccumulateRule(micro_batches=case.micro_batches))
     if case.runner != "python":
-        budget = Budget()  # It holds what Python does, and what a loop of several calls holds.
+        budget = Budget()  # no bound: a compiled step holds other values
     return Decisions(target=session.target(), budget=budget, rules=rules)
 
 
 def _gathers(rules: Sequence[Rule]) -> int:
-    """How often a step gathers a weight that lies in shares; 0 where none does."""
+    """Return how often a step gathers a sharded weight; 0 if it does not."""
     return max((rule.gathers for rule in rules if rule.trade == "shard_states"), default=0)
 
 
 def _staged(case: Case, session: PlanningSession) -> tuple[Rule, ...]:
-    """With something computed again in each stage, and as much cut as can be."""
+    """Return stages with some recomputation in each, and as many sharded tensors as possible."""
     groups, ranks = case.layout.data, case.layout.tensor
     shared, _ = ShardStates().offers(
         replace(session.base, layout=ParallelLayout(data=groups)), session.source
@@ -485,8 +489,11 @@ _ENDS = {"1F1B": ["blocks.0"], "ZBVZeroBubble": ["dropout", "blocks.0", "blocks.
 def _alone(
     model: nn.Module, loss: Loss, batch: Any, *, portions: tuple[int, ...], micro_batches: int
 ) -> list[float]:
-    """Plain PyTorch on the whole batch; of several shares, each draws what is random apart, and
-    its micro-batches draw one after another."""
+    """Run plain PyTorch on the whole batch.
+
+    With several shares, each share draws its own random numbers, and so do its micro-batches, one
+    after another.
+    """
     optimizer = OPTIMIZER(model.parameters())
     losses = []
     for _ in range(STEPS):
@@ -520,7 +527,7 @@ def _in_micro_batches(model: nn.Module, loss: Loss, batch: Any, count: int, *, o
     for place in range(count):
         part = {key: x.chunk(count)[place] for key, x in batch.items()}
         value = loss(model, part)
-        if loss is next_token_loss:  # A mean: each part weighs as many targets as it counts.
+        if loss is next_token_loss:  # a mean: weigh each part by its counted targets
             value = value * (_counted(part) / _counted(of))
         value.backward()
         total = total + value.detach()
@@ -539,7 +546,8 @@ def _doubled(batch: Any) -> Any:
 
 
 def _error(model: nn.Module, alone: nn.Module) -> float:
-    """The largest difference of a parameter or a buffer, of what training changed at most."""
+    """Return the largest difference of a parameter or a buffer, relative to the largest change
+    by training."""
     pairs = zip(_tensors(model), _tensors(alone), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 

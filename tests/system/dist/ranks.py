@@ -1,6 +1,6 @@
 """Ranks of gloo for a test: a fresh process imports torch, forks all of them and waits for them.
 
-Not in pytest's own process, which has threads by then. What a rank finds out comes back as JSON.
+It is not pytest's own process, which has threads. The results of a rank are returned as JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 NUM_RANKS = 2
-# An exchange that hangs fails here; the rest is for a rank that hangs elsewhere, and then from
-# outside. They are wide, because a machine that others share may be ten times slower.
+# An exchange that hangs fails after the first limit; a rank that hangs elsewhere is stopped after
+# the second, or from outside after the third. The limits are long, because a shared machine may be
+# ten times slower.
 _EXCHANGE_SECONDS, _RANK_SECONDS, _OUTER_SECONDS = 80, 300, 320
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -34,13 +35,16 @@ def on_two_ranks(scenario: str) -> list[Any]:
 
 
 def on_ranks(scenario: str, *, count: int, device: str = "cpu") -> list[Any]:
-    """What ``module:function(rank)`` returned on each rank. On "cuda" all share one GPU, tensors
-    are made there unless said otherwise, and NCCL carries them."""
+    """Return the result of ``module:function(rank)`` on each rank.
+
+    With "cuda" all ranks share one GPU, tensors are created there by default, and NCCL is the
+    backend.
+    """
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.system.dist.ranks", scenario, folder, str(count), device],
             cwd=_ROOT,
-            # Gloo listens on this interface and no other; both ranks share two cores with others.
+            # Gloo listens only on this interface; both ranks share two cores with other processes.
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -59,7 +63,7 @@ def on_ranks(scenario: str, *, count: int, device: str = "cpu") -> list[Any]:
 
 def main(scenario: str, folder: str, count: str, device: str) -> int:
     module, _, function = scenario.partition(":")
-    # Once for all ranks, who write into no page of what they share by looking for garbage there.
+    # Freeze before the fork: a collection in a rank would write into pages that the ranks share.
     gc.disable()
     run = getattr(importlib.import_module(module), function)
     gc.freeze()
@@ -87,7 +91,8 @@ def _rank(run: Callable[[int], Any], folder: Path, rank: int, count: int, device
     try:
         torch.set_num_threads(1)
         if device != "cpu":
-            # NCCL refuses ranks of one host that share a GPU; of several hosts it knows nothing.
+            # NCCL refuses two ranks of one host on the same GPU. With different host ids it cannot
+            # tell.
             os.environ |= {"NCCL_HOSTID": f"host {rank}", "NCCL_SOCKET_IFNAME": "lo"}
             torch.set_default_device(device)
         dist.init_process_group(

@@ -1,6 +1,6 @@
-"""The scenarios of slots, where each message is written by NIXL: over TCP, and as if between hosts.
+"""The scenarios of slots with messages written by NIXL, over TCP, as if between hosts.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ kept_away, broken_off, silent = map(_there, (slots.kept_away, slots.broken_off, 
 
 
 def _as_two_hosts(rank: int) -> Any:
-    """With a device that only seems to be there: what goes over TCP says of itself that it does."""
+    """Simulate an RDMA device, because NIXL reports that it uses TCP."""
     return mock.patch.multiple(among, host=lambda: f"host {rank}", is_able=lambda: True)
 
 
 def chosen(rank: int) -> dict[str, str]:
-    """What is made among ranks of one host, of two, and of two of which one is not able."""
+    """Return the transports chosen for ranks of one host, of two hosts, and of two hosts one of
+    which lacks RDMA."""
     edges = [slots.edge(0, 64), slots.edge(1, 64)]
     found = {"one host": type(among.shared_memory_transport(edges, group=_everyone())).__name__}
     with _as_two_hosts(rank):
@@ -58,7 +59,7 @@ def chosen(rank: int) -> dict[str, str]:
 
 
 def refused(rank: int) -> dict[str, str]:
-    """On rank 1 alone something is amiss; both are told, and nobody waits."""
+    """Simulate a fault on rank 1; both ranks report it, and neither waits."""
     faults = {
         "no agent": mock.patch.dict(os.environ, UCX_TLS="nothing"),
         "no way": mock.patch.object(between, "_own_address", lambda: "192.0.2.1"),
@@ -68,7 +69,7 @@ def refused(rank: int) -> dict[str, str]:
 
 
 def asked_to_stop(rank: int) -> bool:
-    """As all processes of a rank's group are, and the rank takes its step to the end."""
+    """Send the stop signal to the rank's whole process group; the rank still completes its step."""
     made = RdmaTransport([slots.edge(0, 64), slots.edge(1, 64)], group=_everyone())
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(made._carrier._process.pid, number)
@@ -82,7 +83,7 @@ def asked_to_stop(rank: int) -> bool:
 
 
 def measured(rank: int) -> list[str]:
-    """The figures of slots among those of hosts."""
+    """Return the figures of slots among those of hosts."""
     with (
         _as_two_hosts(rank),
         mock.patch("steelyard.measure.links.rank_speeds._COMPUTING_SECONDS", 0.05),
@@ -93,7 +94,7 @@ def measured(rank: int) -> list[str]:
 
 
 def staged(rank: int) -> dict[str, Any]:
-    """A model in two stages, trained for some steps by messages of gloo and by those of NIXL."""
+    """Train a model in two stages for some steps, with messages of gloo and with those of NIXL."""
     schedules = {"1F1B": 2, "ZBVZeroBubble": 4}
     with _as_two_hosts(rank):
         found = pipelines._run("gpt", schedules, in_slots=tuple(schedules))

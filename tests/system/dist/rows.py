@@ -1,7 +1,5 @@
-"""A model with a large table on ranks of gloo, through the public API: gradients sent as rows.
-
-Not the judgement: that is the tests'.
-"""
+"""A model with a large table on ranks of gloo, through the public API: its gradients are sent as
+rows. Not for checking the results: the tests do that."""
 
 from __future__ import annotations
 
@@ -46,7 +44,8 @@ def in_rows(rank: int) -> dict[str, Any]:
 
 @functools.cache
 def _look(count: int) -> PlanningSession:
-    """One for both numbers of parts: they are of the same step."""
+    """Return one planning session for both numbers of micro-batches, because they plan the same
+    step."""
     torch.manual_seed(0)
     model = Words()
     return PlanRequest(

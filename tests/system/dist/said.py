@@ -1,4 +1,7 @@
-"""What the kernel says a rank has sent, beside what is said of the same exchange. See told.py."""
+"""The bytes that the kernel counts for an exchange, compared with the predicted bytes.
+
+See told.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from steelyard.run.launch.coordination import InGroup
 from tests.system.dist.slotted import EACH_TO_EACH, GATHER, SCATTER, channel
 
 _TIMES = 5
-# In elements of float32: a loss, a bias, a bucket, and one that goes in more pieces than two.
+# Sizes in elements of float32: a loss, a bias, a bucket, and a tensor that is sent in more than two
+# pieces.
 SIZES = (1, 2, 96, 60_000, 6_000_000)
 
 
@@ -43,7 +47,7 @@ def exchanges(rank: int) -> list[dict[str, Any]]:
 
 
 def messages(rank: int) -> dict[str, float]:
-    """Three at once, from the first rank to the second."""
+    """Send three messages at the same time from the first rank to the second."""
 
     def send(given: Tensor) -> None:
         way = dist.irecv if rank else dist.isend
@@ -61,7 +65,7 @@ def asked(rank: int) -> dict[str, float]:
 
 
 def _counted(exchange: Callable[[Tensor], object], given: Tensor) -> float:
-    """Of one time, in the mean; connections come about when they are first used."""
+    """Return the mean bytes of one exchange; connections are opened on first use."""
     exchange(given)
     dist.barrier()
     wire = SentBytesCounter()
@@ -71,12 +75,12 @@ def _counted(exchange: Callable[[Tensor], object], given: Tensor) -> float:
         exchange(given)
     _await_sent()
     counted = wire.sent_bytes
-    dist.barrier()  # nobody begins on what comes next
+    dist.barrier()  # no rank starts the next exchange before all have finished this one
     return (counted - before) / _TIMES
 
 
 def _await_sent() -> None:
-    """What the kernel took over goes out behind it, as far as the other has room."""
+    """Wait until the kernel has sent what it accepted, as far as the receiver has room."""
     lent = connections()
     while any(_waiting_bytes(connection) for connection in lent):
         time.sleep(0.001)
@@ -84,7 +88,7 @@ def _await_sent() -> None:
 
 
 def _waiting_bytes(connection: socket.socket) -> int:
-    """Until the other has said that it got them."""
+    """Return the bytes that the other rank has not acknowledged yet."""
     (waiting,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
     return int(waiting)
 

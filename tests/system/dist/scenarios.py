@@ -1,6 +1,6 @@
-"""What each rank does in the tests of this folder, and what it reports of it.
+"""The work of each rank in the tests of this folder, and its reports.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ COSTS = CostTable(
         for axis in ("data", "tensor")
     },
 )
-# Of a mean over the whole batch: what a rank's loss weighs.
+# The weight of a rank's loss in the mean over the whole batch.
 _SHARE = 1 / NUM_RANKS
-# Gloo lets go of a sum in a thread of its own, a moment after the wait, where the meter does not
-# see what is freed. So it is given that moment, and the least of a few is taken.
+# Gloo frees a sum in its own thread, a moment after the wait, where the meter does not see it. So
+# each measurement waits for that moment, and the least of several is taken.
 METERED, _MOMENT_SECONDS = 8, 0.002
 
 
 class Ranks:
-    """A small GPT on this rank's share of the batch, and the gradients of the whole batch."""
+    """A small GPT on this rank's share of the batch, with the gradients of the whole batch."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ class Ranks:
     def report(self, program: Program, *, sharded: tuple[str, ...] = ()) -> dict[str, Any]:
         assert program.problems() == []
         model, step = self._live(program, sharded)
-        step.backward(self.batch, _SHARE)  # the first call allocates what stays
+        step.backward(self.batch, _SHARE)  # the first call allocates memory that stays allocated
         model.zero_grad()
         with Recorder() as recorder:
             step.backward(self.batch, _SHARE)
@@ -120,7 +120,7 @@ class Ranks:
         }
 
     def digests(self, *, sharded: tuple[str, ...]) -> dict[str, str]:
-        """Of each gradient, or this rank's share of it, as all-reduces leave them."""
+        """Return digests of each gradient after all-reduces, or of this rank's share of it."""
         model, step = self._live(self.program(8192), ())
         step.backward(self.batch, _SHARE)
         return {name: _digest(self._own(name, g, sharded)) for name, g in _gradients(model).items()}
@@ -143,12 +143,12 @@ class Ranks:
         return float((gradient - expected).abs().max() / expected.abs().max())
 
     def _own(self, name: str, whole: Tensor, sharded: tuple[str, ...]) -> Tensor:
-        """This rank's part of a gradient: all of it, but for parameters that lie in shares."""
+        """Return this rank's part of a gradient: all of it, unless the parameter is sharded."""
         return whole.chunk(NUM_RANKS)[self.rank] if f"parameter:{name}" in sharded else whole
 
 
 def reductions(rank: int) -> dict[str, Any]:
-    """Buckets of three sizes, each with two windows, and what listens meanwhile."""
+    """Run buckets of three sizes with two windows each, and report the listening sockets."""
     ranks = Ranks(rank)
     found = {
         f"{name}, window {window}": ranks.report(waits_within(ranks.program(nbytes), window))
@@ -166,13 +166,13 @@ def reductions(rank: int) -> dict[str, Any]:
 
 
 def _policies(thread: str) -> list[int]:
-    """By which the kernel runs this process's threads of that name."""
+    """Return the kernel's scheduling policies of this process's threads with that name."""
     tasks = [t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text().strip() == thread]
     return [os.sched_getscheduler(int(task.name)) for task in tasks]
 
 
 def parameters(rank: int) -> dict[str, Any]:
-    """One parameter in shares, then every matrix: kept once gathered, or gathered again."""
+    """Shard one parameter, then every matrix; gathered weights are kept, or gathered again."""
     ranks = Ranks(rank)
     matrices = tuple(
         node.name
@@ -194,8 +194,10 @@ def parameters(rank: int) -> dict[str, Any]:
 
 
 class Patience(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
-    """Gives gloo's threads time to let go of what is waited for: in front of that, so that it is
-    this thread that lets go last, which is seen; and behind."""
+    """Gives gloo's threads time to free tensors before and after a wait.
+
+    Then this thread frees them last, and the meter sees it.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops._c10d_functional.wait_tensor.default:
@@ -207,7 +209,7 @@ class Patience(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
 
 
 class Sends:
-    """The bytes of what this rank's stages send to others, over the link or through slots."""
+    """The bytes that this rank's stages send to others, over the link or through slots."""
 
     def __enter__(self) -> Self:
         self.nbytes, self._made, self._sent = 0, dist.P2POp.__init__, SharedMemoryTransport.send
@@ -228,7 +230,7 @@ class Sends:
 
 
 class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not type it
-    """Which collectives really ran, in order, and the bytes of what they were handed."""
+    """Records the collectives that were executed, in order, and the bytes of their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +245,7 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
             self._last_bytes = sum(part.nbytes for part in parts[1:])
             return hand_over(kind, parts, *rest)
 
-        def issued(*given: Any) -> Tensor:  # what no line of the program asks for is not
+        def issued(*given: Any) -> Tensor:  # records only what a line of the program asks for
             self.executed.append(_HANDED_OVER)
             self.handed_bytes += self._last_bytes
             return issue(*given)
@@ -266,7 +268,8 @@ class Recorder(_torch.TorchDispatchMode):  # type: ignore[misc] # torch does not
 
 
 def planned_calls(program: Program) -> list[str]:
-    """What is not summed up is handed over by us, and waited for without a call of torch's."""
+    """Return the planned calls; all but sums are our own messages, whose waits are not torch
+    calls."""
     nodes = program.graph.by_name
     names: list[str] = []
     for instruction in program.instructions:
@@ -309,7 +312,8 @@ def _cut(model: nn.Module, name: str, rank: int) -> None:
 
 
 def _listening() -> list[str]:
-    """Addresses on which this process listens, as the kernel writes them (IPv4 and IPv6)."""
+    """Return the addresses on which this process listens, in the kernel's format (IPv4 and
+    IPv6)."""
     mine = {
         link.readlink().as_posix() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()
     }

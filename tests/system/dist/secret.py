@@ -1,5 +1,7 @@
-"""One of two ranks on two hosts that meet at rank 0's port; prints what came of it. See
-test_secret.py."""
+"""One of two ranks on two hosts that meet at rank 0's port; it prints the outcome.
+
+See test_secret.py.
+"""
 
 from __future__ import annotations
 

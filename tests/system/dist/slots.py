@@ -1,6 +1,6 @@
-"""Messages through memory that two ranks share: what arrives, what is held, what is refused.
+"""Messages through memory that two ranks share: their values, their memory, and refusals.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MESSAGES = 40
 
 
 def made(edges: Sequence[SlotSpec]) -> SharedMemoryTransport:
-    """Among all ranks, where tensors are made by default."""
+    """Make the transport among all ranks, on the default device of tensors."""
     if here().type == "cpu":
         return SharedMemoryTransport(edges, group=_everyone())
     return shared_memory_transport(edges, group=_everyone(), device=here())
@@ -58,12 +58,12 @@ def _of_all_kinds(number: int) -> list[torch.Tensor]:
 
 
 def exchanged(rank: int) -> dict[str, Any]:
-    """More messages than slots, all sent before any is read, the last of them read first and two
-    kept for good: what came otherwise than it was sent, and what is left open."""
+    """Send more messages than there are slots before any is read, read the last one first, and
+    keep two. Return the messages that arrived changed, and the files left open."""
     own = _of_all_kinds(0)
     likes = [(x.shape, x.dtype) for x in own]
     edges = [edge(source, *(x.nbytes for x in own)) for source in (0, 1)]
-    made(edges).close()  # what libraries open for themselves stays open
+    made(edges).close()  # files that libraries open for themselves stay open
     gc.collect()
     begun = open_files()
     slots = made(edges)
@@ -96,7 +96,7 @@ def exchanged(rank: int) -> dict[str, Any]:
 
 
 def kept_away(rank: int) -> dict[str, Any]:
-    """What a step allocates for messages: nothing."""
+    """Return the bytes that a step allocates for messages, which should be none."""
     x = torch.randn(1 << 16)
     slots = made([edge(0, x.nbytes), edge(1, x.nbytes)])
     like = [(x.shape, x.dtype)]
@@ -115,8 +115,10 @@ def kept_away(rank: int) -> dict[str, Any]:
 
 
 def made_there(rank: int) -> dict[str, Any]:
-    """Messages of two values of which rank 0 makes one where it goes: what came, whether anything
-    was copied, and when there was no such place."""
+    """Send messages of two values, one of which rank 0 computes in its slot.
+
+    Return what arrived, whether anything was copied, and when no slot was free.
+    """
     sizes = (64, 4)
     slots = made([edge(0, *sizes)])
     likes = [((16,), torch.float32), ((1,), torch.int32)]
@@ -134,8 +136,8 @@ def made_there(rank: int) -> dict[str, Any]:
         places["of another message"] = slots.place(0, 1, 0, likes[0]) is not None
         with mock.patch.object(torch.Tensor, "copy_", side_effect=AssertionError):
             slots.send(0, 0, [number_of(place, 0), torch.empty(0, dtype=torch.int32)])
-        place = slots.place(0, 1, 0, likes[0])  # the last slot
-        send(2, number_of(None, 2))  # overtakes, and has none
+        place = slots.place(0, 1, 0, likes[0])  # this takes the last slot
+        send(2, number_of(None, 2))  # this message overtakes the first, and no slot is left for it
         places["of its second value"] = slots.place(0, 1, 1, likes[1]) is not None
         send(1, number_of(place, 1))
         send(3, number_of(slots.place(0, 3, 0, likes[0]), 3))
@@ -152,13 +154,13 @@ def made_there(rank: int) -> dict[str, Any]:
         ]
     dist.barrier()
     slots.begin()
-    if rank == 0:  # given up while two are made
+    if rank == 0:  # a message is abandoned while two are computed
         slots.place(0, 0, 0, likes[0])
         slots.begin()
         until = time.monotonic() + 10
         while len(slots._outlets[0].free) < 2 and time.monotonic() < until:
-            slots._read_credits(1)  # from another host it takes a moment
-            slots._outlets[0].refresh_free()  # and so does a GPU
+            slots._read_credits(1)  # credits from another host arrive after a moment
+            slots._outlets[0].refresh_free()  # and so do those from a GPU
         places["after one that was given up"] = len(slots._outlets[0].free) == 2
     dist.barrier()
     expected = [[[float(n)] * 16, [n] if n else []] for n in range(4)]
@@ -166,8 +168,8 @@ def made_there(rank: int) -> dict[str, Any]:
 
 
 def broken_off(rank: int) -> list[bool]:
-    """A step that is given up leaves messages behind, which the next does not take for its own;
-    also where nobody had heard of them."""
+    """Give up a step that leaves messages behind; the next step ignores them, even if nobody was
+    notified of them."""
     return [_broken_off(rank, is_heard=heard) for heard in (True, False)]
 
 
@@ -191,7 +193,7 @@ def _broken_off(rank: int, *, is_heard: bool) -> bool:
 
 
 def refused(rank: int) -> dict[str, str]:
-    """On rank 1 alone something is amiss; both are told."""
+    """Simulate a fault on rank 1 alone; both ranks report it."""
     none_left = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     faults = {
         "another host": mock.patch.object(pinned, "host", lambda: "elsewhere"),
@@ -202,7 +204,7 @@ def refused(rank: int) -> dict[str, str]:
 
 
 def said_of(faults: Mapping[str, Any], rank: int) -> dict[str, str]:
-    """By fault, why slots were refused while rank 1 had it, and what stayed open."""
+    """Return, for each fault of rank 1, why slots were refused, and which files stayed open."""
     edges, said = [edge(0, 64), edge(1, 64)], {}
     for name, fault in faults.items():
         begun = open_files()
@@ -221,7 +223,7 @@ def said_of(faults: Mapping[str, Any], rank: int) -> dict[str, str]:
 
 
 def silent(rank: int) -> str:
-    """Rank 1 is there and says nothing."""
+    """Let rank 1 run without sending anything."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     slots = SharedMemoryTransport([edge(1, 64), edge(0, 64)], group=group)
     slots.begin()
@@ -236,7 +238,7 @@ def silent(rank: int) -> str:
 
 
 def killed(rank: int) -> dict[str, str]:
-    """Rank 1 dies over a slot that it has half written."""
+    """Let rank 1 die while it writes into a slot."""
     slots = made([edge(1, 1 << 16), edge(0, 64)])
     slots.begin()
     if rank == 1:
@@ -246,7 +248,8 @@ def killed(rank: int) -> dict[str, str]:
 
 
 def said_by_whom_it_left(slots: SharedMemoryTransport, likes: Sequence[Like]) -> dict[str, str]:
-    """By rank 0, when it reads of rank 1, which has ended, and when it sends."""
+    """Return rank 0's errors when it reads from rank 1, which has ended, and when it sends to
+    it."""
     attempts = {
         "reading": lambda: slots.receive(0, 0, likes),
         "sending": lambda: _send_more_than_slots(slots),
@@ -277,7 +280,7 @@ def _everyone() -> dist.ProcessGroup:
 
 
 def open_files() -> set[str]:
-    """Of memory and pipes, which are all that slots are made of."""
+    """Return the open memory files and pipes, which are all that slots consist of."""
     found = set()
     for number in Path("/proc/self/fd").iterdir():
         try:
@@ -297,7 +300,7 @@ def main(folder: str, rank: int, device: str = "cpu") -> None:
     )  # fmt: skip
     print(json.dumps(killed(rank)))
     sys.stdout.flush()
-    os._exit(0)  # there is nobody to take leave of
+    os._exit(0)  # skip the shutdown, because the other ranks are gone
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Exchanges through shared memory, beside torch's own.
+"""Exchanges through shared memory, compared with torch's own.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def channel() -> Channel:
 
 
 def values(ranks: int, seed: int) -> list[tuple[str, torch.Tensor, tuple[Any, ...]]]:
-    """Of each kind of exchange some: the call, what it is given, and the rest of its arguments."""
+    """Yield some calls of each kind of exchange, with their inputs and other arguments."""
     drawn = torch.Generator().manual_seed(seed)
     group = channel().group
 
@@ -62,8 +62,10 @@ def by_torch(op: str) -> Callable[..., torch.Tensor]:
 
 
 def as_torchs(rank: int) -> dict[str, Any]:
-    """All under way at one time, waited for in another order than that of their issue, some times
-    over: by how much what comes differs, and what is left open."""
+    """Issue several exchanges at the same time and wait for them in another order, several times.
+
+    Return the largest differences, and the files left open.
+    """
     begun = open_files()
     over = channel()
     ranks = over.num_ranks
@@ -97,7 +99,7 @@ def as_torchs(rank: int) -> dict[str, Any]:
 
 
 def kept_away(rank: int) -> int:
-    """What a sum that is made where it lies allocates."""
+    """Return the bytes that an in-place sum allocates."""
     over = channel()
     x = torch.full((1 << 16,), float(rank))
     slotted = SharedMemoryCollectives(_rounds(over.num_ranks, x.nbytes, 4), over)
@@ -116,7 +118,7 @@ def kept_away(rank: int) -> int:
 
 
 def unlike(rank: int) -> list[int]:
-    """Ranks that ask for room for unlike many have room for the most."""
+    """Let ranks request different numbers of slots; all get the largest number."""
     over = channel()
     slotted = SharedMemoryCollectives(_rounds(over.num_ranks, 4096 * (1 + rank), 2 * (1 + rank)), over)
     through, x = slotted.channel, torch.ones(4096 * over.num_ranks // 4)

@@ -1,10 +1,6 @@
-"""A rank of one of several hosts that have several each: what leaves its host as groups of ranks,
-all at one time, exchange something.
-
-    python -m tests.system.dist.spread RANK RANKS EACH ADDRESS FILE
-
-Not the judgement: that is the tests'.
-"""
+"""A rank of one of several hosts with several ranks each: the bytes that leave its host during
+simultaneous exchanges of groups. python -m tests.system.dist.spread RANK RANKS EACH ADDRESS
+FILE. Not for checking the results: the tests do that."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ TIMES, NBYTES = 4, 3 << 18
 
 
 def cases(ranks: int) -> list[Collective]:
-    """Every kind, among all groups of ranks of each size and distance that there are."""
+    """Yield every kind of exchange, among all groups of ranks of each size and distance."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     return [
         GLOO.collective(kind, axis=DATA, num_ranks=count, nbytes=NBYTES, stride=stride)
@@ -62,7 +58,7 @@ _EXCHANGES: dict[Exchange, Callable[[torch.Tensor, dist.ProcessGroup], None]] = 
 
 
 def _left_by_all() -> int:
-    """Bytes that this host has sent, while nobody sends anything."""
+    """Return the bytes that this host has sent, while nobody sends anything."""
     dist.barrier()
     left = _left()
     dist.barrier()
@@ -83,7 +79,7 @@ def main(rank: int, ranks: int, each: int, address: str, file: str) -> None:
     for one in cases(ranks):
         group = _group_of(rank, ranks, one)
         x = torch.ones(one.num_ranks, NBYTES // 4 // one.num_ranks)
-        _EXCHANGES[one.kind](x, group)  # the first meets the others
+        _EXCHANGES[one.kind](x, group)  # the first exchange connects the ranks
         before, begin = _left_by_all(), time.perf_counter()
         for _ in range(TIMES):
             _EXCHANGES[one.kind](x, group)

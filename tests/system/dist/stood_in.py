@@ -1,7 +1,7 @@
-"""Ranks that take a file in memory for a GPU: what their hosts say to one another, without one.
+"""Ranks that use a memory file in place of a GPU, to test the communication between their hosts.
 
-Its work is done a moment after it was told, as a GPU's is. Not for what a GPU does: that is
-test_gpus.py's.
+Its work is done a moment after it was launched, as on a GPU. Not for the GPU itself: see
+test_gpus.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BEHIND_SECONDS = 0.002
 
 
 class StoodIn:
-    """An event is the time, in a file that both ranks have, from which it is over."""
+    """An event is the time, in a file that both ranks map, at which its work is done."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.name = device, f"GPU of {os.getpid()}"
@@ -96,7 +96,7 @@ class _Moment:
 
 @contextmanager
 def _standing_in() -> Iterator[None]:
-    """A device that is said to be a GPU, where tensors lie as ever."""
+    """Pretend that a device is a GPU, while its tensors are ordinary ones."""
     with (
         mock.patch.object(shared_memory_transport, "Gpu", StoodIn),
         mock.patch.object(slots, "here", lambda: torch.device("cuda", 0)),
@@ -116,8 +116,9 @@ def every(rank: int) -> dict[str, Any]:
 
 
 def _apart(rank: int) -> list[bool]:
-    """Whether a message is read when it is there, and a slot is written when it has been read. Of one
-    slot alone what comes is copied, and the slot given back before anybody can look at the time."""
+    """Check that a message is not read before it is written, and a slot not written before it
+    was read. With a single slot, the message is copied and the slot is returned too early for
+    this check."""
     own = slots.made([slots.edge(0, 4, slots=2)])
     own.begin()
     like = [((1,), torch.int32)]
@@ -129,7 +130,7 @@ def _apart(rank: int) -> list[bool]:
     else:
         first = own.receive(0, 0, like)
         times = [time.monotonic()]
-        del first  # from here on it may be written again
+        del first  # from here on the storage may be written again
         for number in (1, 2):
             assert own.receive(0, number, like)[0].tolist() == [number]
     times.append(time.monotonic())
@@ -139,7 +140,7 @@ def _apart(rank: int) -> list[bool]:
 
 
 def _refused(rank: int) -> dict[str, str]:
-    """On rank 1 alone something is amiss; both are told."""
+    """Simulate a fault on rank 1 alone; both ranks report it."""
     faults = {
         "no memory": mock.patch.object(StoodIn, "memory", side_effect=RuntimeError("full\nby 2")),
         "out of reach": mock.patch.object(StoodIn, "reaches", lambda *_: False),
@@ -159,7 +160,7 @@ def _refused(rank: int) -> dict[str, str]:
 
 
 def main(folder: str, rank: int) -> None:
-    """Rank 1 ends when it has rung for what its GPU was yet to write."""
+    """End rank 1 after it has notified the reader of work that its GPU has not done yet."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2,
         timeout=timedelta(seconds=60),

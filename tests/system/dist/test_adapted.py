@@ -1,4 +1,5 @@
-"""Plans that change while they run: on all ranks at once, where the link did, and into a file."""
+"""Plans that change while they run: on all ranks at the same time if the link changes, and into
+a file."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_idle_ranks_rejoin_with_the_same_weights(
 
 
 def _adapted(scenario: str) -> dict[str, Any]:
-    """What the first rank tells; the other does the same."""
+    """Return the report of the first rank; the other one does the same."""
     one, other = on_two_ranks(f"tests.system.dist.adapted:{scenario}")
     for name, found in one.items():
         assert found["losses"] == other[name]["losses"], name
@@ -55,7 +56,7 @@ def _adapted(scenario: str) -> dict[str, Any]:
         assert found["codes"] == other[name]["codes"], name
         assert found["as_written"], name
         assert len(found["files"]) <= 1, "it went to and fro"
-        # The file that was asked for is as it was.
+        # The original plan file is unchanged.
         assert ("ternary_gradients" in found["old"]) == (name == "faster")
     return dict(one)
 
@@ -66,6 +67,6 @@ def _check_slower(slower: dict[str, Any]) -> None:
     assert slower["codes"], "at a hundredth of the rate codes are faster"
     (turned,) = (note for note in slower["notes"] if "the plan was switched" in note)
     assert "the link between ranks now carries 0.2 MB/s" in turned
-    # A link that is known to be slow is not to carry steps without codes first.
+    # If the link is known to be slow, no step sends uncompressed gradients first.
     assert not any("sent gradients uncompressed" in note for note in slower["notes"])
     assert "probe" in slower["loses"]

@@ -1,4 +1,4 @@
-"""Two hosts joined by a slow link: planned for and trained on as they are, under torchrun."""
+"""Two hosts joined by a slow link, which plan and train under torchrun."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def pair() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of each host one of its own, with a list of prices of its own."""
+    """Return a folder and a cost cache for each host."""
     made = [tmp_path_factory.mktemp(f"host{n}") for n in range(2)]
     for folder in made:
         (folder / "train.py").write_text(_TRAIN)
@@ -78,7 +78,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def _start(
     pair: Hosts, folders: list[Path], *asked: str, each: int = 1
 ) -> list[subprocess.Popen[bytes]]:
-    """What is asked of steelyard on each host; nobody tells gloo its interface."""
+    """Start this steelyard command on each host, without naming an interface to gloo."""
     started, port = [], next(_PORTS)
     for host, folder in enumerate(folders):
         environ = {**os.environ, "STEELYARD_CACHE": str(folder / "costs.sqlite")}
@@ -87,7 +87,7 @@ def _start(
         run += [f"--nproc-per-node={each}", f"--node-rank={host}", f"--master-addr={address(0)}", f"--master-port={port}"]
         line = " ".join([*run, "-m", "tests.system.dist.hurried", *asked])
         said = f"cd {folder} && unset GLOO_SOCKET_IFNAME && exec {line} >said 2>&1"
-        # As hosts have cores of their own.
+        # Each process has a core of its own, as on a host.
         core = sorted(os.sched_getaffinity(0))[host % len(os.sched_getaffinity(0))]
         command = [*(["taskset", "-c", str(core)] if each == 1 else []), "sh", "-c", said]
         started.append(pair.start(host, command, {**environ, "OMP_NUM_THREADS": "1"}))
@@ -104,7 +104,7 @@ def _said(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def planned(pair: Hosts, folders: list[Path]) -> list[Path]:
-    # Two cores of one machine that others share may seem unlike, as hosts may be.
+    # Two cores of a shared machine may differ in speed, as hosts may, so the speeds are declared.
     asked = ("plan", "train.py", "--accuracy-loss", "5%", "--speeds", "1,1")
     assert _ended(pair, folders, *asked) == [0, 0], "".join(map(_said, folders))
     return [folder / "train.plan.toml" for folder in folders]
@@ -114,7 +114,7 @@ def test_first_host_plans_for_the_measured_link_and_all_receive_the_plan(planned
     assert planned[0].read_text() == planned[1].read_text()
     decisions = read_decisions(planned[0])
     assert (decisions.target.hosts, decisions.target.ranks) == (2, 2)
-    # 4 MB over 100 Mbit/s take longer than half of the step.
+    # Sending 4 MB at 100 Mbit/s takes more than half of the step.
     assert any(rule.trade.endswith("_gradients") for rule in decisions.rules)
     explained = [json.loads(path.with_suffix(".json").read_text()) for path in planned]
     assert explained[0] == explained[1]
@@ -130,7 +130,7 @@ def test_hosts_train_and_send_the_predicted_bytes(
     predicted, measured = shown[0].plan.predicted, shown[0].measured
     assert measured.steps == _STEPS
     assert measured.memory_bytes == pytest.approx(predicted.peak.nbytes, rel=0.01)
-    # By the kernel, gloo's own words of each message included.
+    # The kernel counts these bytes, including the headers of gloo's messages.
     assert measured.communication_bytes == predicted.metrics.communication_bytes.value
     assert measured.last_loss < measured.first_loss
     assert shown[1].measured is None, "the first host tells what came of it"
@@ -181,22 +181,22 @@ def test_every_host_receives_the_new_plan_when_the_link_slows_down(
             one.kill()
         for path in planned:
             path.write_text(as_planned)
-    # The first host may go on alone until codes are probed.
+    # The first host may continue alone until compression has been probed.
     written = [sorted(folder.glob("train.adapted-*.plan.toml"), key=_step) for folder in folders]
     assert len(written[0]) == len(written[1]) in (1, 2), "".join(map(_said, folders))
     one, other = (found[-1] for found in written)
     assert (one.name, one.read_text()) == (other.name, other.read_text())
-    # Of what was measured only the first host's tells.
+    # Only the first host's file holds the measurement.
     assert read_plan(other).plan.decisions == read_plan(one).plan.decisions
     rules = read_decisions(other).rules
     assert ParallelLayout.of(rules) == ALONE or any(isinstance(rule, GradientCompression) for rule in rules)
-    # Each goes on from its own.
+    # Each host resumes from its own file.
     asked = ("run", "train.py", "--plan", one.name, "--steps", "8")
     assert _ended(pair, folders, *asked) == [0, 0], "".join(map(_said, folders))
 
 
 def _step(path: Path) -> int:
-    """After which a plan took over, by its name."""
+    """Return the step after which a plan took over, from its name."""
     return int(path.name.removeprefix("train.adapted-").partition(".")[0])
 
 
@@ -217,7 +217,7 @@ _LAID = {
 
 @pytest.fixture(scope="module")
 def of_two_each(pair: Hosts, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Hosts with two ranks each, that have met and made a plan."""
+    """Return hosts with two ranks each, which have met and made a plan."""
     made = [tmp_path_factory.mktemp(f"host{n}of2") for n in range(2)]
     for folder in made:
         (folder / "train.py").write_text(_TRAIN)

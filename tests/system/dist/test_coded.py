@@ -1,4 +1,5 @@
-"""Gradients in codes between ranks: the numbers that were meant, alike on all, in the bytes said."""
+"""Compressed gradients between ranks are correct, equal on all ranks, and take the predicted
+bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.system.dist.told import check_as_planned
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.long]
 
 
-# Of what float32 takes: small gradients go as they are.
+# The most bytes sent, relative to float32; small gradients are not compressed.
 _MOST = {"ternary": 0.2, "int8": 0.35, "bfloat16": 0.55, "factors": 0.3, "largest": 0.15}
 
 
@@ -38,7 +39,7 @@ def test_ranks_with_compressed_gradients_train_as_planned(
         one = own[0]
         assert one["losses"] == pytest.approx(one["expected"], rel=1e-3), name
         assert one["losses"][-1] < one["losses"][0], name
-        # Where a value lies between two levels, the order of a sum decides.
+        # If a value lies between two levels, the order of a sum decides how it is rounded.
         assert one["apart"] < 2e-3, name
         assert any(note.startswith("encoded and decoded gradients") for note in one["notes"]), name
         whole = 2 * (count - 1) / count * one["gradient_bytes"]

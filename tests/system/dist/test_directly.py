@@ -1,4 +1,4 @@
-"""What ranks send straight to each other is what torch's exchanges give, and is asked for first."""
+"""Direct messages give the results of torch's exchanges, and receives are posted first."""
 
 from __future__ import annotations
 

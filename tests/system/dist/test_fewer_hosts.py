@@ -1,4 +1,4 @@
-"""Three hosts, one behind a slow link: the plan lies on the other two, and they train."""
+"""Three hosts, one behind a slow link: the plan uses the other two, and they train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 _ROOT = Path(__file__).resolve().parents[3]
 _FAST, _SLOW = 1_000_000_000, 30_000_000
 _PORTS = itertools.count(29617)
-# The first host is the one behind the slow link: ranks meet at its store all the same.
+# The first host is behind the slow link; all ranks still meet at its store.
 _SLOW_HOST = 0
 _TRAIN = """
 import torch
@@ -65,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def _ended(
     three: Hosts, folders: list[Path], *asked: str, on: tuple[int, ...] = (0, 1, 2)
 ) -> list[int]:
-    """What is asked of steelyard on these hosts, of which the first is where ranks meet."""
+    """Run this steelyard command on these hosts; ranks meet at the first one."""
     started, port = [], next(_PORTS)
     cores = sorted(os.sched_getaffinity(0))
     for node, host in enumerate(on):
@@ -76,7 +76,7 @@ def _ended(
         run += [f"--master-addr={address(on[0])}", f"--master-port={port}"]
         line = " ".join([*run, "-m", "tests.system.dist.hurried", *asked])
         said = f"cd {folders[host]} && unset GLOO_SOCKET_IFNAME && exec {line} >said 2>&1"
-        # The two that are used have a core each.
+        # Each of the two hosts in use has a core of its own.
         core = str(cores[host % len(cores)])
         command = ["taskset", "-c", core, "sh", "-c", said]
         started.append(three.start(host, command, {**environ, "OMP_NUM_THREADS": "1"}))
@@ -124,7 +124,7 @@ def test_all_hosts_are_started_and_an_unused_one_reports_it_and_exits(
     assert "the plan uses hosts 1 and 2 of 3: host 0 only serves the rendezvous of the others" in (
         _said(folders[0])
     )
-    # The first of those that train tells what came of it.
+    # The first host that trains records the measurement.
     shown = read_plan(planned[1])
     predicted, measured = shown.plan.predicted, shown.measured
     assert measured.steps == 8

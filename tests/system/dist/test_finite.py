@@ -1,4 +1,5 @@
-"""The rank that is named where a loss is not finite is the one whose own values were so first."""
+"""If a loss is not finite, the error names the rank whose own values were the first of that
+kind."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def test_the_first_rank_with_non_finite_values_is_named() -> None:
             "gradients": f"the local gradients of rank 1, in step {WRONG}",
         }[fault]
         if (layout, fault) == ("in stages", "batch"):
-            said = f"the batch, in step {WRONG}"  # all ranks are given all of it
+            said = f"the batch, in step {WRONG}"  # every rank gets the whole batch
         failed = WRONG + (fault == "gradients")
         for rank in ranks:
             found = rank[case]

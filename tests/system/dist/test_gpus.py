@@ -1,5 +1,7 @@
-"""Ranks on GPUs: what goes through memory of theirs, and what a step in stages comes to there. All
-share one GPU, which is all that a machine has to have."""
+"""Ranks on GPUs: messages through GPU memory, and the results of pipelined steps.
+
+All ranks share one GPU, so that one is enough.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +80,6 @@ def test_a_pipelined_step_equals_that_of_one_device() -> None:
 def test_measured_peak_of_each_rank_is_the_predicted_one() -> None:
     for rank in on_ranks("tests.system.dist.pipelines:peaks_of_gpt", count=2, device="cuda"):
         for schedule, (predicted, metered) in rank.items():
-            # What gloo brings waits on the host until it is read; and a GPU's allocator gives out
-            # 512 bytes and more.
+            # Messages that gloo receives stay on the host until they are read, and a GPU's
+            # allocator allocates at least 512 bytes.
             assert 0.93 * predicted <= metered <= 1.02 * predicted, schedule

@@ -1,4 +1,5 @@
-"""Hosts of one machine: each reaches all others, what they send is counted, and nothing is left."""
+"""Hosts on one machine: each reaches all others, sent bytes are counted, and nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def _may() -> None:
 
 
 def _sent(made: Hosts, source: int, target: int) -> float:
-    """Seconds in which so many bytes went from one to another."""
+    """Return the seconds in which these bytes were sent from one host to another."""
     receiver = made.start(target, [sys.executable, "-c", _RECEIVE], os.environ)
     begin = time.perf_counter()
     sender = made.start(source, [sys.executable, "-c", _SEND, address(target)], os.environ)
@@ -71,15 +72,18 @@ def test_sent_bytes_are_counted_on_the_sending_host_only(count: int) -> None:
         _sent(made, count - 1, 0)
         sent = [made.sent_bytes(host) - before[host] for host in range(count)]
     assert _NBYTES <= sent[-1] <= 1.1 * _NBYTES
-    # What comes back are acknowledgements; who has no part in it asks at most who is where.
+    # The receiver only sends acknowledgements; the other hosts at most resolve addresses.
     assert sent[0] < 0.1 * _NBYTES
     assert all(nbytes < 1000 for nbytes in sent[1:-1])
 
 
 def test_a_shaped_link_keeps_its_rate_until_it_is_released() -> None:
-    """Not how fast a link is: only that it is no faster, which a busy machine cannot change."""
+    """Check that a link is not faster than its rate.
+
+    Its real speed depends on the load of the machine.
+    """
     with hosts(FEWEST, bits_per_second=20_000_000) as made:
-        # But for the burst, 5 MB take 2 s.
+        # Apart from the burst, 5 MB take 2 s.
         assert _sent(made, 0, 1) > 1.8
         made.shape(None)
         made.shape(40_000_000)
@@ -108,7 +112,7 @@ dist.destroy_process_group()
 
 
 def test_ranks_go_on_when_a_link_that_was_down_is_up_again(tmp_path: Path) -> None:
-    """With the same sums; what was under way when it went down goes again."""
+    """Sums are the same; what was in flight when the link went down is sent again."""
     with hosts(FEWEST, bits_per_second=100_000_000) as made:
         ranks = [
             made.start(rank, [sys.executable, "-c", _SUM, str(tmp_path), str(rank)], os.environ)
@@ -149,7 +153,10 @@ print(time.perf_counter() - begin, file=open(sys.argv[2], "w"))
 
 
 def test_messages_over_a_slow_link_take_its_latency(tmp_path: Path) -> None:
-    """Not sooner there, and whole, and counted: what a busy machine cannot change."""
+    """Messages do not arrive sooner than the latency, are complete, and are counted.
+
+    The load of the machine cannot change this.
+    """
     delay = 0.02
     try:
         with hosts(FEWEST, delay_seconds=delay) as made:

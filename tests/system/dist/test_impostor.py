@@ -1,4 +1,4 @@
-"""A process that has taken the place of a rank: nothing that it sends runs, or is believed."""
+"""A process that takes the place of a rank: nothing that it sends is executed or believed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_first_host_ends_in_three_lines_when_an_impostor_takes_the_second_s_
     assert first.returncode == 4, said
     lines = said.splitlines()
     (begin,) = [n for n, line in enumerate(lines) if line.startswith("steelyard: ")]
-    # Torch's own store complains, besides, when the other end of a connection goes.
+    # Torch's own store also logs a warning when the other end closes a connection.
     told = [line for line in lines[begin:] if not line.startswith("[W")]
     assert len(told) == 3, said
     assert ("does not have this rank's STEELYARD_TOKEN" if token else "sent an invalid message") in told[0]

@@ -1,4 +1,4 @@
-"""Hosts measure what joins them when the first has seen where the step lies."""
+"""Hosts measure their links once the first one knows the device of the step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A step in stages on ranks, under each of torch's schedules, against the same micro-batches on one
-device: loss, every gradient, and what 20 steps of AdamW make of parameters and buffers. Messages go
-over the link, and under some schedules through slots too."""
+"""A pipelined step on ranks under each of torch's schedules, compared with the same
+micro-batches on one device: the loss, every gradient, and parameters and buffers after 20 steps
+of AdamW. Messages use the link, and under some schedules also slots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_two_pipeline_ranks_equal_one_device(model: str) -> None:
     for schedule in ranks[0]:
         as_one_device(model, schedule, [rank[schedule] for rank in ranks])
         if "through slots" in schedule:
-            # Not what dropout or the backward pass of a norm makes, which is copied.
+            # Results of dropout and of the backward pass of a norm are copied instead.
             made = sum(rank[schedule]["made there"] for rank in ranks)
             assert made >= STEPS * MICRO_BATCHES, schedule
 
@@ -49,13 +49,13 @@ def test_four_pipeline_ranks_equal_one_device(model: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
 def test_two_stages_of_two_tensor_parallel_ranks_equal_one_device(model: str) -> None:
-    """A backward pass that is one, and one in two parts."""
+    """The backward pass is whole, or in two parts."""
     ranks = on_ranks(f"tests.system.dist.pipelines:parts_of_{model}", count=4)
     assert set(ranks[0]) == {"1F1B", "ZBVZeroBubble"}
     for schedule in ranks[0]:
         own = [rank[schedule] for rank in ranks]
         as_one_device(model, schedule, own)
-        # Those of a stage hold the same tensors, and of most of these a half.
+        # The ranks of one stage hold the same tensors, most of them by halves.
         assert own[0]["held"] == own[1]["held"] != own[2]["held"] == own[3]["held"]
         assert own[0]["share"] == own[1]["share"], schedule
         assert own[0]["share"] + own[2]["share"] < 0.7, schedule
@@ -66,7 +66,7 @@ def test_a_failed_call_keeps_the_gradients_of_earlier_ones() -> None:
 
 
 def test_stages_need_no_autograd() -> None:
-    """torch's schedules refuse to begin where it is off."""
+    """torch's schedules refuse to start if autograd is disabled."""
     for within, outside, alike in on_two_ranks("tests.system.dist.pipelines:without_gradients_of_gpt"):
         assert within == outside
         assert alike
@@ -76,7 +76,7 @@ def as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> Non
     for rank in ranks:
         for what in ("loss", "gradients", "parameters", "buffers"):
             assert rank[what] <= _ROUNDING, (schedule, what)
-        # Each holds its own part alone.
+        # Each rank holds only its own part.
         assert 0 < len(rank["held"]) < len(rank["all"]), schedule
     if model == "resnet":
         assert all(rank["num_buffers"] for rank in ranks), schedule
@@ -85,8 +85,10 @@ def as_one_device(model: str, schedule: str, ranks: list[dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize(("model", "within"), [("gpt", 0.005), ("relus", 0.09)])
 def test_measured_peak_of_each_rank_is_the_predicted_one(model: str, within: float) -> None:
-    """What small stages hand on is much beside what they hold; where a backward pass is in two
-    parts, the replay may count one such value that has gone."""
+    """Small stages send much compared with what they hold.
+
+    If a backward pass is in two parts, the replay may count one such value that is already freed.
+    """
     for rank in on_two_ranks(f"tests.system.dist.pipelines:peaks_of_{model}"):
         assert len(rank) == 7
         for schedule, (predicted, metered) in rank.items():

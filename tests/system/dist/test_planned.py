@@ -1,4 +1,4 @@
-"""Plans for ranks, made and run through the public API: the training of one device, by value."""
+"""Plans for several ranks, made and run through the public API, train like one device."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_planned_ranks_train_as_one_device(
         one, *others = (rank[name] for rank in ranks)
         assert one["axes"] == case.layout.axes, name
         assert tuple(one["shares"]) == case.layout.shares, name
-        # The same bits on every rank, and one device's numbers but for the order of a sum.
+        # All ranks have the same bits, and equal one device up to the order of a sum.
         assert [other["digest"] for other in others] == [one["digest"]] * (count - 1), name
         assert [other["losses"] for other in others] == [one["losses"]] * (count - 1), name
         assert one["losses"] == pytest.approx(one["expected"], rel=1e-9), name
         assert one["losses"][-1] < one["losses"][0], name
-        # What is drawn next is drawn alike: loaders shuffle the same way.
+        # The generators are in the same state afterwards, so that loaders shuffle in the same way.
         assert [other["after"] for other in others] == [one["after"]] * (count - 1), name
         for rank in (one, *others):
             _agrees(rank, case, name)
@@ -71,23 +71,24 @@ def test_planned_ranks_train_as_one_device(
 
 
 def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
-    """What it did with what was said."""
+    """Check that the run equals its prediction."""
     assert rank["error"] < 1e-9, name
     assert rank["again"] < 1e-9, name
     if case.in_slots and case.layout.pipeline == 1:
-        # Nothing goes by torch's calls.
+        # No exchange uses torch's collectives.
         assert rank["planned"], name
         assert not rank["executed"], name
         assert rank["counted_bytes"] == pytest.approx(rank["predicted_bytes"], rel=0.01), name
     elif case.layout.pipeline == 1:
         assert rank["executed"] == rank["planned"], name
-        # Of what is handed over a ring sends that many times as much, in parts that are rounded up.
+        # A ring sends the input this many times, in parts that are rounded up.
         among = max(case.layout.data, 2)
         sent = rank["handed_bytes"] * 2 * (among - 1) / among
         assert sent == pytest.approx(rank["sent_bytes"], rel=0 if among == 2 else 1e-3), name
         assert 0 < sent < rank["predicted_bytes"], name
-        # By the kernel, with what gloo says of each piece: what is tiny and in double precision, as
-        # losses are here, has fewer pieces than in single. Rings of more than two round up.
+        # The kernel's count includes gloo's header for each piece. A tiny tensor in double
+        # precision, such as the loss here, has fewer pieces than in single precision. Rings of more
+        # than two ranks round up.
         tiny = _SAID_OF_TINY * (case.layout.num_ranks - 1) * case.micro_batches
         rounded = 0 if among == 2 else 8 * among * len(rank["executed"])
         counted = rank["counted_bytes"]
@@ -104,7 +105,7 @@ def _agrees(rank: dict[str, Any], case: Case, name: str) -> None:
 
 
 def _agree_on_peaks(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
-    """Of unequal shares of the batch, what is said is of the largest."""
+    """Check peaks; with unequal shares of the batch, the prediction is for the largest share."""
     if case.layout.pipeline > 1:
         return
     peaks = [rank["peak_bytes"] for rank in ranks]
@@ -116,10 +117,14 @@ def _agree_on_peaks(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
 
 
 def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> None:
-    """What is said is of the rank that has most; the tied weight is held, and summed up, by both."""
+    """Check a pipelined run.
+
+    The prediction is for the rank with the largest amounts; both end stages hold and sum the tied
+    weight.
+    """
     groups, tensor = case.layout.data, case.layout.tensor
     for place, first in enumerate(ranks[:tensor]):
-        # Those that share tensors exchange alike; the stages together what all of the lines do.
+        # Ranks that share tensors do the same exchanges; the stages together do those of all lines.
         stages = ranks[place::tensor]
         assert [rank["executed"] for rank in stages] == [r["executed"] for r in ranks[::tensor]]
         done = Counter(call for rank in stages for call in rank["executed"])
@@ -127,17 +132,18 @@ def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> Non
     predicted = {(rank["predicted_bytes"], rank["predicted_peak_bytes"]) for rank in ranks}
     ((sent, peak),) = predicted
     last = len(ranks) - groups * tensor
-    # With the ranks of the other group: each gradient, in double precision, and the loss; of weights
-    # in shares this rank's rows, and the other's rows of their gradients.
+    # Exchanges with the ranks of the other group: each gradient in double precision, and the loss;
+    # for sharded weights, this rank's rows and the gradients of the other's rows.
     replicas = [
         8 * (rank["held"] + rank["in_shares"] + (n >= last)) if groups > 1 else 0
         for n, rank in enumerate(ranks)
     ]
     assert (sum(rank["in_shares"] for rank in ranks) > 0) == case.with_states, name
     handed = (rank["handed_bytes"] for rank in ranks)
-    # The first stage and the last, which hold the tied weight, lie on one rank where stages fold.
+    # The first and the last stage, which hold the tied weight, are on one rank if the schedule is
+    # V-shaped.
     tied_bytes = 0 if case.schedule == "ZBVZeroBubble" else _TIED_BYTES // tensor
-    # What gloo says of it comes on top; of slots nothing is said.
+    # The count also includes gloo's headers; slots have none.
     said = sent - max(map(sum, zip(handed, replicas))) - tied_bytes
     assert said > 0, name
     counted = max(rank["counted_bytes"] for rank in ranks)
@@ -152,6 +158,6 @@ def _agrees_in_stages(ranks: list[dict[str, Any]], case: Case, name: str) -> Non
     assert all(rank["held"] < ranks[0]["whole"] for rank in ranks), name
 
 
-# The weight of 64 words of 32 numbers in double precision.
+# The size of a weight of 64 rows of 32 numbers in double precision.
 _TIED_BYTES = 64 * 32 * 8
 _SAID_OF_TINY = 144

@@ -1,5 +1,7 @@
-"""Slots that NIXL writes, as on another host: what comes, what is held, who is told what. Over TCP
-of one machine; there is no device for RDMA here, and nothing is said of speed."""
+"""Slots written by NIXL, as between hosts: values, memory and errors.
+
+They use TCP on one machine, because no RDMA device is available, and speed is not tested.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not through memory that processes of one host could share."""
+    """Exclude the shared memory that processes of one host could use."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
 
 
 def test_more_messages_than_slots_arrive_unchanged() -> None:
     for rank in on_two_ranks("tests.system.dist.remote:exchanged"):
-        # Room for what goes is held, too.
+        # No buffer for sent messages stays allocated either.
         assert rank == {"wrong": [], "changed": [], "moved": True, "held": False, "left open": []}
 
 
@@ -75,7 +77,7 @@ def test_an_unreachable_host_is_named_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_hosts_measure_the_rate_of_remote_writes(count: int) -> None:
-    """Of three, one has no part in messages between two."""
+    """The third rank takes no part in messages between the other two."""
     for rank in on_ranks("tests.system.dist.remote:measured", count=count):
         assert {"slot small", "slot large", "slot hand", "slot copy", "slotted middle"} < {*rank}
 

@@ -1,4 +1,5 @@
-"""Gradients of a table as rows between ranks: one device's numbers, in the bytes that were said."""
+"""Gradients of a table sent as rows between ranks equal those of one device, in the predicted
+bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``steelyard run`` of a plan for two ranks: one receipt, one restart a kill, the same bits."""
+"""``steelyard run`` of a plan for two ranks: one receipt, one restart after a kill, the same
+bits."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def steelyard(folder: Path, *arguments: str, **environ: str) -> subprocess.Compl
 
 
 def here(folder: Path, *arguments: str, **environ: str) -> str:
-    """What one process says that needs no other: this one, which has imported all of it."""
+    """Return the output of a command run in this process, which has already imported everything."""
     said = io.StringIO()
     with (
         contextlib.chdir(folder),
@@ -113,7 +114,8 @@ def here(folder: Path, *arguments: str, **environ: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, costs: Path) -> Iterator[Path]:
-    """With a script, and a plan of it that was edited to lie on two ranks: one would be faster."""
+    """Return a folder with a script and a plan edited for two ranks, although one would be
+    faster."""
     path = tmp_path_factory.mktemp("ranks")
     (path / "train.py").write_text(_SCRIPT)
     with in_a_hurry(costs):
@@ -126,13 +128,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, costs: Path) -> Iterator[Pa
 
 
 def _undecided(plan: str) -> str:
-    """For the same model and ranks, without a rule: on slow cores two ranks may be the faster."""
+    """Return a plan for the same model and ranks without a rule; on slow cores two ranks may be
+    faster."""
     head, budget, rest = plan.partition("\n[budget]\n")
     return head + budget + rest.partition("\n[[")[0]
 
 
 def tensors(checkpoint: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Of the model and the optimizer."""
+    """Return the tensors of the model and of the optimizer."""
     found = {}
     for path in (checkpoint / "model.safetensors", checkpoint / "optimizer.safetensors"):
         with safe_open(path, framework="numpy") as file:
@@ -166,8 +169,8 @@ def test_training_after_a_killed_rank_restarts_with_the_same_bits(folder: Path) 
 
 @pytest.mark.long
 def test_checkpoints_are_loaded_by_any_layout(folder: Path) -> None:
-    """On ranks that share the batch, equally and not, on ranks that hold parts, of which one is
-    stopped, on ranks that hold layers, on one."""
+    """Resume on ranks with equal and unequal shares, on tensor-parallel ranks of which one is
+    stopped, on pipeline ranks, and on one rank."""
     run, alone = partial(_ran, folder), _alone(folder)
     (folder / "batch.plan.toml").write_text(alone + _ON_TWO)
     unequal = _ON_TWO.replace("ranks = 2\n", "ranks = 2\nshares = [3, 1]\n")
@@ -177,7 +180,7 @@ def test_checkpoints_are_loaded_by_any_layout(folder: Path) -> None:
     here(folder, *_asked("alone.plan.toml", 8, "alone"), DROPOUT="0")
     run("batch.plan.toml", 2, "chain")
     run("unequal.plan.toml", 4, "chain", "--resume", "chain")
-    # Whoever waits for a stopped rank is told by gloo in other words than of one that is gone.
+    # If a rank is stopped, gloo reports another error to the waiting ranks than if it has exited.
     stop = {"KILLED": "1", "SIGNAL": "SIGSTOP", "timeout": "4s"}
     said = run("parts.plan.toml", 6, "chain", "--resume", "chain", **stop)
     assert "rank 1 is stopped (SIGSTOP)" in said
@@ -189,7 +192,8 @@ def test_checkpoints_are_loaded_by_any_layout(folder: Path) -> None:
 
 @pytest.mark.long
 def test_checkpoints_of_sharded_layers_and_states_are_complete(folder: Path) -> None:
-    """On two stages by two ranks that share tensors, and by two that share the batch and states."""
+    """Two pipeline stages on two tensor-parallel ranks each, and on two ranks each that shard
+    the batch and states."""
     run, alone = partial(_ran, folder), _alone(folder)
     on_four = alone.replace("\nranks = 2\n", "\nranks = 4\n", 1)
     (folder / "grid.plan.toml").write_text(on_four + _PARTS + _STAGES)
@@ -233,7 +237,8 @@ def _agree(one: Path, other: Path) -> None:
 
 
 def test_a_rank_with_a_different_batch_is_named(folder: Path) -> None:
-    """Gradients are as large as ever: without a word more, training would go on, and be wrong."""
+    """Gradients have the same sizes, so training would continue with wrong values if nothing
+    were checked."""
     odd = steelyard(folder, "run", "train.py", "--steps", "6", "--rank-timeout", "4s", ODD="1")
     assert odd.returncode == 2, odd.stderr
     said = " ".join(odd.stderr.split())
@@ -244,7 +249,7 @@ def test_a_rank_with_a_different_batch_is_named(folder: Path) -> None:
 
 @pytest.mark.long
 def test_with_sharded_states_the_rank_with_a_different_batch_is_named_too(folder: Path) -> None:
-    """The rank that waits for weights is not blamed: the one with another batch is named."""
+    """The rank that waits for weights is not blamed; the one with another batch is."""
     (folder / "shares.plan.toml").write_text(_alone(folder) + _ON_TWO + _SHARES)
     given = ("run", "train.py", "--steps", "6", "--plan", "shares.plan.toml")
     odd = steelyard(folder, *given, "--rank-timeout", "4s", ODD="1", DROPOUT="0")
@@ -286,10 +291,10 @@ def test_ctrl_c_stops_all_ranks_after_one_step_and_saves_it(folder: Path) -> Non
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all that it started, directly or not."""
+    """Return a process and all that it started, directly or not."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process may have ended meanwhile
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     found = [pid]
@@ -317,7 +322,7 @@ def test_two_local_ranks_listen_on_loopback_only(folder: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
     assert len(family) >= 3, "the launcher and its two ranks"
-    # 127.0.0.1 as /proc/net/tcp has it: gloo's ports, and no other.
+    # 127.0.0.1 in the format of /proc/net/tcp: gloo listens at no other address.
     assert addresses == {"0100007F"}
 
 

@@ -1,4 +1,4 @@
-"""What gloo says of its messages is predicted as the kernel counts it."""
+"""The predicted headers of gloo's messages equal the bytes that the kernel counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_collectives_send_the_predicted_bytes(count: int) -> None:
     for each in zip(*on_ranks("tests.system.dist.said:exchanges", count=count), strict=True):
         name, said, sent = each[0]["name"], each[0]["said"], each[0]["sent"]
         assert said > sent, name
-        # A ring rounds each piece up to whole elements, of which the last ranks have fewer.
+        # A ring rounds each piece up to whole elements; the last ranks have smaller pieces.
         pieces = 2 * count * -(-sent // (2 << 20))
         assert max(one["counted"] for one in each) == pytest.approx(said, abs=8 * pieces), name
 
@@ -30,7 +30,7 @@ def test_point_to_point_messages_send_the_predicted_bytes() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_bytes_of_the_agreement_before_a_step_are_those_that_the_kernel_counts(count: int) -> None:
-    """It is in no prediction of a step, and in none of its receipts."""
+    """These bytes are in no prediction and in no receipt of a step."""
     for rank in on_ranks("tests.system.dist.said:asked", count=count):
         assert rank["counted"] == rank["said"] > 0
 

@@ -1,4 +1,4 @@
-"""Two hosts that know one secret meet, and listen where the other comes from and nowhere else."""
+"""Two hosts with the same secret meet, and listen only on the interface to each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pair() -> Iterator[Hosts]:
 
 
 def met(pair: Hosts, folder: Path, *tokens: str) -> list[tuple[dict[str, Any], str]]:
-    """What each rank printed, and what it said on stderr; rank 0 opens the port itself."""
+    """Return what each rank printed on stdout and stderr; rank 0 opens the port itself."""
     port, started = next(_PORTS), []
     for host, token in enumerate(tokens):
         environ = {

@@ -1,5 +1,5 @@
-"""Messages through memory that two ranks share come as they were sent; and where they cannot, every
-rank is told why."""
+"""Messages through memory that two ranks share arrive unchanged; if this is impossible, all
+ranks get the reason."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_rank_that_dies_while_using_a_slot_is_named(tmp_path: Path) -> None:
 
 
 def test_gpu_ranks_wait_for_pending_kernels_before_sending() -> None:
-    """Which a file in memory stands in for."""
+    """A memory file stands in for the GPU."""
     for rank, found in enumerate(on_two_ranks("tests.system.dist.stood_in:every")):
         nothing_left = {"wrong": [], "changed": [], "moved": True, "held": True, "left open": []}
         assert found["exchanged"] == nothing_left
@@ -94,7 +94,7 @@ def test_a_rank_that_dies_before_its_gpu_has_written_the_slot_is_named(tmp_path:
 
 
 def check_who_died(module: str, folder: Path, *, device: str = "cpu") -> None:
-    """Of the two ranks that this module is, as a command."""
+    """Check which of the two ranks died; this module is also their command."""
     also = [] if device == "cpu" else [device]
     ranks = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What ranks exchange through memory that they share is what torch's exchanges give."""
+"""Exchanges through shared memory give the results of torch's exchanges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.dist
 def test_all_collectives_equal_those_of_torch_in_any_order_of_waits(count: int) -> None:
     ranks = on_ranks("tests.system.dist.slotted:as_torchs", count=count)
     for rank in ranks:
-        # Of more than two, a sum depends on who is added first.
+        # With more than two ranks, a sum depends on the order of its terms.
         assert rank["bitwise"] or count > 2
         assert rank["off"] <= 1e-6 if count == 2 else rank["off"] <= 0.02
         assert 0 < rank["moved"] <= 1.01 * ranks[0]["moved"]

@@ -1,4 +1,4 @@
-"""What leaves hosts of several ranks each, by the counters of their network, as is predicted."""
+"""The bytes that leave hosts with several ranks each, by network counters, are as predicted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.xdist_group("betwe
 
 _ROOT = Path(__file__).resolve().parents[3]
 _NEAR = Link(kind="near", latency_seconds=0.0, bytes_per_second=1e12)
-# Headers of packets, what gloo says of itself, what is acknowledged, and two barriers.
+# Packet headers, gloo's own headers, acknowledgements, and two barriers.
 _MOST_MORE, _SAID = 1.03, 20_000
 
 

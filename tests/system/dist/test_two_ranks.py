@@ -1,6 +1,6 @@
-"""A step on two ranks of gloo: what it computes, holds and sends, against what was said of it.
+"""A step on two ranks of gloo: its results, memory and bytes, compared with the prediction.
 
-One test for each start of the ranks, which takes most of the time.
+There is one test for each start of the ranks, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.system.dist.ranks import on_two_ranks
 
 pytestmark = pytest.mark.dist
 
-# 127.0.0.1 as the kernel writes it.
+# 127.0.0.1 in the format of the kernel.
 _LOOPBACK = "0100007F"
 
 
@@ -24,7 +24,7 @@ def test_bucketed_all_reduces_train_as_one_device() -> None:
     ranks = on_two_ranks("tests.system.dist.scenarios:reductions")
     for rank in ranks:
         assert set(rank["listening"]) == {_LOOPBACK}
-        # Hints to the kernel go by names that are gloo's: under another one they would go unheard.
+        # The policy is set for threads by the names that gloo gives them.
         assert set(rank["policies"]) == {os.SCHED_BATCH}
         assert rank["connections"] > 0
         assert len(rank["programs"]) == 6
@@ -32,14 +32,15 @@ def test_bucketed_all_reduces_train_as_one_device() -> None:
             _as_on_one_device(name, program)
             _sent_as_predicted(name, program)
             assert program["predicted_peak_bytes"] == program["peak_bytes"], name
-            # The same bits on both ranks, in whatever buckets, whenever waited for.
+            # Both ranks get the same bits with every bucket size and every window.
             assert program["digests"] == ranks[0]["programs"]["one each, window 0"]["digests"], name
 
 
 def test_a_diverging_run_falls_back_to_milder_codecs(
     costs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another program of the same batch is bound then, at a loss that tells nothing of the batch."""
+    """A program with another codec is bound for the same batch; the loss says nothing about the
+    batch."""
     monkeypatch.setenv("STEELYARD_CACHE", str(costs))
     for rank in on_two_ranks("tests.system.dist.coded:diverged"):
         assert isfinite(rank["losses"][0])
@@ -74,11 +75,11 @@ def test_sharded_tensors_train_as_one_device(scenario: str) -> None:
 
 
 def _as_on_one_device(name: str, program: dict[str, Any]) -> None:
-    # Not at all different would mean that the two halves were never added up apart.
+    # An error of zero would mean that the two halves were not added up separately.
     assert 0 < program["error"] < 1e-6, name
 
 
 def _sent_as_predicted(name: str, program: dict[str, Any]) -> None:
     assert program["executed"] == program["planned"], name
-    # On two ranks a ring sends exactly what it is handed: half of it twice, or a share once.
+    # On two ranks a ring sends exactly its input: half of it twice, or a share once.
     assert program["sent_bytes"] == program["handed_bytes"] > 0, name

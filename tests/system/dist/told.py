@@ -1,6 +1,6 @@
-"""What a rank says of a step that it trained by a plan, and what must hold of that on all ranks.
+"""Reports of a rank about a planned step, and checks over all ranks.
 
-For scenarios that plan, train and look at one more step. Not for what is trained.
+It is for scenarios that plan, train, and examine one more step. Not for the training itself.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ def told(planned: Any, step: Any, batch: Any) -> dict[str, Any]:
 def check_as_planned(
     ranks: Sequence[dict[str, Any]], name: str, shares: Sequence[int] = ()
 ) -> None:
-    """The same model on all, after the calls, bytes and peak that were planned; of unequal shares of
-    the batch, what is said is of the largest."""
+    """Check that all ranks have the same model, and the planned calls, bytes and peak.
+
+    With unequal shares of the batch, the prediction is for the largest share.
+    """
     assert len({rank["digest"] for rank in ranks}) == 1, name
     most = max(shares, default=1)
     for rank, share in zip(ranks, shares or [most] * len(ranks), strict=True):
         assert Counter(rank["executed"]) == Counter(rank["planned"]), name
-        # By the kernel, with what gloo says of its messages. Rings of more than two round up.
+        # The kernel's count includes gloo's headers. Rings of more than two ranks round up.
         exchanges = sum(call != "wait_tensor" for call in rank["executed"])
         rounded = 8 * len(ranks) * exchanges if len(ranks) > 2 else 0
         assert rank["sent_bytes"] < rank["predicted_bytes"], name

@@ -265,7 +265,7 @@ ANSWERS = {
     ),
 }  # fmt: skip
 
-# The question of each section, and its answer from the rows above, by their places.
+# The question of each section, and its answer, composed from the rows above.
 HEADLINES = {
     "memory": (
         "Is the predicted peak memory right?",
@@ -429,7 +429,7 @@ def _detail_page(result: str) -> str:
 
 
 def first_lines() -> dict[str, str]:
-    """What each benchmark says of itself, in the first sentence of its docstring."""
+    """Return the first sentence of each benchmark's docstring."""
     found = {}
     for file in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
         said = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""

@@ -31,7 +31,7 @@ from tests.zoo import EDGE, HF, OWN, REFUSED, Case, reference
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 _SEED = 11
 
-# Cases that are not equal to the bit, and why; a case that is new here has to be looked into.
+# Cases that are not bitwise equal, with the reason; a new one must be investigated.
 _ROUNDING = {
     "lstm": "eager runs oneDNN's fused LSTM, the graph the cell's own operators",
     "edge_lstm_on_data": "eager runs oneDNN's fused LSTM, the graph the cell's own operators",
@@ -95,7 +95,8 @@ loss, and a plan that splits the batch of such a step says so in a note.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """``state`` is one of the three words of the page; ``reason`` says why it is not the first."""
+    """``state`` is one of the three words of the page; ``reason`` explains why it is not the
+    first."""
 
     state: str
     reason: str = ""
@@ -129,10 +130,10 @@ def verdict_on(case: Case) -> Verdict:
 
 
 def refusal_of(case: Case) -> Verdict:
-    """Cases that must be refused; some of them plain PyTorch refuses too."""
+    """Return the reason of cases that must be refused; plain PyTorch refuses some of them too."""
     model, loss, batch = case.make()
     try:
-        # A model without values can be planned; it is refused where the plan is applied.
+        # A model without values can be planned, but its plan cannot be applied.
         steelyard.plan(model, loss, batch).apply()
     except SteelyardError as error:
         return Verdict(state="refused", reason=error.happened)
@@ -209,7 +210,7 @@ def _class_name(case: Case) -> str:
 
 
 def _cell(text: str) -> str:
-    # The lines of a file move with every case that is added before them.
+    # Line numbers are removed, because they change with every case that is added above.
     return re.sub(r"(\.py):\d+", r"\1", " ".join(text.split())).replace("|", "\\|")[:220]
 
 

@@ -35,7 +35,7 @@ from typing import Any
 from steelyard.cli import main as steelyard
 
 ROOT = Path(__file__).resolve().parents[3]
-# Shell lines that set things up: what they name is looked for, they are not run.
+# Shell lines that set something up. They are not run; the test checks that their files exist.
 SET_UP = re.compile(
     r"scripts/(?P<script>\w+)( .*)?"
     r"|python3? -m venv \.venv|\. \.venv/bin/activate"
@@ -77,15 +77,16 @@ def blocks(page: str) -> Iterator[Block]:
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One reader of one page, in the folder that is current."""
+    """A reader of one page, in the current folder."""
 
-    # A module that can be imported by its name: Dynamo looks up there what a function calls.
+    # The module can be imported by its name, because Dynamo looks up the globals of a function
+    # there.
     module: ModuleType = field(default_factory=lambda: ModuleType("page"))
     printed: str = ""
     complained: str = ""
 
     def read(self, page: str) -> int:
-        """How many blocks were done or held."""
+        """Read the page; return how many blocks were executed or compared."""
         found = list(blocks(page))
         for block in found:
             try:
@@ -96,7 +97,7 @@ class Session:
         return len(found)
 
     def take(self, block: Block) -> None:
-        """Do what the block says, or hold what it shows against what was printed."""
+        """Execute the block, or compare its text with what was printed."""
         assert block.language in _LANGUAGES, f"a block in {block.language!r} is not checked"
         if block.language in ("python", "sh"):
             self.printed = self.complained = ""
@@ -104,13 +105,13 @@ class Session:
             getattr(self, f"_{block.language}")(block)
 
     def said(self) -> str:
-        """What the block before printed; its complaints where it printed nothing."""
+        """Return the output of the previous block, or its errors if it printed nothing."""
         return self.printed or self.complained
 
     def _python(self, block: Block) -> None:
         if save(block):
             return
-        # Blank lines put its lines where they are in the page, for tracebacks.
+        # Blank lines give the code its line numbers of the page, for tracebacks.
         code = compile("\n" * block.first + block.text, "<page>", "exec")
         sys.modules["page"] = self.module
         with self._heard():
@@ -123,7 +124,7 @@ class Session:
             if not words:
                 continue
             if words == ["steelyard", "demo"]:
-                continue  # takes minutes; tests/system/demo/test_demo.py runs it on a smaller scene
+                continue  # takes minutes; tests/system/demo/test_demo.py runs a smaller one
             if words[0] == "steelyard":
                 with self._heard():
                     code = steelyard(words[1:])
@@ -159,7 +160,7 @@ class Session:
 
 
 def save(block: Block) -> bool:
-    """A block that begins with the name of a file is that file."""
+    """Save a block that begins with the name of a file as that file."""
     named = re.match(r"# (\w+\.(py|toml))\n", block.text)
     if named:
         Path(named[1]).write_text(block.text, encoding="utf-8")
@@ -167,7 +168,7 @@ def save(block: Block) -> bool:
 
 
 def set_the_table() -> None:
-    """Into the folder that is current: the script that the quickstart has its readers write."""
+    """Write the script of the quickstart into the current folder."""
     for block in blocks((ROOT / "docs/quickstart.md").read_text(encoding="utf-8")):
         if block.language == "python":
             save(block)
@@ -186,7 +187,7 @@ def _check_set_up(command: str) -> None:
 
 
 def _compare_keys(shown: Any, real: Any, where: str) -> None:
-    """Every key that is shown exists; of lists the first entries are compared."""
+    """Check that every shown key exists; of lists, only the first entries are compared."""
     if isinstance(shown, dict):
         assert isinstance(real, dict), where
         for key, value in shown.items():
@@ -195,22 +196,26 @@ def _compare_keys(shown: Any, real: Any, where: str) -> None:
     elif isinstance(shown, list) and shown and isinstance(real, list) and real:
         _compare_keys(shown[0], real[0], f"{where}[0]")
     else:
-        # A whole number may stand where the program says 1.5, and null where it has a figure.
+        # The page may show an integer where the program prints 1.5, and null where it prints a
+        # number.
         kinds = (int, float) if isinstance(shown, int | float) else type(shown)
         assert shown is None or real is None or isinstance(real, kinds), f"{where}: {real!r}"
 
 
-# --- the form of what is printed ------------------------------------------------------------------
+# --- the form of printed output -------------------------------------------------------------------
 
-# Lines that depend on what the machine measured just then.
+# Lines that appear or not, depending on the measurement.
 _SOMETIMES = (
     *("note", "next cent", "reasons"),
-    *("* #", "* this plan; FLOPs relative to the graph without trades"),  # if it is on the curve
+    *(
+        "* #",
+        "* this plan; FLOPs relative to the graph without trades",
+    ),  # if it is on the curve
 )
 
 
 def form(text: str) -> tuple[str, ...]:
-    """The head of each line that does not begin with a blank, without its figures."""
+    """Return the head of each line that does not begin with a blank, without its figures."""
     heads: list[str] = []
     for line in text.splitlines():
         if not line or line[0] == " ":
@@ -224,7 +229,7 @@ def form(text: str) -> tuple[str, ...]:
 
 
 def matches(shown: tuple[str, ...], real: tuple[str, ...]) -> bool:
-    """``...`` stands for any lines that are left out."""
+    """Return whether the lines match; ``...`` stands for any lines that are left out."""
     if not shown:
         return not real
     if shown[0] == "...":
@@ -233,8 +238,8 @@ def matches(shown: tuple[str, ...], real: tuple[str, ...]) -> bool:
 
 
 def _compare_memory(shown: str, real: str) -> None:
-    """Eager's memory is counted, not timed: within a few hundredths it is the same everywhere. How
-    far under its budget a plan stays depends on the times that were measured."""
+    """Compare eager's memory, which is counted and not timed: it is equal everywhere within a
+    few hundredths. The memory that a plan leaves unused depends on measured times."""
     for left, right in zip(_memory(shown), _memory(real), strict=False):
         assert abs(left - right) <= 0.05 * right, f"{left} bytes are shown, {right} were printed"
 
@@ -248,14 +253,14 @@ def _memory(text: str) -> list[float]:
     ]
 
 
-# --- writing pages anew ---------------------------------------------------------------------------
+# --- writing the pages ----------------------------------------------------------------------------
 
 
 def rewritten(page: str) -> str:
-    """The page with what its code prints now.
+    """Return the page with the present output of its code.
 
-    A block that ends in ``...`` shows as many first lines as before; one that leaves out something
-    else stays as it is.
+    A block that ends in ``...`` keeps its number of lines; a block that leaves out something else
+    stays as it is.
     """
     set_the_table()
     session = Session()

@@ -73,7 +73,7 @@ def measure(page: str) -> tuple[Curve, Curve, int]:
     step, batch, plan = names["step"], names["batch"], names["plan"].plan
     eager_optimizer, eager = _eager_step(names["model"], step.optimizer, names["loss"], batch)
     step.optimizer.zero_grad()
-    # Weights, optimizer state and batch stay for the whole step, in both alike.
+    # Weights, optimizer state and batch stay for the whole step; they are equal in both.
     resident = step.memory_meter.resident_bytes()
     before = Curve(
         levels=_trace(eager, eager_optimizer, resident),
@@ -102,7 +102,7 @@ def _eager_step(
         loss(model, batch).backward()
         optimizer.step()
 
-    step()  # makes the optimizer's state
+    step()  # creates the optimizer's state
     return optimizer, step
 
 

@@ -1,4 +1,4 @@
-"""The pages of figures say what the recorded results say."""
+"""The pages of figures agree with the recorded results."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def test_an_answer_stands_on_figures_and_its_bound_is_the_recorded_one(
     found = benchmarks.figures_of(answer)
     assert found
     for figure in found:
-        # A figure whose interval reaches its target is counted as met.
+        # A figure whose interval includes its target counts as met.
         low, high = figure.get("interval") or (figure["value"], figure["value"])
         target = figure["target"]
         if target is not None:

@@ -1,4 +1,4 @@
-"""The page on presets says what the presets say, and the example of a cluster file is a cluster."""
+"""The page on presets agrees with the presets, and the example of a cluster file is valid."""
 
 from steelyard.hardware.cluster_file import decode_tree
 from tests.system.docs import clusters, pages

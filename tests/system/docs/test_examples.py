@@ -1,4 +1,4 @@
-"""The examples run, and the loop of one's own trains as plain PyTorch would."""
+"""The examples run, and the example of a user's loop trains like plain PyTorch."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""The page of models names the whole zoo, and rows of it are held against the program."""
+"""The page of models names the whole zoo, and some of its rows are compared with the program."""
 
 import pytest
 

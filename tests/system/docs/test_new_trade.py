@@ -107,6 +107,6 @@ def test_a_trade_of_each_stage_goes_with_its_file_and_its_line(
     plans = sorted(tmp_path.glob("*.plan.toml"))
     assert plans
     for plan in plans:
-        # The recorded plans do not use the trade, so they are the same without it.
+        # The recorded plans do not use the trade, so they are the same with and without it.
         assert plan.read_text("utf-8") == (RECORDS / plan.name).read_text("utf-8")
         assert f'"{name}"' not in plan.with_name(f"{plan.stem}.json").read_text("utf-8")

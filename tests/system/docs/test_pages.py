@@ -23,7 +23,7 @@ PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
 )
-# This page changes the package: see test_new_trade.py.
+# test_new_trade.py runs this page, because it changes the package.
 NEW_TRADE = "docs/extend/a-new-trade.md"
 WITH_CODE = [
     p for p in PAGES if p != NEW_TRADE and any(pages.blocks((ROOT / p).read_text(encoding="utf-8")))
@@ -31,7 +31,7 @@ WITH_CODE = [
 
 
 _PLAN_WORKLOAD = api.plan_workload
-# Of each script and cluster that some page plans for: what a plan of it begins with.
+# Maps each script and cluster on these pages to its planning session.
 _LOOKS: dict[tuple[str, ...], PlanningSession] = {}
 
 
@@ -45,8 +45,8 @@ def _planned_once(
     on_progress: Progress,
     **wishes: Any,
 ) -> sy.Planned:
-    """As ``plan_workload``; a step that was captured and searched for a page is not so again for
-    another budget: pages plan one script over and over."""
+    """Plan like ``plan_workload``, but reuse the captured and searched step for other budgets,
+    because pages plan one script many times."""
     cluster = cluster or sy.Cluster.here()
     if any(wishes.values()) or not cluster.is_here:
         return _PLAN_WORKLOAD(
@@ -65,14 +65,14 @@ def _planned_once(
 
 
 def _in_one_worker(name: str) -> Any:
-    """Pages that plan the quickstart's script share what is found of it."""
+    """Keep pages that plan the quickstart's script on one worker, so that they share its costs."""
     shares = pytest.mark.xdist_group("train.py")
     return pytest.param(name, marks=shares if "steelyard plan train.py" in _text(name) else ())
 
 
 @pytest.fixture
 def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same for all pages: lines are named from the folder in which a step is captured."""
+    """Use the same folder for all pages, because source lines are relative to it."""
     folder = tmp_path_factory.getbasetemp() / "page"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -98,8 +98,9 @@ def test_commands_and_code_of_the_page_work(
     monkeypatch.setattr(api, "plan_workload", _planned_once)
     text = _text(name)
     fences = re.findall(r"^```", text, re.MULTILINE)
-    # Forms are compared, no figures. But figures decide which plan it is, and those of a moment in
-    # which a neighbour takes half of a core may make it another one: they are measured once more.
+    # The check compares the form, not the figures. But the figures decide which plan is made, and
+    # another process that takes half of a core can change it. So the costs are measured a second
+    # time.
     try:
         shown = _shown(text, costs)
     except AssertionError:

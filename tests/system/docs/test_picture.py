@@ -1,4 +1,4 @@
-"""The picture in README is drawn from a measured step, and says what README says."""
+"""The picture in README is drawn from a measured step, and its figures are those of README."""
 
 import re
 from pathlib import Path
@@ -50,8 +50,8 @@ def test_the_curves_are_measured(
     assert after.peak_bytes <= budget < before.peak_bytes
     for curve in (before, after):
         assert curve.peak_bytes == pytest.approx(curve.predicted_peak_bytes, rel=0.02)
-    # Both begin with weights, optimizer state and batch, and end with the gradients besides; the
-    # plan's step keeps its loss.
+    # Both begin with weights, optimizer state and batch, and end with the gradients in addition;
+    # the plan's step also keeps its loss.
     assert before.levels[0] == after.levels[0]
     assert 0 <= after.levels[-1][1] - before.levels[-1][1] <= 8
     assert before.levels[-1][1] > before.levels[0][1]

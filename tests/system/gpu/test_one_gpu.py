@@ -1,4 +1,4 @@
-"""A step on a GPU of this machine: measured there, and as predicted; and what is refused there."""
+"""A step on a GPU of this machine: measured as predicted; and what is refused there."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_more_ranks_than_gpus_are_refused_or_share_one(
     assert shared.num_devices == ranks
     assert shared.fastest.memory_bytes == alone.memory_bytes // 2
     assert shared.fastest.kind == f"cuda {seen.name}, shared by 2 ranks"
-    # On several hosts each has as many.
+    # The same holds for each of several hosts.
     count = torch.cuda.device_count()
     hosts = local_cluster(gpu, Cluster.here(ranks=3 * count, hosts=3), cache=CostCache())
     assert (hosts.num_devices, hosts.hosts, hosts.fastest) == (3 * count, 3, alone)
@@ -115,7 +115,7 @@ def test_a_model_on_several_devices_is_refused() -> None:
 
 
 class _On(Tensor):
-    """Only says where it is."""
+    """A module that only has a device."""
 
     def __new__(cls, device: str) -> _On:
         made: _On = torch.zeros(()).as_subclass(cls)

@@ -1,6 +1,6 @@
-"""What ranks of gloo do under ``steelyard.hooks``, beside the same without.
+"""Runs ranks of gloo under ``steelyard.hooks``, and the same without hooks.
 
-Not the judgement: that is the tests'.
+Not for checking the results: the tests do that.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.zoo.own import GPT
 
 CODES = ("int8", "ternary", "bfloat16", "rank 4")
 STEPS = 6
-# Two go in codes and fill a bucket each, the others are of one dimension or small.
+# Two gradients are compressed and fill a bucket each; the others have one dimension or are small.
 SHAPES = {"first": (96, 128), "second": (64, 160), "bias": (128,), "small": (3, 5)}
 
 
 class Given(nn.Module):
-    """Gradients are what they are said to be, whatever the parameters are."""
+    """A model whose gradients are the given ones, whatever its parameters are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def _wrapped(model: nn.Module, **settings: Any) -> DistributedDataParallel:
 
 
 def every(rank: int) -> dict[str, Any]:
-    """All that is judged, in one start of the ranks; some of it for two alone."""
+    """Run everything in one start of the ranks; some of it only with two ranks."""
     asked: list[Callable[[int], Any]] = [added_up, resumes, resumes_factors, shards]
     if dist.get_world_size() == 2:
         asked += [trains, scaled, unused, refusals, breaks]
@@ -64,7 +64,7 @@ def every(rank: int) -> dict[str, Any]:
 
 
 def added_up(rank: int) -> dict[str, Any]:
-    """Of each code: how far what came is from the mean, and what is still to come."""
+    """Return, for each codec, the error of the received means and the remaining residual."""
     return {code: _added_up(code, rank) for code in CODES}
 
 
@@ -117,7 +117,7 @@ def _digest(values: list[Tensor]) -> str:
 
 @contextmanager
 def _counted() -> Iterator[dict[str, float]]:
-    """The bytes that this rank sends in codes."""
+    """Return the bytes that this rank sends in compressed form."""
     sent = {"coded": 0.0}
     count = dist.get_world_size()
     kept = dist.all_gather_single, dist.all_to_all_single, dist.all_reduce
@@ -135,7 +135,7 @@ def _counted() -> Iterator[dict[str, float]]:
         return hand_over(kind, parts, *rest)
 
     gather, hand_out, reduce = kept
-    directly.hand_over = handed_over  # gloo's
+    directly.hand_over = handed_over  # this counts gloo's exchanges
     dist.all_gather_single = counting(gather, lambda _, x: (count - 1) * x.nbytes)
     dist.all_to_all_single = counting(hand_out, lambda _, x: (count - 1) / count * x.nbytes)
     dist.all_reduce = counting(reduce, lambda x: 2 * (count - 1) / count * x.nbytes * _is_coded(x))
@@ -147,12 +147,17 @@ def _counted() -> Iterator[dict[str, float]]:
 
 
 def _is_coded(x: Tensor) -> bool:
-    """Factors have four numbers of each row and column; what goes as it is, here, an odd number."""
+    """Return whether a message is compressed.
+
+    Factors have four numbers for each row and column; uncompressed messages have an odd number
+    here.
+    """
     return x.dtype == torch.bfloat16 or x.numel() % 4 == 0
 
 
 def trains(rank: int) -> dict[str, Any]:
-    """A model's losses without codes and with each, in whole batches and added up over two."""
+    """Return a model's losses without a codec and with each one, with whole batches and with
+    gradients accumulated over two."""
     found = {}
     for code in ("", *CODES):
         for parts in (1, 2):
@@ -195,7 +200,7 @@ def _is_alike(model: nn.Module) -> bool:
 
 
 def scaled(rank: int) -> dict[str, Any]:
-    """A scaler whose scale falls after a step with an infinite gradient on one rank."""
+    """Use a scaler whose scale falls after a step with an infinite gradient on one rank."""
     ddp = _wrapped(Given())
     scaler = torch.amp.GradScaler(
         torch.get_default_device().type, init_scale=1024.0, growth_interval=1000
@@ -215,7 +220,7 @@ def scaled(rank: int) -> dict[str, Any]:
         skipped.append(torch.equal(before, ddp.module.second))
         scales.append(scaler.get_scale())
     state = lost.state_dict()
-    # What was not applied was lost with the step that was left out.
+    # The compressed gradient of the skipped step was never applied, and is lost.
     applied = -ddp.module.second.detach()
     meant = (
         sum(_drawn(r, s)["second"] for r in range(count) for s in range(STEPS) if s != 2) / count
@@ -238,7 +243,7 @@ class Branching(nn.Module):
 
 
 def unused(rank: int) -> dict[str, Any]:
-    """Parameters that some ranks, or none, come by."""
+    """Leave parameters unused on some ranks, or on all."""
     torch.manual_seed(0)
     model = Branching()
     ddp = _wrapped(model, find_unused_parameters=True)
@@ -270,7 +275,7 @@ def resumes_factors(rank: int) -> dict[str, Any]:
 
 
 def _resumed(code: str, rank: int) -> dict[str, Any]:
-    """What was lost, saved and loaded into another model's hook, in buckets of another size."""
+    """Load saved residuals into another model's hook, with buckets of another size."""
     ddp = _wrapped(Given())
     lost = compress(ddp, code)
     for step in range(3):
@@ -284,7 +289,7 @@ def _resumed(code: str, rank: int) -> dict[str, Any]:
     again.load_state_dict(saved)
     loaded = again.state_dict()
     apart = max(float((saved[n] - loaded[n]).abs().max()) for n in saved)
-    # Nothing but what was lost: it comes in the next steps.
+    # Zero gradients send only the residual, which arrives in the next steps.
     zeros = {n: torch.zeros(s) for n, s in SHAPES.items()}
     came = {n: torch.zeros(s) for n, s in SHAPES.items()}
     for _ in range(3):
@@ -326,7 +331,7 @@ def _refusal(call: Callable[[], Any]) -> str:
 
 
 def breaks(rank: int) -> str:
-    """What the backward pass says where an exchange fails on the hook's own thread."""
+    """Return the error of the backward pass if an exchange fails on the hook's own thread."""
     ddp = _wrapped(Given())
     compress(ddp, "int8")
     gather, hand_over = dist.all_gather_single, directly.hand_over
@@ -345,7 +350,7 @@ def breaks(rank: int) -> str:
 
 
 def shards(rank: int) -> dict[str, Any]:
-    """FSDP2's gradients, and what it trains to, beside the same without a code."""
+    """Return FSDP2's gradients and trained parameters, with and without compression."""
     torch.manual_seed(0)
     layers = [nn.Linear(63, 130), nn.ReLU(), nn.Linear(130, 17)]
     model = nn.Sequential(*layers)

@@ -1,4 +1,4 @@
-"""Codes under DistributedDataParallel and FSDP2: the means that were meant, on all ranks alike."""
+"""Compression under DistributedDataParallel and FSDP2: correct means, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tests.system.dist.ranks import on_ranks
 from tests.system.hooks.scenarios import SHAPES, STEPS
 
-# One worker starts the ranks once for all of it.
+# One worker runs all tests, so that the ranks start once.
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.xdist_group("hooks")]
 CODED = ("first", "second")
 
@@ -29,15 +29,16 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def _found(name: str, device: str, count: int = 2) -> list[Any]:
-    """Of each rank."""
+    """Return the results of each rank."""
     return [rank[name] for rank in _every(count, device)]
 
 
-# A draw of a bell is at most about 4.5; it is rounded once, and its sum once more where more than
-# two add up; in three levels each time by half of 2.5 of those it is beside. Of noise, factors hold
-# next to nothing: all of a few steps comes later.
+# Bounds on the error of normal random numbers, which are at most about 4.5. Each is rounded once,
+# and the sum once more with more than two ranks. Ternary codes round by half of 2.5 times the mean
+# magnitude. Low-rank factors represent next to nothing of random noise: the residual of a few steps
+# is the whole.
 _OFF = {"int8": 0.06, "bfloat16": 0.06, "ternary": 7.0, "rank 4": 15.0}
-# Of what an all-reduce in float32 sends.
+# The bytes sent, relative to an all-reduce in float32.
 _SHARE = {"int8": 1 / 3.85, "bfloat16": 0.5, "ternary": 1 / 14.5, "rank 4": 1 / 12.5}
 _KEEPS = ("ternary", "rank 4")
 
@@ -53,7 +54,8 @@ def test_hooks_give_the_mean_and_feed_errors_back(count: int, device: str) -> No
             assert one["off"][name] < (_OFF[code] if is_coded else 1e-6), (code, name)
             if code in _KEEPS or not is_coded:
                 assert one["left"][name] < 1e-4 * STEPS, (code, name)
-        # Too much in blocks that are filled up, of gradients as small as these.
+        # The share of int8 is too high here, because padded blocks are large for such small
+        # gradients.
         assert 0.8 * _SHARE[code] < one["share"] < 1.2 * _SHARE[code], code
         assert one["off"]["first"] > 1e-4, code
 
@@ -66,7 +68,7 @@ def _saved_of(code: str) -> list[str]:
 @pytest.mark.parametrize("code", ["int8", "ternary", "bfloat16", "rank 4"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_model_with_hooks_trains_as_without_them(code: str, parts: int, device: str) -> None:
-    """Clipped, and with gradients added up over two batches before they go."""
+    """The gradients are clipped, and accumulated over two batches before they are sent."""
     for rank in _found("trains", device):
         plain, coded = rank[str(parts)], rank[f"{code} {parts}"]
         assert plain[-1] < 0.9 * plain[0]
@@ -81,7 +83,7 @@ def test_a_non_finite_step_leaves_no_residuals(device: str) -> None:
         assert rank["scales"] == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0]
         assert rank["finite"]
         assert rank["alike"]
-        # What is still to come is about one step's; with the old scale it would be far more.
+        # The residual is about one step's gradient; with the old scale it would be far larger.
         assert rank["rest"] < 1.0
 
 
@@ -89,7 +91,7 @@ def test_unused_parameters_keep_their_residuals(device: str) -> None:
     for rank in _found("unused", device):
         assert rank["alike"]
         assert rank["finite"]
-        # Torch would throw away what came of them: all that is kept of them waits.
+        # Torch would discard the gradient of an unused parameter, so its residual waits.
         assert rank["without"] == ["right.bias", "right.weight"]
         assert rank["kept"] == ["left.weight", "right.weight"]
         assert rank["moved"] == ["left.weight"]

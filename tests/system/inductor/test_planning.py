@@ -1,4 +1,4 @@
-"""Planned for Inductor: priced as the program that Inductor makes, run, and within the budget."""
+"""Plans for Inductor are priced as the program that Inductor makes, run, and fit the budget."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_the_measured_peak_is_within_the_budget(name: str) -> None:
     measured = step.receipt().measured.memory_bytes
     assert measured is not None
     assert measured <= budget
-    # A convolution lays its arguments out anew inside, which is metered with them as they lie.
+    # A convolution copies its arguments into another layout internally; the meter includes these
+    # copies.
     assert measured == pytest.approx(step.plan.predicted.peak.nbytes, rel=0.001)
     assert losses[-1] < losses[0]
 
@@ -73,7 +74,7 @@ def test_each_frontier_point_is_predicted_from_its_compiled_program() -> None:
     assert [p.memory_bytes for p in points] == sorted({p.memory_bytes for p in points})
     seconds = [p.step_seconds for p in points]
     assert seconds == sorted(seconds, reverse=True)
-    # It ends in the plain step, or in what saves memory and is measured to take no longer.
+    # The curve ends with the plain step, or with a plan that saves memory and takes no longer.
     last, plain = points[-1], session.plan.unplanned
     least = (plain.metrics.step_seconds.value, plain.peak.nbytes)
     assert (last.step_seconds, last.memory_bytes) <= least
@@ -85,7 +86,7 @@ def test_each_frontier_point_is_predicted_from_its_compiled_program() -> None:
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sy.Planned]:
     path = tmp_path_factory.mktemp("two ranks") / "costs.sqlite"
-    # A rival less is a lowering less, and its kernels.
+    # With fewer alternatives, fewer programs are lowered and compiled.
     with (
         mock.patch.dict(os.environ, STEELYARD_CACHE=str(path)),
         mock.patch.object(lowering, "_NUM_ALTERNATIVES", 1),
@@ -113,11 +114,12 @@ def test_plans_for_ranks_are_predicted_from_compiled_programs(on_two_ranks: sy.P
     kernels = [node for node in nodes if node.op.startswith("inductor.fused.")]
     assert len(kernels) > 10
     assert len(lowered.exchanges) > 1
-    # Each kernel was compiled, called alone and timed, and all of them beside a whole step.
+    # Each kernel was compiled, called alone and timed, and the sum was calibrated against a whole
+    # step.
     known = session.costs.operators
     assert all(known[node.signature].is_measured for node in kernels)
     assert session.costs.whole_step != session.prices.costs.whole_step
-    # What leaves the program is what left it.
+    # The program has the same outputs as before.
     assert len(lowered.graph.outputs) == len(session.apply_rules([batch]).graph.outputs)
 
 

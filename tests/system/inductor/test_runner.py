@@ -1,4 +1,4 @@
-"""The Inductor runner: what it computes, what it holds, and that it undoes nothing of the plan."""
+"""The Inductor runner: its results, its memory, and that it keeps the decisions of the plan."""
 
 import copy
 import re
@@ -32,7 +32,7 @@ from steelyard.trades.recompute import recomputable, with_copies
 from tests.zoo import case as case_named
 from tests.zoo.own import MoE
 
-# What is compiled is compiled on one worker.
+# All tests that compile run on one worker.
 pytestmark = pytest.mark.xdist_group("inductor")
 
 FREE = CostTable(
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Two dropouts a block, normalisation with running statistics, a shared weight."""
+    """Blocks with two dropouts each, normalisation with running statistics, and a shared weight."""
 
     def __init__(self, width: int = 16, count: int = 2) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Blocks(nn.Module):
         self.second_bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Both biases get one and the same gradient, but each must own its storage.
+        # Both biases get the same gradient, but each gradient must own its storage.
         x = x + (self.first_bias + self.second_bias)
         for block in self.blocks:
             x = block(x)
@@ -76,7 +76,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Case:
-    """A captured model, to be run by any runner from the same state."""
+    """A captured model, which any runner can run from the same state."""
 
     def __init__(self, model: nn.Module, batch: torch.Tensor) -> None:
         self.model, self.batch = model, batch
@@ -164,7 +164,8 @@ def test_buffers_are_updated_before_the_backward_pass_and_gradients_after(case: 
 
 
 def test_random_draws_are_opaque_calls(case: Case) -> None:
-    """Upstream's own bernoulli was fused with its readers: they read before it was drawn."""
+    """Upstream's own bernoulli was fused with its readers, which read before the numbers were
+    drawn."""
     with _torch.inductor_settings() as mode:
         program = case.programs["plain"]
         written = inductor.FxSegments(program, mode).write(compiled_parts(program)[0])
@@ -186,7 +187,8 @@ def test_an_unread_random_draw_still_advances_the_generator() -> None:
 
 
 def test_a_gradient_keeps_its_layout_whatever_the_forward_pass_chose() -> None:
-    """Inductor saves a convolution's input channels last, and its gradient would follow."""
+    """Inductor saves a convolution's input channels-last, and its gradient would get the same
+    layout."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     batch = torch.randn(2, 4, 8, 8)
     traced = trace(model, loss_of, batch, decompositions=table("inductor-1"))
@@ -213,7 +215,7 @@ def _channels_last(fake: torch.Tensor) -> tuple[int, ...]:
 
 
 def test_in_place_sums_never_alias_kept_storage() -> None:
-    """And of what a stretch reads last, nothing is held while that is looked at."""
+    """The check does not keep alive what a segment reads last."""
     alive: list[bool] = []
 
     def compiled(taken: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -265,9 +267,10 @@ def test_recomputing_is_bitwise_equal_when_compiled(
 
 @pytest.mark.slow
 def test_recomputing_is_bitwise_equal_where_fusion_changes() -> None:
-    """Rows of 16 and of 4: whether such a loop had vectors once hung on its neighbours."""
+    """Rows have 16 and 4 elements: in the past, fused neighbours decided whether such a loop was
+    vectorized."""
     torch.manual_seed(0)
-    # With the heuristic that it was, one layer rounds otherwise as two do.
+    # With the earlier heuristic, one layer was rounded differently from two.
     model = MoE(layers=1, width=16, experts=4, vocabulary=64)
     _, loss, batch = case_named("moe").make()
     traced = trace(model, loss, batch, decompositions=table("inductor-1"))
@@ -314,7 +317,8 @@ def test_compiled_peak_is_predicted_without_a_run(
 def test_the_lowered_graph_has_the_kernels_that_run(
     case: Case, compiled: dict[str, Emitted]
 ) -> None:
-    """The same kernels and library calls, so the second compile decided as the first did."""
+    """The kernels and library calls are the same, so the second compilation decided like the
+    first."""
     described = lower(case.programs["copies"])
     calls = re.findall(
         r"^ +(?:buf\d+ = )?(?:extern_kernels|cpp_fused)", compiled["copies"].source, re.M
@@ -324,5 +328,5 @@ def test_the_lowered_graph_has_the_kernels_that_run(
     assert len(nodes) == len(calls)
     fused = [n for n in nodes if n.op.startswith("inductor.fused.")]
     assert fused
-    # What lies outside of every block has no path: the model's own additions.
+    # Operators outside of every block, such as the model's own additions, have no path.
     assert {n.path.partition(".")[0] for n in fused if n.phase is Phase.FORWARD} >= {"blocks"}

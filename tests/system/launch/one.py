@@ -1,7 +1,7 @@
-"""What each rank does in a test of launching: exchanges, and what the scenario asks of it.
+"""The work of each rank in a launcher test: exchanges, and the actions of the scenario.
 
-``python one.py FOLDER SCENARIO SECONDS``: so long an exchange may take. What it finds out lies in
-the folder, a file each.
+``python one.py FOLDER SCENARIO SECONDS`` gives the time limit of an exchange. Results are written
+into the folder, one file each.
 """
 
 import os
@@ -18,7 +18,7 @@ from steelyard.run.launch.environment import RankInfo, rank_info
 from steelyard.run.launch.rendezvous import joined
 
 STEPS = 6
-# The rank that breaks, and the step in which it does.
+# The rank that fails, and the step in which it fails.
 CULPRIT, BREAKS_AT = 1, 3
 
 

@@ -1,4 +1,4 @@
-"""Others at work beside what is measured: they work while they are told to, and only then."""
+"""Background load: it runs while it is requested, and only then."""
 
 import os
 import time
@@ -37,7 +37,7 @@ def the_other(two: BackgroundLoad) -> company._LoadProcess:
 
 
 def worked_seconds(other: company._LoadProcess) -> float:
-    """The processor's time of that process so far."""
+    """Return the processor time of that process so far."""
     fields = Path(f"/proc/{other._process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -86,9 +86,9 @@ def test_an_idle_worker_exits_and_is_restarted(
 def test_a_worker_that_exits_on_a_request_is_restarted(two: BackgroundLoad) -> None:
     with two.at_work():
         first = the_other(two)
-    first._socket.close()  # it hears that nobody is there
+    first._socket.close()  # it notices that the connection is closed
     assert first._process.wait(SECONDS) == 0
-    said = iter([False])  # as it seemed a moment before
+    said = iter([False])  # as the state appeared a moment before
     seen = property(lambda other: next(said, other._process.poll() is not None))
     with mock.patch.object(company._LoadProcess, "has_ended", seen), two.at_work():
         assert the_other(two) is not first

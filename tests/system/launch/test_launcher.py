@@ -1,7 +1,5 @@
-"""Ranks that run, break, are stopped and killed: what comes out, who is named, what is left.
-
-Launched from here, in pytest's own process, but where that process is what is ended.
-"""
+"""Ranks that run, fail, are stopped and killed: the outcome, the named rank, and what is left
+behind. They are launched from pytest's own process, except where the launcher itself is killed."""
 
 from __future__ import annotations
 
@@ -26,15 +24,15 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-# How long ranks wait for the one that does not come; elsewhere they wait as long as it takes.
+# How long ranks wait here for one that does not come; other tests wait as long as it takes.
 SHORT_SECONDS = 4
-# For what should come in a second or two, on a machine that others share.
+# Limit for what should take a second or two, on a shared machine.
 PATIENCE_SECONDS = 60
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Whatever a rank was and started is gone when the launcher is."""
+    """Check that every rank and its children are gone when the launcher is."""
     yield
     pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
     assert pids, "no rank ever ran"
@@ -170,7 +168,7 @@ def test_an_unknown_command_is_refused(tmp_path: Path) -> None:
         launch(["no-such-program"], num_ranks=2, logs=tmp_path, timeout_seconds=1)
 
 
-# --- the launcher itself is ended -----------------------------------------------------------------
+# --- the launcher is killed -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -195,7 +193,7 @@ def launched(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def listening(pids: list[int]) -> set[str]:
-    """Addresses at which these processes listen, as /proc/net has them."""
+    """Return the addresses at which these processes listen, in the format of /proc/net."""
     sockets = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -215,7 +213,7 @@ def test_ranks_listen_on_loopback_alone_and_do_not_outlive_a_killed_launcher(
 ) -> None:
     pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
     assert all(map(is_alive, pids))
-    # 127.0.0.1, in the byte order of the machine; gloo does listen, so the look finds something.
+    # 127.0.0.1 in the byte order of the machine. Gloo does listen, so the search finds something.
     assert listening([launched.pid, *pids]) == {"0100007F"}
     launched.kill()
     until(lambda: not any(map(is_alive, pids)))

@@ -1,4 +1,4 @@
-"""Who a rank is, what ranks have to hold alike, and meeting under torchrun itself."""
+"""The rank of a process, the consistency of ranks, and a rendezvous under torchrun itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.system.launch.one import STEPS
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# --- who am I -------------------------------------------------------------------------------------
+# --- the rank of this process ---------------------------------------------------------------------
 
 TORCHRUN = {
     "RANK": "3",
@@ -141,7 +141,7 @@ def test_the_first_host_uses_the_interface_to_the_second_unless_set_by_the_user(
     store, given = HashStore(), {"GLOO_SOCKET_IFNAME": own} if own else {}
     environs = [dict(given), dict(given)]
     for rank in (1, 0):
-        # The first's name stands for its own loopback, as on many machines.
+        # The first host's name resolves to its own loopback, as on many machines.
         who = RankInfo(rank=rank, size=2, hosts=2, address="127.0.0.1")
         set_interface_between_hosts(store, who, environs[rank])
     assert environs == [{"GLOO_SOCKET_IFNAME": own or "lo"}] * 2
@@ -150,7 +150,7 @@ def test_the_first_host_uses_the_interface_to_the_second_unless_set_by_the_user(
 def test_all_ranks_of_the_first_host_use_the_interface_to_the_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To the first host its name may be its loopback, for whichever rank asks."""
+    """On the first host, its own name may resolve to loopback, for any of its ranks."""
     store, asked = HashStore(), list[str]()
 
     def towards(host: str) -> str:
@@ -163,7 +163,7 @@ def test_all_ranks_of_the_first_host_use_the_interface_to_the_second(
     for rank in (3, 2, 1, 0):
         who = RankInfo(rank=rank, size=4, hosts=2, local_rank=rank % 2, address="alpha")
         set_interface_between_hosts(store, who, environ := {})
-        # By the address of its own on the way there.
+        # Each host uses the address of its own interface on the way there.
         expected = "10.0.0.2" if rank >= 2 else "10.0.0.1"
         assert environ == {"GLOO_SOCKET_IFNAME": f"one {expected}"}, rank
 
@@ -173,7 +173,7 @@ def test_a_rank_alone_needs_no_group() -> None:
         assert not torch.distributed.is_initialized()
 
 
-# --- what they hold -------------------------------------------------------------------------------
+# --- the model and plan of each rank --------------------------------------------------------------
 
 
 def held(rows: int = 4, dtype: torch.dtype = torch.float32, plan: str = "7f3c") -> dict[str, str]:
@@ -184,7 +184,7 @@ def held(rows: int = 4, dtype: torch.dtype = torch.float32, plan: str = "7f3c") 
 def all_agree(
     words: list[dict[str, str]], sizes: list[int] | None = None, *, seconds: float = 60
 ) -> list[BaseException | None]:
-    """What each of these ranks, threads here, comes to."""
+    """Return the outcome of each of these ranks, which are threads here."""
     store = HashStore()
     found: list[BaseException | None] = [None] * len(words)
 

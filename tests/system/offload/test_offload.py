@@ -1,4 +1,4 @@
-"""Offload memory from the public names to a receipt: chosen where nothing else fits, and exact."""
+"""Offload memory from the public API to a receipt: chosen if nothing else fits, and exact."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 class Rows(nn.Module):
-    """One sample, so that the batch cannot be cut; random masks, which are never made again."""
+    """A step with one sample, so that the batch cannot be split, and random masks, which are
+    never recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ def planned(folder: Path) -> sy.Planned:
 
 
 def _between(model: nn.Module, x: Tensor, offload_memory: sy.OffloadMemory) -> int:
-    """Less than can be had without offload memory, more than with it."""
+    """Return a budget between the least memory without offload memory and that with it."""
     least = []
     for cluster in (sy.Cluster.here(), sy.Cluster.here(offload_memory=offload_memory)):
         whole = sy.plan(model, loss, x, optimizer=ADAM, cluster=cluster)
@@ -95,7 +96,8 @@ def test_the_offloading_plan_fits_where_no_other_does(planned: sy.Planned) -> No
 
 
 def assert_trained_alike(planned: sy.Planned, *, steps: int, rows: int = 4096) -> Any:
-    """The planned step after so many, which lost and weigh what they do without a plan."""
+    """Check losses and weights of the planned step after some steps against those without a
+    plan."""
     ours, x = made()
     theirs = copy.deepcopy(ours)
     step, plain = planned.apply(ours), planned.what_if().apply(theirs)
@@ -103,7 +105,8 @@ def assert_trained_alike(planned: sy.Planned, *, steps: int, rows: int = 4096) -
     for run in (step, plain):
         torch.manual_seed(3)
         losses.append([float(run(x[:, :rows])) for _ in range(steps)])
-    # What comes back in slices is added up in another order; which values do hangs on their times.
+    # Values read in slices are summed in another order; which values are sliced depends on measured
+    # times.
     is_sliced = any(getattr(rule, "slices", 0) > 1 for rule in planned.plan.decisions.rules)
     rel = 1e-6 if is_sliced else 0.0
     assert losses[0] == pytest.approx(losses[1], rel=rel, abs=0.0)
@@ -131,7 +134,7 @@ def test_losses_and_weights_are_those_of_the_unplanned_step(
     assert step.offload_file is not None
     before = step.offload_file.moved_bytes
     step(made()[1])
-    # The first step fetches no state: there is none yet.
+    # The first step fetches no state, because there is none yet.
     assert step.offload_file.moved_bytes - before == moved
     assert list(folder.iterdir()) == []
 

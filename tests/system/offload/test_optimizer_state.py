@@ -1,4 +1,5 @@
-"""Optimizer state in offload memory: the same bits, the bytes that were predicted, hooks once."""
+"""Optimizer state in offload memory: the same bits, the predicted bytes, and hooks that run
+once."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 class Wide(nn.Module):
-    """Much more in its weights than in what it computes."""
+    """A model with large weights and little computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ def rules(lead: int = 1) -> tuple[Rule, ...]:
 
 
 def told(planned: sy.Planned, chosen: tuple[Rule, ...]) -> sy.Planned:
-    """The same plan with these rules in its file."""
+    """Return the same plan with these rules in its file."""
     session = planned.session
     decisions = replace(
         planned.plan.decisions, rules=chosen, offload_memory=session.request.cluster.offload_memory
@@ -133,7 +134,7 @@ def optimizer_of(step: Step) -> torch.optim.Optimizer:
 
 
 def pair(planned: sy.Planned, chosen: tuple[Rule, ...]) -> tuple[Step, Step, Tensor]:
-    """The step with these rules, and without any, on models alike."""
+    """Return the step with these rules and the step without any, on equal models."""
     ours, x = made()
     theirs = copy.deepcopy(ours)
     return told(planned, chosen).apply(ours), planned.what_if().apply(theirs), x
@@ -159,7 +160,7 @@ def test_every_optimizer_gives_the_same_bits_within_the_predicted_bytes(
         said = told(planned, rules(lead)).predicted.memory_bytes.value
         measured = ours.receipt().measured.memory_bytes
         assert measured is not None
-        # The loss of the step before, of which torch keeps the tangent.
+        # The loss of the previous step, whose tangent torch keeps.
         assert abs(said - measured) <= 4
         near = resident_bytes(ours.live)
         assert near < resident_bytes(theirs.live) - LAYERS * 256 * 256 * 4
@@ -173,7 +174,7 @@ def test_less_prefetching_takes_less_memory(adam: sy.Planned) -> None:
 
 
 def test_a_transfer_that_is_waited_for_slows_nothing(adam: sy.Planned) -> None:
-    """With nothing ahead, nothing runs beside it: what is left are the calls themselves."""
+    """Without a lead, nothing runs during a transfer, so only the calls themselves take time."""
     alone = told(adam, rules(0)).predicted
     more = alone.computation_seconds.value - adam.predicted.computation_seconds.value
     session = adam.session
@@ -278,7 +279,7 @@ def test_offloaded_state_is_marked_and_can_be_fetched(
         step(x)
     with pytest.raises(Mismatch, match="offload memory"):
         optimizer.state[weight]["exp_avg"]
-    # Another state, as one that was saved.
+    # Another state, as if it came from a saved checkpoint.
     kept = copy.deepcopy(optimizer_of(theirs).state_dict())
     for step in (ours, theirs):
         step(x)
@@ -288,7 +289,8 @@ def test_offloaded_state_is_marked_and_can_be_fetched(
 
 
 def assert_same_checkpoints(ours: Step, theirs: Step, x: Tensor, folder: Path) -> None:
-    """Saved to the same bytes, read back without holding it all, and gone on from alike."""
+    """Check that checkpoints are equal to the byte, are loaded without holding everything, and
+    resume equally."""
     for step in (ours, theirs):
         step(x)
     now = random_state({})
@@ -330,7 +332,7 @@ def test_a_closure_is_refused(adam: sy.Planned) -> None:
 
 
 class Bounded(torch.optim.SGD):
-    """Reads all gradients before it changes a weight."""
+    """An optimizer that reads all gradients before it changes a weight."""
 
     def step(self, closure: Any = None) -> Any:
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
@@ -341,7 +343,7 @@ class Bounded(torch.optim.SGD):
 
 
 class Counting(torch.optim.SGD):
-    """Keeps the number of its steps with its settings, and reads it."""
+    """An optimizer that keeps its number of steps among its settings, and reads it."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Weights and gradients in offload memory: the same bits, the bytes that were said, always live."""
+"""Weights and gradients in offload memory: the same bits, the predicted bytes, and always live."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_training_gives_the_same_bits_within_the_predicted_bytes(
     said = told(adam, chosen).predicted.memory_bytes.value
     measured = ours.receipt().measured.memory_bytes
     assert measured is not None
-    # The loss of the step before, of which torch keeps the tangent.
+    # The loss of the previous step, whose tangent torch keeps.
     assert abs(said - measured) <= 4
     if lead < 5:
         assert said < adam.predicted.memory_bytes.value
@@ -119,8 +119,8 @@ def test_micro_batches_accumulate_into_offloaded_gradients(adam: sy.Planned) -> 
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
 
 
-# Of each kind something: dropout, buffers that change, tied weights, a weight used twice, hooks
-# that read, weights that are views, no gradient at all.
+# The models cover dropout, buffers that change, tied weights, a weight used twice, hooks that read,
+# weights that are views, and weights without a gradient.
 MODELS = ("mlp", "gpt", "gpt_sdpa", "lstm", "resnet_bn", "moe", "edge_tied_module",
           "edge_tied_transposed", "edge_frozen_block", "edge_where_masked")  # fmt: skip
 
@@ -194,7 +194,7 @@ def test_offloaded_parameters_are_readable_and_writable_between_steps(adam: sy.P
         kept[step] = copy.deepcopy(model.state_dict())
         with torch.no_grad():
             tall.mul_(0.5)
-            first.data = first.data + 1.0  # other memory: what lies far is as it was before
+            first.data = first.data + 1.0  # a new storage: the offloaded value is unchanged
         step(x)
         assert model(x).shape == (2, 900)
         model.load_state_dict(kept[step])
@@ -260,7 +260,7 @@ def test_frozen_weights_need_no_optimizer(offload_memory: sy.OffloadMemory) -> N
         assert torch.equal(step.backward(x), plain.backward(x))
     assert_same_gradients(model, twin)
     assert fitting.predicted.memory_bytes.value < planned.predicted.memory_bytes.value
-    # Once a step and weight there and back: nothing of it is ever sent.
+    # The weight is fetched and sent once in a step, by the optimizer: no pass sends it.
     assert step.offload_file is not None
     passes = {i.node for i in look_at(fitting).instructions if i.node.endswith(".send")}
     assert passes == set()
@@ -299,7 +299,7 @@ def test_parameter_offload_is_chosen_where_state_offload_is_not_enough(
 
 
 class Twice(Wide):
-    """Each weight is fetched twice in the forward pass."""
+    """A model whose weights are fetched twice in the forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (*self.layers, *self.layers):
@@ -397,7 +397,7 @@ SGD = partial(torch.optim.SGD, lr=1e-2)
 
 
 class Frozen(nn.Module):
-    """Products with frozen weights both ways round, one without a bias, one read twice."""
+    """Products with frozen weights in both orientations, one without a bias and one read twice."""
 
     def __init__(self, rows: int = 1024, columns: int = 1024) -> None:
         super().__init__()
@@ -420,7 +420,7 @@ def frozen(*names: str, slices: int) -> tuple[Rule, ...]:
 
 @pytest.fixture(scope="module")
 def thawed(offload_memory: sy.OffloadMemory) -> sy.Planned:
-    """A step whose weights are mostly frozen."""
+    """Return a step whose weights are mostly frozen."""
     torch.manual_seed(0)
     cluster = sy.Cluster.here(offload_memory=offload_memory)
     return sy.plan(Frozen(), loss, torch.randn(64, 1024), optimizer=SGD, cluster=cluster)
@@ -448,10 +448,10 @@ def test_products_read_a_frozen_weight_slice_by_slice(
     assert measured is not None
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
     whole = told(thawed, (*copies, *(replace(rule, slices=0) for rule in moved)))
-    # A product begins to be fetched while the one before it computes: then four slices are near.
+    # The fetch of a product begins while the one before it computes: four slices are resident then.
     if slices > 4:
         assert planned.predicted.memory_bytes.value < whole.predicted.memory_bytes.value
-    # Read in the same four products forward, and again in three backward or made again.
+    # The weights are read in four products forward, and in three more backward or recomputed.
     once = sum(p.nbytes for n, p in twin.named_parameters() if n in {r.parameter for r in moved})
     assert ours.offload_file is not None
     assert planned.predicted.communication_bytes.value >= 2 * once
@@ -500,7 +500,7 @@ def test_weights_read_by_other_operators_are_fetched_whole(
 
 
 def test_a_large_frozen_weight_is_offered_in_slices(thawed: sy.Planned, tmp_path: Path) -> None:
-    """One of 4 MiB is not; one of 16 MiB in slices of 4 and of 1."""
+    """A weight of 4 MiB is not offered in slices; one of 16 MiB is, in slices of 4 and of 1 MiB."""
     assert {r.slices for r in states_offered(thawed)} == {0}
     torch.manual_seed(0)
     model, x = Frozen(rows=4096), torch.randn(16, 1024)
@@ -528,7 +528,7 @@ def states_offered(planned: sy.Planned) -> list[Rule]:
 def test_a_partial_update_is_not_taken_for_new_values(
     adam: sy.Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next update begins anew: nothing that was on its way then arrives in it."""
+    """The next update starts again: transfers that were in flight do not arrive in it."""
     ours, theirs, x = pair(adam, rules(*MOVABLE, lead=2))
     for step in (ours, theirs):
         step(x)
@@ -545,7 +545,7 @@ def test_a_partial_update_is_not_taken_for_new_values(
     monkeypatch.setattr(ours.live.states, "_raw", failing)
     with pytest.raises(RuntimeError, match="plug"):
         ours(x)
-    # As it was before that step, from the twin: a checkpoint, say.
+    # Load the state from before that step, from the twin, as from a checkpoint.
     ours.live.model.load_state_dict(theirs.live.model.state_dict())
     optimizer.load_state_dict(copy.deepcopy(optimizer_of(theirs).state_dict()))
     for _ in range(2):
@@ -561,7 +561,7 @@ def test_checkpoints_are_the_same_with_and_without_offload(
 
 
 def test_offloaded_values_bypass_the_page_cache(adam: sy.Planned) -> None:
-    """It goes past the page cache: only who reads a weight between steps brings it there."""
+    """Transfers bypass the page cache; only reading a weight between steps fills it."""
     ours, _, x = pair(adam, rules(*MOVABLE))
     for _ in range(2):
         ours(x)
@@ -573,7 +573,7 @@ def test_offloaded_values_bypass_the_page_cache(adam: sy.Planned) -> None:
 
 
 def cached_bytes(memory: OffloadFile) -> int:
-    """How much of its file the system holds in memory, by mincore."""
+    """Return how much of the file the system has in memory, according to mincore."""
     import ctypes
     import mmap
     import os

@@ -1,5 +1,5 @@
-"""Values of the forward pass that come back from offload memory slice by slice, for the products
-that read them: the same sums, the bytes that were said, and never the whole value."""
+"""Values of the forward pass that are fetched in slices for the products that read them: the
+same sums, the predicted bytes, and never the whole value."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from steelyard.trades.recompute import recomputable, with_copies
 from tests.harness import Outcome, Trial, costs_of, floor_bytes, in_a_hurry, predicted_above
 
 pytestmark = pytest.mark.xdist_group("far")
-# All parameters at once, so that nothing of theirs can be moved and what is left is values.
+# The optimizer updates all parameters at once, so none can be offloaded, and only values are left.
 SGD = partial(torch.optim.SGD, lr=1e-2, foreach=True)
 
 
 class Turned(nn.Module):
-    """As transformers' Conv1D: the weight lies the other way, and so does its gradient."""
+    """A layer like transformers' Conv1D, whose weight and gradient are transposed."""
 
     def __init__(self, given: int, made: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Turned(nn.Module):
 
 
 class Block(nn.Module):
-    """A perceptron whose input two layers read, and whose inside one does."""
+    """A perceptron whose input is read by two layers, and whose inner value by one."""
 
     def __init__(self, layer: Callable[[int, int], nn.Module], width: int = 64) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ LAYERS = {"linear": nn.Linear, "no bias": bare, "turned": Turned}
 def test_sliced_products_are_accumulated(name: str, shape: tuple[int, ...]) -> None:
     tried = tower(LAYERS[name], *shape)
     chosen = able(tried.plain)
-    # What two layers read of the norm, and what is dropped.
+    # Two layers read the first value, the output of the norm; the other is the result of dropout.
     assert len(chosen) == 2
     program = with_transfers(tried.plain, dict.fromkeys(chosen, (1, 1)), dict.fromkeys(chosen, 5))
     products = [n for n in program.graph.nodes if n.is_fetch_matmul]
@@ -115,7 +115,8 @@ def test_sliced_products_are_accumulated(name: str, shape: tuple[int, ...]) -> N
     assert not any(f"{value}.fetched" in names for value in chosen)
 
 
-# Rows fewer than a slice, one more or less than two of them, a last slice of one.
+# The cases cover fewer rows than a slice, one more or one less than two slices, and a last slice of
+# one row.
 @pytest.mark.parametrize(
     ("rows", "count"), [(1, 4), (63, 2), (64, 9), (129, 2), (257, 4), (577, 3)]
 )
@@ -127,7 +128,7 @@ def test_slices_need_not_divide_the_rows(rows: int, count: int) -> None:
     outcome = tried.run(program)
     assert_close(outcome, tried.run(tried.plain))
     assert outcome.peak_bytes == predicted_above(program, costs_of(program.graph))
-    # Never more than all of it, be it one slice.
+    # The slices never hold more than the whole value, even if there is only one.
     begun = [n for n in program.graph.nodes if n.is_slicing]
     assert len(begun) == 3
     for node in begun:
@@ -148,7 +149,7 @@ def test_half_precision_is_added_up_in_single() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_sliced_activations_combine_with_all_other_trades(seed: int) -> None:
-    """A GPT-2 in micro-batches, some of it streamed, some made again, some in 8 bits."""
+    """A GPT-2 in micro-batches, with some values offloaded, some recomputed, and some in 8 bits."""
     transformers = pytest.importorskip("transformers")
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -179,8 +180,11 @@ def test_sliced_activations_combine_with_all_other_trades(seed: int) -> None:
 
 
 class Pooled(nn.Module):
-    """A frozen table of words, a narrow layer that reads many side by side, and a head whose
-    gradients are there before that layer's is made: what comes back for it is the peak."""
+    """A frozen table of words, a narrow layer that reads many words together, and a head.
+
+    The head's gradients exist before that layer's, so the value that is fetched for it sets the
+    peak.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +198,7 @@ class Pooled(nn.Module):
 
 
 def pooled() -> tuple[nn.Module, Tensor]:
-    """One sample, so that the batch cannot be cut."""
+    """Return a step with one sample, so that the batch cannot be split."""
     torch.manual_seed(0)
     return Pooled(), torch.randint(100, (1, 2048, 16))
 
@@ -223,7 +227,7 @@ def least(offload_memory: sy.OffloadMemory) -> tuple[sy.Planned, int]:
 
 @pytest.fixture(scope="module")
 def fitting(offload_memory: sy.OffloadMemory) -> sy.Planned:
-    """In the least memory, which takes slices."""
+    """Return the plan with the least memory, which needs slices."""
     planned, nbytes = least(offload_memory)
     return planned.what_if(memory=nbytes)
 
@@ -257,14 +261,14 @@ def test_training_is_unchanged_and_memory_is_as_predicted(
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-7), name
     measured = step.receipt().measured.memory_bytes
     assert measured is not None
-    # The loss of the step before, of which torch keeps the tangent.
+    # The loss of the previous step, whose tangent torch keeps.
     assert abs(fitting.predicted.memory_bytes.value - measured) <= 4
     assert step.offload_file is not None
     before = step.offload_file.moved_bytes
     step(x)
     plain(x)
     assert fitting.predicted.communication_bytes.value == step.offload_file.moved_bytes - before
-    # Of another length, with fewer rows and slices.
+    # The batch has another length, with fewer rows and slices.
     assert float(step(x[:, :130])) == pytest.approx(float(plain(x[:, :130])), rel=1e-6)
     assert not any(Path(offload_memory.folder).iterdir())
 
@@ -308,7 +312,7 @@ def test_the_plan_file_holds_the_number_of_slices(fitting: sy.Planned, tmp_path:
 
 
 def test_slicing_values_that_are_read_whole_is_refused() -> None:
-    """A tanh asks for its own result again."""
+    """A tanh reads its own result in the backward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     tried = Trial(model, square, torch.randn(512, 64))
@@ -321,8 +325,8 @@ def test_slicing_values_that_are_read_whole_is_refused() -> None:
 
 
 class Otherwise(nn.Module):
-    """What a product reads is made by a multiplication, which keeps nothing: it lies column by
-    column, though a look at it does not; or the product is a sum over its columns."""
+    """A model whose product reads a value that is not row-major although a view of it is, or
+    whose product sums over columns."""
 
     def __init__(self, *, across: bool) -> None:
         super().__init__()

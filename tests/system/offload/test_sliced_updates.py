@@ -1,4 +1,4 @@
-"""Trained weights in offload memory, read and updated in slices: they are never whole."""
+"""Trained weights in offload memory, read and updated in slices, are never whole."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.system.offload.test_parameters import look_at, states_offered
 pytestmark = pytest.mark.xdist_group("states")
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 WHATS = ("gradient", "optimizer", "weight")
-# Of one layer each: what it computes is cut nowhere.
+# Each parameter belongs to one layer, whose computation is not sliced.
 LAYERS = ("bare.weight", "biased.weight", "turned")
 
 
@@ -63,7 +63,7 @@ def offload_memory(tmp_path_factory: pytest.TempPathFactory) -> sy.OffloadMemory
 
 
 class Trained(nn.Module):
-    """Products with trained weights both ways round, on an input of three dims, one of them without
+    """Products with trained weights in both orientations, on an input of three dims, one without
     a bias."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ ALL = rules(*LAYERS)
 
 
 def pair(planned: sy.Planned, chosen: tuple[Rule, ...]) -> tuple[Step, Step, Tensor]:
-    """The step with these rules, and without any, on models alike."""
+    """Return the step with these rules and the step without any, on equal models."""
     ours, x = made()
     theirs = copy.deepcopy(ours)
     return told(planned, chosen).apply(ours), planned.what_if().apply(theirs), x
@@ -119,7 +119,7 @@ def pair(planned: sy.Planned, chosen: tuple[Rule, ...]) -> tuple[Step, Step, Ten
 def assert_as_said(planned: sy.Planned, step: Step) -> None:
     measured = step.receipt().measured.memory_bytes
     assert measured is not None
-    # The loss of the step before, of which torch keeps the tangent.
+    # The loss of the previous step, whose tangent torch keeps.
     assert abs(planned.predicted.memory_bytes.value - measured) <= 4
 
 
@@ -164,7 +164,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class First(nn.Module):
-    """What is made of the weight goes no further back, so that no sum over its rows is cut."""
+    """A model in which nothing before the weight needs a gradient, so that no sum over its rows
+    is sliced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +231,7 @@ def test_sliced_updates_round_half_precision_as_before(offload_memory: sy.Offloa
         assert float(ours(x)) == pytest.approx(float(theirs(x)), rel=1e-2)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-2, atol=1e-3)
-    # Kernels of half precision work in memory of their own, of a slice in less than of the whole.
+    # Half-precision kernels allocate a workspace, which is smaller for a slice than for the whole.
     measured = ours.receipt().measured.memory_bytes
     assert measured is not None
     assert measured <= fitting.predicted.memory_bytes.value + 4 <= 1.03 * measured
@@ -290,7 +291,7 @@ def test_sliced_parameters_are_readable_writable_and_loadable_between_steps(
         with torch.no_grad():
             model.get_parameter("turned").mul_(0.5)
             bare = model.get_parameter("bare.weight")
-            bare.data = bare.data + 1.0  # other memory: what lies far is as it was before
+            bare.data = bare.data + 1.0  # a new storage: the offloaded value is unchanged
         step(x)
         assert model(x).shape == (8, 4, 128)
         model.load_state_dict(kept[0])
@@ -306,7 +307,7 @@ def test_sliced_parameters_are_readable_writable_and_loadable_between_steps(
 def test_checkpoints_are_the_same_with_and_without_offload(
     offload_memory: sy.OffloadMemory, tmp_path: Path
 ) -> None:
-    """Of one layer whose products are alike to the bit in slices and whole."""
+    """The products of this layer are bitwise equal in slices and whole."""
     torch.manual_seed(0)
     model, x = First(), torch.randn(16, 128)
     planned = plan(ADAM, offload_memory, model, x)
@@ -331,7 +332,7 @@ def test_hooks_are_refused_before_the_step_begins(
     for step in (ours, theirs):
         step(x)
     assert_close_weights(ours, theirs)
-    # Another parameter's are run.
+    # Hooks of another parameter run.
     ours.live.model.get_parameter("biased.bias").register_hook(lambda g: g * 0)
     ours(x)
     model, _ = made()
@@ -344,7 +345,7 @@ def test_hooks_are_refused_before_the_step_begins(
 def test_an_update_that_fails_leaves_parameters_whole(
     adam: sy.Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one begins anew from a checkpoint."""
+    """The next update starts again from a checkpoint."""
     ours, theirs, x = pair(adam, ALL)
     for step in (ours, theirs):
         step(x)
@@ -370,7 +371,7 @@ def test_an_update_that_fails_leaves_parameters_whole(
 
 
 class Normed(torch.optim.SGD):
-    """Divides by the norm of each parameter, as LAMB and Adafactor do."""
+    """An optimizer that divides by the norm of each parameter, as LAMB and Adafactor do."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -381,7 +382,7 @@ class Normed(torch.optim.SGD):
 
 
 class Sized(torch.optim.SGD):
-    """Hangs on how large a parameter is, which no operator shows."""
+    """An optimizer that depends on the size of a parameter, which no operator shows."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -445,7 +446,8 @@ def test_a_gradient_alone_may_be_made_in_slices(adam: sy.Planned) -> None:
 
 
 class Twice(nn.Module):
-    """A weight whose gradient is a sum of two products, and one that an embedding shares."""
+    """A model with a weight whose gradient is a sum of two products, and one that an embedding
+    shares."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,7 +462,7 @@ class Twice(nn.Module):
 
 
 def test_a_gradient_that_is_no_single_product_stays_whole(offload_memory: sy.OffloadMemory) -> None:
-    """The update is in slices all the same."""
+    """The update is still done in slices."""
     torch.manual_seed(0)
     model, x = Twice(), torch.randint(300, (4, 8))
     twin = copy.deepcopy(model)
@@ -478,7 +480,7 @@ def test_a_gradient_that_is_no_single_product_stays_whole(offload_memory: sy.Off
 
 
 class Head(nn.Module):
-    """One layer of 16 MiB beside next to nothing."""
+    """One layer of 16 MiB, and next to nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -517,7 +519,7 @@ def test_a_layer_larger_than_the_budget_is_trained_within_it(
     measured = ours.receipt().measured.memory_bytes
     assert measured is not None
     assert measured <= least < 24 * MIB
-    # Without slices the layer is near four times.
+    # Without slices, the layer is resident four times.
     assert told(planned, tuple(replace(r, slices=0) for r in states_offered(planned)))
     whole = told(planned, tuple(replace(r, slices=0, lead=0) for r in states_offered(planned)))
     assert whole.predicted.memory_bytes.value > 64 * MIB
@@ -537,7 +539,8 @@ def test_slices_are_considered_where_all_of_a_parameter_is_offloaded(adam: sy.Pl
         assert degrees == ({5} if whats == set(WHATS) else {0} if whats else set())
 
 
-# Products with a bias and without, a head of its own, a cell that is called many times.
+# The models have products with and without a bias, a head of their own, and a cell that is called
+# many times.
 @pytest.mark.parametrize(("name", "parts"), [("mlp", 1), ("gpt", 2), ("lstm", 2)])
 def test_every_model_trains_alike_with_all_possible_slices(
     name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,6 @@
-"""Products with frozen weights in offload memory, and what is carried out in their slices behind
-them.
-
-The same sums, the bytes that were said, and nothing whole that only the next line reads.
-"""
+"""Products with frozen weights in offload memory, and the operators that are executed in their
+slices. The sums are the same, the bytes are as predicted, and nothing that only the next line
+reads is whole."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def memory(tmp_path: Path) -> Iterator[OffloadFile]:
 
 
 class Turned(nn.Linear):
-    """A weight that lies the other way: its rows are terms of a sum."""
+    """A layer with a transposed weight, whose rows are terms of a sum."""
 
     def __init__(self, given: int, made: int, *, bias: bool = True) -> None:
         super().__init__(made, given, bias=False)
@@ -66,7 +64,7 @@ class Turned(nn.Linear):
 
 
 class Left(nn.Linear):
-    """A weight that is the left side, turned: its rows are terms of a sum again."""
+    """A layer whose weight is the transposed left operand, so that its rows are terms of a sum."""
 
     def __init__(self, given: int, made: int, *, bias: bool = True) -> None:
         super().__init__(made, given, bias=False)
@@ -76,7 +74,7 @@ class Left(nn.Linear):
 
 
 class Block(nn.Module):
-    """A trained layer, a frozen perceptron of some kind behind it."""
+    """A trained layer, followed by a frozen perceptron of some kind."""
 
     def __init__(
         self,
@@ -127,7 +125,8 @@ def adapted(m: Block, x: Tensor) -> Tensor:
 
 
 def heads(m: Block, x: Tensor) -> Tensor:
-    """What is behind it works across columns: nothing goes into the slices."""
+    """Return a step whose operators after the product work across columns, so that none is in
+    the slices."""
     partition = m.up(x).unflatten(-1, (4, -1)).softmax(-1)
     return partition.flatten(-2)
 
@@ -139,7 +138,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class Case:
     between: Callable[[Any, Tensor], Tensor]
-    # The operators behind the first product that reads offload memory, in its slices.
+    # The operators behind the first product that reads offload memory, computed in its slices.
     inside: tuple[str, ...]
     shape: tuple[int, ...] = (24, WIDTH)
     bias: bool = True
@@ -220,7 +219,7 @@ def loops(program: Program) -> list[Node]:
 
 
 def told(node: Node) -> tuple[str, ...]:
-    """The operators that a loop carries out, but for turning the weight."""
+    """Return the operators that a loop executes, except the transpose of the weight."""
     assert node.body is not None
     names = (call.op.split(".")[1] for call in node.body.calls[0][1])
     return tuple(name for name in names if name != "t")
@@ -239,7 +238,7 @@ def live(model: nn.Module, program: Program, memory: OffloadFile, **settings: An
 
 
 class Tower(nn.Module):
-    """Blocks of several kinds in a row."""
+    """A model with blocks of several kinds in a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,12 +288,12 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         if a.grad is not None and b.grad is not None:
-            # A key's bias has a gradient of zero but for rounding.
+            # The gradient of a key's bias is zero up to rounding.
             assert (a.grad - b.grad).abs().max() <= 1e-5 * b.grad.abs().max() + 1e-9, name
 
 
 def test_values_read_only_in_slices_are_never_whole(memory: OffloadFile) -> None:
-    """Behind frozen layers alone no backward pass reads what is between product and result."""
+    """After frozen layers alone, no backward pass reads the values between product and result."""
     torch.manual_seed(0)
     model, batch = Block(gated), torch.randn(512, WIDTH)
     model.first.requires_grad_(False)
@@ -312,7 +311,8 @@ def test_values_read_only_in_slices_are_never_whole(memory: OffloadFile) -> None
     assert [given.name for given in loop.body.gives] == ["mul"]
     value = 512 * INNER * 4
     plain, priced = (predicted_above(p, costs_of(p.graph)) for p in (before, program))
-    # Three values of which one is left, the room for slices and the slices of values beside it.
+    # One of three values is left, plus the buffers for slices and the slices of the values read
+    # with it.
     assert priced < plain - 2 * value + 2 * 2 * WIDTH * INNER // 8 * 4 + 3 * value // 8 + 4096
 
 
@@ -320,7 +320,7 @@ def test_values_read_only_in_slices_are_never_whole(memory: OffloadFile) -> None
 def test_a_frozen_transformer_is_trained_with_sliced_weights(
     name: str, memory: OffloadFile
 ) -> None:
-    """What is trained are its norms and what stands before and behind it."""
+    """Only the norms and the layers before and after it are trained."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if name == "llama":
@@ -331,7 +331,8 @@ def test_a_frozen_transformer_is_trained_with_sliced_weights(
         parts = ("gate_proj.weight", "up_proj.weight", "down_proj.weight", "q_proj.weight")
         made = transformers.AutoModelForCausalLM
     elif name == "gpt2":
-        # Its weights lie the other way: forward a sum over slices, columns backward.
+        # GPT-2's weights are transposed: the forward pass sums over slices, the backward pass
+        # slices columns.
         config = transformers.GPT2Config(
             vocab_size=64, n_embd=64, n_layer=2, n_head=4, use_cache=False
         )
@@ -356,7 +357,7 @@ def test_a_frozen_transformer_is_trained_with_sliced_weights(
 
     before, constants, reads = captured(model, criterion, ids)
     program = OffloadState().rewrite(before, sliced(*names, slices=2), Whole(before.graph))
-    # Forward and backward; of Llama two weights each in one loop of the forward pass.
+    # One loop forward and one backward for each weight; in Llama, two weights share a forward loop.
     assert len(loops(program)) == (2 * len(names) - 2 if name == "llama" else 2 * len(names))
     ours = live(model, program, memory, batch=ids, constants=constants, reads=reads)
     theirs = LiveStep(twin, before, constants=constants, batch=ids, reads=reads)
@@ -372,7 +373,7 @@ def test_a_frozen_transformer_is_trained_with_sliced_weights(
 
 
 class Large(nn.Module):
-    """One frozen weight of 16 MiB, and little beside it."""
+    """One frozen weight of 16 MiB, and little else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,14 +402,14 @@ def test_slices_are_chosen_by_their_prediction(latency: float, slices: int) -> N
     found = search.find(sy.Budget(memory="15 MiB"))
     (rule,) = (r for r in found.rules if r.parameter == "wide.weight")
     assert rule.slices == slices
-    # A budget below what those take is answered by the finest that there are.
+    # For a budget below that, the search takes the most slices that exist.
     tight = search.find(sy.Budget(memory="9 MiB"))
     (rule,) = (r for r in tight.rules if r.parameter == "wide.weight")
     assert rule.slices == 16
 
 
 def test_a_sliced_loop_takes_the_sum_of_its_transfers_and_work() -> None:
-    """The first slice is waited for, and the last one computed with alone."""
+    """The loop waits for the first slice, and computes with the last one alone."""
     trial = Trial(Large(), loss, torch.randn(64, 1024))
     before = trial.plain
     (rule,) = sliced("wide.weight", slices=4)
@@ -424,7 +425,7 @@ def test_a_sliced_loop_takes_the_sum_of_its_transfers_and_work() -> None:
         )
         costs = replace(plain, links={OFFLOAD_IN: link, OFFLOAD_OUT: link})
         assert step_seconds(program, costs).value == pytest.approx(others + expected)
-        # Each slice is asked for by the device itself.
+        # The device itself issues the fetch of each slice.
         busy = replace(link, call_seconds=0.5)
         costs = replace(plain, links={OFFLOAD_IN: busy, OFFLOAD_OUT: busy})
         assert step_seconds(program, costs).value == pytest.approx(others + expected + 4 * 0.5)

@@ -1,5 +1,5 @@
-"""A step in stages, one after the other in one process, is the whole step: idioms, models of each
-kind, cut behind some of their modules."""
+"""A step in stages, one after the other in one process, equals the whole step: for idioms and
+for models of each kind, cut after some of their modules."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from tests.system.zoo.test_zoo import SLOW
 from tests.zoo import Case, reference
 
 _ROUNDING = 1e-12
-# Models that name a dtype themselves, and are no step in double precision.
+# Models that name a dtype themselves, so that they do not run in double precision.
 _AS_THEY_COME = frozenset({
     "edge_complex_layers", "edge_int_and_bool_inputs", "edge_label_smoothing", "edge_distillation",
     "edge_method_loss", "edge_autocast_nested", "edge_bf16_model",
 })  # fmt: skip
-# Random numbers in the backward pass, or an operator of which nobody knows that it draws none.
+# Their backward pass draws random numbers, or has an operator that might.
 _REFUSED = frozenset({"edge_autograd_function", "hf_olmoe"})
-# Hooks of parameters run at the end of a backward pass: a pipeline refuses them.
+# Hooks of parameters run at the end of a backward pass, so a pipeline refuses them.
 _HOOKED = frozenset({"edge_tensor_hook", "edge_post_accumulate_hook"})
-# So many single cuts of a model, evenly over its modules, and one into many stages.
+# The number of single cuts of a model, spread over its modules; one more cut makes many stages.
 _MOST_CUTS = 2
-# One of each kind: encoder and decoder, experts, state space, recurrent, convolutions; and idioms.
+# One model of each kind: encoder and decoder, experts, state space, recurrent, convolutional; and
+# idioms.
 _KINDS = frozenset({
     "gpt", "resnet_bn", "lstm", "moe", "hf_t5", "hf_llama", "hf_mixtral", "hf_mamba2", "hf_clip",
     "hf_olmoe", "edge_tied_three_ways", "edge_tied_transposed", "edge_module_called_twice",
@@ -94,7 +95,7 @@ def _double(batch: Any) -> Any:
 
 
 def _cuts(graph: Graph) -> list[list[str]]:
-    """Behind single modules, and behind several at once."""
+    """Yield cuts after single modules, and after several at the same time."""
     (loss,) = (o.node for o in graph.outputs if o.kind is OutputKind.LOSS)
     last: dict[str, str] = {}
     for node in graph.forward():
@@ -115,7 +116,7 @@ def _given(graph: Graph, source: CapturedStep) -> Values:
 
 
 def _run(stages: list[LiveStage], given: Values, is_split: bool) -> Tensor:
-    """What goes from stage to stage is copied, and nothing else is left from one to the next."""
+    """Run the stages; sent values are copied, so that stages share nothing else."""
     values = [dict(given) for _ in stages]
     loss = None
     for index, stage in enumerate(stages):
@@ -144,8 +145,10 @@ def _left(model: torch.nn.Module) -> tuple[Any, Any]:
 
 
 def _gap(expected: Any, actual: Any) -> float:
-    """The largest, relative to the largest element of each tensor; a gradient that is zero but for
-    rounding (of a key's bias) is no measure."""
+    """Return the largest difference, relative to the largest element of each tensor.
+
+    A gradient that is zero up to rounding (of a key's bias) is not compared.
+    """
     pairs = [(expected[0], actual[0])]
     pairs += [(expected[k][name], actual[k][name]) for k in (1, 2) for name in expected[k]]
     worst = 0.0
@@ -161,7 +164,7 @@ def _gap(expected: Any, actual: Any) -> float:
     return worst
 
 
-# --- what lies where ------------------------------------------------------------------------------
+# --- the tensors of each stage --------------------------------------------------------------------
 
 
 def _stages_of_gpt() -> PipelineStages:
@@ -181,7 +184,8 @@ def test_a_stage_holds_its_own_parameters_and_tied_ones_are_shared() -> None:
 
 
 def test_a_stage_sends_an_activation_and_receives_its_gradient() -> None:
-    """Cut between blocks: no mask, no saved value and no part of a tied gradient crosses."""
+    """The cut is between blocks: no mask, no saved value and no part of a tied gradient crosses
+    it."""
     stages = _stages_of_gpt()
     assert [len(s.sends) for s in stages.stages] == [1, 1, 0]
     assert [len(s.sends_back) for s in stages.stages] == [0, 1, 1]
@@ -191,7 +195,7 @@ def test_input_and_weight_gradients_together_are_the_backward_pass() -> None:
     for stage in _stages_of_gpt().stages:
         parts = (stage.back_to_inputs, stage.back_to_weights)
         assert sum(part.flops for part in parts) == stage.backward.flops
-        # Nothing waits for what the first stage makes of its inputs.
+        # Nothing needs the gradient of the first stage's inputs.
         assert (stage.back_to_inputs.flops > 0) == (stage.index > 0)
         assert (stage.back_to_weights.flops > 0) == (stage.index > 0)
         for part in (stage.forward, stage.backward, *parts):

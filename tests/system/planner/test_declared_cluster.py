@@ -69,7 +69,8 @@ _GPT = GPT(layers=7, width=32, heads=2, vocabulary=64, length=32)
 
 @pytest.fixture(scope="module", autouse=True)
 def _captured_once() -> Iterator[None]:
-    """What is captured of the model hangs on no cluster, and is asked for by most tests."""
+    """Cache the capture of the model, which does not depend on the cluster and is used by most
+    tests."""
     captured: list[TruncatedStep] = []
 
     def step(**asked: Any) -> TruncatedStep:
@@ -155,7 +156,7 @@ def test_the_plan_fits_the_device_and_lists_refused_trades(planned: PlannedForCl
     said = str(planned)
     assert "8 ranks" in said
     assert "layouts on 8 devices is predicted to be more than" in said
-    # Another layout is a few percent slower by declared rates that may be off by half.
+    # Another layout is a few percent slower, which is within the uncertainty of declared rates.
     assert "not distinguishable from data 4 x pipeline 2" in " ".join(said.split())
     assert "no published step was compared with them" in said
     assert "is not searched for declared clusters" in planned.why_not("chunk")
@@ -170,7 +171,7 @@ def test_the_plan_fits_the_device_and_lists_refused_trades(planned: PlannedForCl
 def test_the_next_cent_is_what_larger_devices_would_save(
     where: DeclaredClusterPlanner, planned: PlannedForCluster
 ) -> None:
-    """Also where the plan may hold all that a device has."""
+    """This also holds if the plan may use all memory of a device."""
     cent, limit = planned.plan.next_cent, 1100 * 1024
     assert cent is not None
     larger = where.search.fastest(8, limit + cent.more_bytes)
@@ -223,7 +224,8 @@ def test_the_plan_states_the_reached_share_and_is_slower_by_it(planned: PlannedF
 
 
 def test_extrapolation_is_reported_and_widens_the_interval() -> None:
-    """A small GPT in single precision on 8 H100, whose share was fitted on a Llama in bfloat16."""
+    """A small GPT in single precision on 8 H100, whose efficiency was fitted on a Llama in
+    bfloat16."""
     joined = """
     [device.small]
     preset = "H100-SXM5"
@@ -253,8 +255,10 @@ host_link = "pcie4-x16"
 def test_host_memory_lets_a_model_fit_fewer_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both kinds of what may lie there; plans say so, and read back."""
-    # All that this model's optimizer keeps is less than three pieces.
+    """Host memory may hold both optimizer state and activations; plans say so, and can be read
+    back."""
+    # The whole optimizer state of this model is smaller than three pieces, so pieces are made
+    # smaller.
     monkeypatch.setattr(deep, "OFFLOAD_PIECE_BYTES", 1 << 10)
     behind = DeclaredClusterPlanner(request=_request(cluster=_cluster(memory="5 MiB", more=_HOST)))
     alone = DeclaredClusterPlanner(request=_request(cluster=_cluster(memory="5 MiB")))
@@ -326,7 +330,7 @@ def test_minimize_devices_finds_the_smallest_number(where: DeclaredClusterPlanne
     for fewer in range(1, ranks):
         with pytest.raises(Infeasible):
             where.best(sy.Budget(), fewer)
-    # A step time asks for more of them.
+    # A bound on the step time needs more devices.
     seconds = fewest.predicted.step_seconds.value
     quicker = plan_for_cluster(where, sy.Budget(step_time=seconds * 0.9), "devices")  # type: ignore[arg-type]
     assert int(quicker.plan.fewest.split()[0]) > ranks
@@ -411,7 +415,7 @@ def test_scaling_is_compared_with_two_scaling_laws(where: DeclaredClusterPlanner
         assert point.grown_batch is not None
         assert point.same_batch.samples == 16
         assert point.grown_batch.samples == 16 * point.devices
-        # As many hours as a step has seconds, for 3,600 steps; 2 USD for each hour of a device.
+        # 3,600 steps take as many hours as one step takes seconds; an hour of a device costs 2 USD.
         assert point.same_batch.hours == pytest.approx(point.same_batch.step_seconds)
         assert point.same_batch.usd == pytest.approx(2 * point.devices * point.same_batch.hours)
     said = plain(rendered(found, width=100))
@@ -482,7 +486,7 @@ def test_a_measured_run_of_a_declared_plan_is_marked(tmp_path: Path, is_read_bac
     assert "  measured*  " in text
     assert json_of(tree)["stands_in"] == receipt.measured.stands_in
     assert "measured*: on " in to_html(tree)
-    # What is kept beside the plan file says so, too.
+    # The prediction file beside the plan file says so, too.
     write_plan(tmp_path / "q.plan.toml", receipt.plan)
     write_explanation(tmp_path / "q.plan.toml", receipt.plan, receipt.measured)
     found = read_plan(tmp_path / "q.plan.toml")

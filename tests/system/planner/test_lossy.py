@@ -1,4 +1,4 @@
-"""Values in 8 bits from the public names to a receipt: where a loss is allowed, and probed."""
+"""Values in 8 bits from the public API to a receipt: if a loss is allowed, and probed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def _in_a_hurry(costs: Path) -> Iterator[None]:
 
 
 class Rows(nn.Module):
-    """One sample, so that the batch cannot be cut; random masks, which are never made again."""
+    """A step with one sample, so that the batch cannot be split, and random masks, which are
+    never recomputed."""
 
     def __init__(self, depth: int = 8) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ def plain() -> sy.Planned:
 
 @pytest.fixture(scope="module")
 def tight(plain: sy.Planned) -> int:
-    """Less than can be had without 8 bits, more than with them."""
+    """Return a budget below the least memory without 8 bits, and above that with them."""
     without, with_them = least(plain), least(plain, accuracy_loss="1%")
     assert with_them < without - MIB
     return (without + with_them) // 2
@@ -134,7 +135,7 @@ def test_the_receipt_is_within_its_intervals_and_the_first_loss_equals_eager(
 def test_losses_drift_no_further_than_the_probe_measured(
     planned: sy.Planned, plain: sy.Planned
 ) -> None:
-    """The probe again, by other means: on the user's own steps, from another seed."""
+    """The drift is measured independently: on the user's own steps, from another seed."""
     lost = []
     for of in (planned, plain):
         model, x = made()
@@ -282,7 +283,7 @@ def test_a_lossy_plan_file_is_probed_again_when_loaded(planned: sy.Planned, tmp_
     assert sorted(again.plan.decisions.rules) == sorted(planned.plan.decisions.rules)
     assert again.plan.predicted.peak.nbytes == planned.plan.predicted.peak.nbytes
     assert again.predicted.accuracy_loss == planned.predicted.accuracy_loss
-    # Without an optimizer nobody knows, and it is not said to be exact.
+    # Without an optimizer the loss is unknown, and the plan does not claim to be exact.
     blind = sy.load(path, model, loss, x)
     assert blind.predicted.accuracy_loss == "unknown"
     assert any("is not known" in note for note in blind.plan.notes)
@@ -452,7 +453,7 @@ def test_a_lossy_plan_from_the_command_line(
 @pytest.mark.parametrize(
     ("drifts", "steps", "is_kept"),
     [
-        # Clearly inside, clearly outside, and three that ten steps leave open.
+        # Clearly inside the budget, clearly outside, and three cases that ten steps do not decide.
         ([0.01] * 10, 10, True),
         ([0.01] * 9 + [0.06], 10, False),
         ([0.01] * 9 + [0.046] + [0.046] * 20, 30, False),

@@ -1,4 +1,4 @@
-"""The floor of a step's memory: below every plan, and told in a refusal that lists its parts."""
+"""The memory floor of a step is below every plan, and its refusal lists its parts."""
 
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,7 @@ def test_no_plan_of_a_model_is_below_the_memory_floor(
     floor = Floor.of(program)
     assert floor.least_bytes(offload_bytes=room) <= least
     if not room:
-        # And it is no idle bound: weights, gradients and state are most of so small a step.
+        # The bound is not trivial: weights, gradients and state are most of such a small step.
         assert floor.least_bytes() > 0.5 * least
 
 

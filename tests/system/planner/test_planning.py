@@ -1,4 +1,4 @@
-"""From a model to a receipt by the public names alone, on a small transformer with dropout."""
+"""From a model to a receipt through the public API alone, on a small transformer with dropout."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def unplanned() -> sy.Planned:
 
 @pytest.fixture(scope="module")
 def tight(unplanned: sy.Planned) -> sy.Planned:
-    """Half way between the least possible and what the step takes without trades."""
+    """Return a budget halfway between the least memory and that of the step without trades."""
     least, most = unplanned.plan.least_bytes, unplanned.plan.unplanned.peak.nbytes
     assert least < most
     return unplanned.what_if(memory=(least + most) // 2)
@@ -131,7 +131,7 @@ def test_a_plan_trains_as_the_step_without_trades_does(
         assert expected == actual
         for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
             assert torch.equal(p, q)
-    else:  # in parts, other numbers are drawn; the first loss is near all the same
+    else:  # micro-batches draw other random numbers; the first loss is close anyway
         assert actual[0] == pytest.approx(expected[0], rel=0.02)
 
 
@@ -231,7 +231,7 @@ def test_a_plan_file_gives_the_same_step_again(tight: sy.Planned, tmp_path: Path
     again = sy.load(path, model, loss, ids, optimizer=ADAM)
     assert again.plan.decisions == tight.plan.decisions
     assert again.plan.predicted.peak.nbytes == tight.plan.predicted.peak.nbytes
-    # Predicting anew weighs no offers, which does not mean that there were none.
+    # The second prediction considers no offers, which does not mean that there were none.
     assert again.why_not("recompute").startswith(
         "no offer of recompute was considered for this plan"
     )

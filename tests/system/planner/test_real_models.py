@@ -1,4 +1,4 @@
-"""Plans for real models, run: the same numbers as PyTorch, and the bytes that were predicted."""
+"""Plans for real models, run: the results of PyTorch, and the predicted bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.zoo.workers import on_its_worker
 pytestmark = pytest.mark.slow
 
 
-# Random masks, statistics of BatchNorm, two stacks of blocks, tied weights.
+# The models have random masks, BatchNorm statistics, two stacks of blocks, and tied weights.
 @pytest.mark.parametrize(
     "name", [on_its_worker(name) for name in ("gpt", "resnet_bn", "hf_t5", "hf_gpt2")]
 )
@@ -48,7 +48,8 @@ def test_plans_compute_the_eager_results_within_the_predicted_memory(name: str) 
     assert seconds[0] > seconds[-1]
 
 
-# The first has an operator whose large result alone is worth keeping, read by a copy otherwise.
+# In the first model it is worth keeping only the large result of one operator; otherwise a
+# recomputed copy reads it.
 @pytest.mark.parametrize("name", [on_its_worker(name) for name in ("convnet_bn", "resnet_bn")])
 def test_no_value_is_recomputed_that_could_be_kept(name: str) -> None:
     trial = trial_of(name)
@@ -84,13 +85,13 @@ def test_micro_batches_hold_no_more_than_predicted() -> None:
 
 
 def wordy() -> Trial:
-    """A vocabulary that is worth slicing, a batch that can be cut."""
+    """Return a step with a vocabulary that is worth slicing, and a batch that can be split."""
     model = GPT(layers=2, width=16, heads=2, vocabulary=1536, length=64)
     return Trial(model, next_token_loss, tokens(8, 64, 1536))
 
 
 def from_least_to_more_than_plain(searching: StepSearch) -> dict[int, SearchResult]:
-    """By budget."""
+    """Return budgets from the least memory to more than that of the plain step."""
     low = searching.least_bytes(enough_bytes=0)
     high = round(1.05 * searching.explored().plain.peak_bytes)
     limits = (low + (high - low) * step // 11 for step in range(12))
@@ -102,7 +103,8 @@ def seconds_of(found: SearchResult) -> float:
 
 
 def in_no_time(trial: Trial) -> dict[str, OperatorCost]:
-    """Slices of the whole batch that are faster than what they are slices of."""
+    """Return costs with which slices of the whole batch are faster than the unsliced
+    computation."""
     stream = Chunk()
     offers, _ = stream.offers(trial.plain, trial.source)
     graphs = [stream.rewrite(trial.plain, o.rules, trial.source).graph for o in offers]

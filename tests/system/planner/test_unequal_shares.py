@@ -1,6 +1,6 @@
-"""Sharing the batch unequally among ranks of unequal speed: one rank's program, and all together.
+"""Unequal batch shares for ranks of unequal speed: the program of one rank, and of all together.
 
-What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+For the results of such programs on live ranks, see tests/system/dist/test_planned.py.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_shares_in_proportion_to_speed_leave_no_rank_waiting(more: tuple[Rule, .
     )
     found = [metrics.step_seconds.value for metrics in (by_speed, even, wrong)]
     assert found == sorted(found)
-    # Two thirds of the batch on one device, a half at half the speed, two thirds at half of it.
+    # Two thirds of the batch on one device; a half at half the speed; two thirds at half the speed.
     assert found[1] / found[0] == pytest.approx(1.5, rel=0.1)
     assert found[2] / found[0] == pytest.approx(2.0, rel=0.1)
     for metrics in (by_speed, even, wrong):
@@ -173,7 +173,7 @@ def test_the_drawn_timeline_ends_at_the_predicted_step_time(
     shares: tuple[int, ...], more: tuple[Rule, ...]
 ) -> None:
     program = shared(shares, *more)
-    # An exchange takes nothing of the device here, which no picture shows at one moment.
+    # An exchange takes no time of the device here.
     drawn = spans(program, costs(1, 0.5, rate=1e6))
     assert {span.rank for span in drawn} == {0, 1}
     ends = max(span.begin_seconds + span.seconds for span in drawn)
@@ -238,7 +238,7 @@ def test_the_budget_holds_on_the_rank_with_the_largest_share() -> None:
         ways.find(Budget(memory_bytes=1 << 10))
 
 
-# --- through the api ------------------------------------------------------------------------------
+# --- plans through the api ------------------------------------------------------------------------
 
 
 def mixed() -> Cluster:

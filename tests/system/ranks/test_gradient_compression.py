@@ -1,4 +1,5 @@
-"""Whether gradients go in codes: where the link is slow and accuracy may be lost; else why not."""
+"""Gradients are compressed if the link is slow and accuracy may be lost; otherwise the plan says
+why not."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from steelyard.search.ranks.gradient_compression import CompressedCandidate, Wei
 from steelyard.trades.shard_batch import ShardBatchRule
 from steelyard.units import format_seconds
 
-# As `measured_ranks` would say of a link.
+# These are link costs as `measured_ranks` would return them.
 LINK = {
     "latency": 1e-4, "call": 6e-5, "disturbs": 0.05, "hop": 1e-4, "hand": 5e-5,
     "hand disturbs": 0.05, "hand rate": 1e9,
@@ -47,7 +48,8 @@ _TRADES = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was measured of one model is known to all tests; of the link, each writes its own."""
+    """Return a folder with the measured costs of one model for all tests; each test writes its
+    own link."""
     return tmp_path_factory.mktemp("coded")
 
 
@@ -104,19 +106,19 @@ def test_gradients_are_compressed_where_the_link_is_slow_and_the_probe_allows_it
     assert taken & set(_TRADES)
     assert "shard_batch" in taken
     assert "probe: 10 steps" in plan.predicted.accuracy_loss
-    # All that was on offer was taken or refused.
+    # Every offer was taken or refused.
     left = [refusal.left for refusal in plan.plan.refused]
     assert plan.plan.num_offers == len(plan.plan.taken) + left.count(Remaining.WHOLE)
     plan.save(tmp_path / "train.plan.toml")
     rules = {rule.trade for rule in plan.plan.decisions.rules}
     assert rules & set(_TRADES)
-    # No accuracy, no codes: the same plan without, or another; and it says what was left.
+    # Without an accuracy budget there is no compression, and the plan says what was not taken.
     exact = plan.what_if(accuracy_loss="0%")
     assert not {taken.trade for taken in exact.plan.taken} & set(_TRADES)
     assert exact.predicted.accuracy_loss == "exact"
     assert any("accuracy budget is 0" in exact.why_not(trade) for trade in _TRADES)
     assert exact.predicted.step_seconds.value > plan.predicted.step_seconds.value
-    # A budget that no probe keeps.
+    # No probe keeps this budget.
     strict = plan.what_if(accuracy_loss="0.0000000001%")
     assert strict.predicted.accuracy_loss == "exact"
     assert any("a probe drifted" in strict.why_not(trade) for trade in _TRADES)
@@ -152,7 +154,7 @@ def test_ranks_of_unequal_speed_compress_gradients_too(
     assert {rule.trade for rule in rules} & set(_TRADES)
     (shares,) = (rule.shares for rule in of_kind(rules, ShardBatchRule))
     assert shares[0] > shares[1]
-    # The probe cuts the batch as the plan does.
+    # The probe splits the batch as the plan does.
     assert "probe: 10 steps" in plan.predicted.accuracy_loss
     assert {each.share for each in plan.session.apply_rules(rules).sibling_programs} == {
         min(shares)
@@ -163,7 +165,7 @@ def test_ranks_of_unequal_speed_compress_gradients_too(
 def test_the_memory_budget_holds_for_fallback_codecs_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where codes hold back too much, training continues in those that lose less."""
+    """If the residual of a codec grows too large, training continues with less lossy codecs."""
     plan = _planned(folder, monkeypatch, _SLOW, "5%", _SGD)
     session, rules = plan.session, plan.plan.decisions.rules
     peaks = [
@@ -200,7 +202,7 @@ def test_compiled_steps_compress_gradients_and_are_priced_as_compiled(
     ops = {node.op for node in lowered.graph.nodes}
     assert ops & CODED_CALLS
     assert any(op.startswith("inductor.fused.") for op in ops)
-    # What is said is what the compiler made of the plan, with and without codes.
+    # The prediction is that of the compiled program, with and without compression.
     assert (
         plan.predicted.step_seconds
         == session.priced(session.apply_rules(rules)).metrics.step_seconds
@@ -218,7 +220,7 @@ def test_compression_is_refused_with_its_cost_where_the_link_is_fast(
     monkeypatch.setattr(Weighing, "gentler", lambda _, way: made_gentler.append(way) or way)
     plan = _planned(folder, monkeypatch, _FAST, "5%", _SGD)
     assert plan.predicted.accuracy_loss == "exact"
-    # What cannot pay is not looked at for longer.
+    # Codes that cannot pay are not probed any further.
     assert not made_gentler
     for trade in _TRADES:
         why = plan.why_not(trade)
@@ -230,7 +232,7 @@ def test_without_a_compiler_only_codecs_that_need_none_are_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_torch, "cpp_compiler", lambda: None)
-    # Where half as many bits are clearly worth it, also to a slow core.
+    # Here half as many bits clearly pay, even on a slow core.
     plan = _planned(tmp_path, monkeypatch, 2 * _SLOW, "5%", _SGD)
     rules = plan.plan.decisions.rules
     coded = {(r.trade, getattr(r, "format", "")) for r in rules if r.trade in _TRADES}

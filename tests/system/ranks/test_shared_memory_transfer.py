@@ -1,4 +1,4 @@
-"""Whether ranks exchange through memory that they share: where that is faster; else why not."""
+"""Ranks exchange through shared memory if that is faster; otherwise the plan says why not."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ pytestmark = pytest.mark.xdist_group("slotted")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was measured of one model is known to all tests; of the link, each writes its own."""
+    """Return a folder with the measured costs of one model for all tests; each test writes its
+    own link."""
     return tmp_path_factory.mktemp("slotted")
 
 
 def _planned(
     costs_in: Path, monkeypatch: pytest.MonkeyPatch, slots: dict[str, float]
 ) -> sy.Planned:
-    """Ranks that gloo joins at 100 MB/s."""
+    """Plan for ranks that gloo joins at 100 MB/s."""
     monkeypatch.setenv("STEELYARD_CACHE", str(costs_in / "costs.sqlite"))
     CostCache().write_rates(context_of(2), {**LINK, "rate": 1e8, **slots})
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""Whether the gradient of a table goes as rows: where all of it would be waited for; else why."""
+"""The gradient of a table is sent as rows if the whole table would take too long; otherwise the
+plan says why."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _OPTIMIZER = partial(torch.optim.SGD, lr=0.1)
 
 
 class Bag(nn.Module):
-    """Few of many words, and enough to compute that a second rank is worth it."""
+    """A model that reads few of many words, with enough computation that a second rank is
+    worthwhile."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -39,7 +41,8 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def _planned(folder: Path, monkeypatch: pytest.MonkeyPatch, words: int) -> sy.Planned:
     monkeypatch.setenv("STEELYARD_CACHE", str(folder / "costs.sqlite"))
-    # Messages are as slow and no memory is shared: stages, which send none of the table, lose.
+    # Messages are as slow as elsewhere and there is no shared memory, so that pipeline stages,
+    # which do not send the table, are slower.
     link = {**LINK, "rate": 4e7, "hand rate": 4e7, "slot rate": 1e-12}
     CostCache().write_rates(context_of(2), link)
     torch.manual_seed(0)
@@ -52,8 +55,8 @@ def test_few_rows_of_a_large_embedding_are_sent_as_sparse_gradients(
 ) -> None:
     plan = _planned(tmp_path, monkeypatch, 25_000)
     (taken,) = (t for t in plan.plan.taken if t.trade == "sparse_gradients")
-    # An all-reduce of 6.4 MB takes 160 ms there, and the rows 28: much less than what a second rank
-    # computes in place of the first, which is 60 ms of 120 on a quick machine.
+    # An all-reduce of 6.4 MB takes 160 ms on this link, and its used rows 28 ms. The gain is much
+    # more than what a second rank saves by computing a part: 60 ms of 120 on a fast machine.
     assert taken.buys_seconds > 0.1
     assert taken.rules[0].parameter == "words.weight"
     assert plan.predicted.accuracy_loss == "exact"

@@ -1,4 +1,5 @@
-"""A deep model planned from three of its blocks: the whole trace's equal, or not cut at all."""
+"""A deep model planned from three of its blocks equals the whole trace, or is not truncated at
+all."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.zoo.hf import _RECIPES, ModelLoss
 from tests.zoo.own import GPT
 
 LAYERS = 8
-# The fewest that are cut: for models that are dear to trace whole.
+# The fewest layers that are cut, for models that take long to trace whole.
 FEWEST = 6
 on_one_worker = pytest.mark.xdist_group("deep")
 
@@ -84,7 +85,7 @@ CUT: dict[str, tuple[Callable[[], Sample], dict[str, tuple[int, int]]]] = {
 
 @cache
 def sources(name: str) -> tuple[CapturedStep, CapturedStep]:
-    """To be traced whole and to be planned: each captured once for all that is asked of it."""
+    """Return sources for a whole trace and for planning; each is captured once for all tests."""
     sample = CUT[name][0]()
     return source_of(sample), source_of(sample, for_planning=True)
 
@@ -117,7 +118,7 @@ def test_a_graph_expanded_from_three_blocks_equals_the_full_trace(name: str) -> 
     assert not whole.is_grown
     assert planned.graph.problems() == []
     expected, actual = shape_of(whole.graph), shape_of(planned.graph)
-    # A whole trace may find more runs inside of others; those that were grown must be among them.
+    # A whole trace may find more runs inside others; the grown runs must be among them.
     assert set(actual["runs"]) <= {*expected["runs"], *((p, *s) for p, s in stretches.items())}
     grown = {r.prefix: (r.first, r.count) for r in planned.graph.runs}
     assert {p: grown.get(p) for p in stretches} == stretches
@@ -164,11 +165,11 @@ def test_a_step_to_be_run_is_traced_in_full() -> None:
     assert not source.whole().captured().is_grown
 
 
-# --- what looks alike and is not ------------------------------------------------------------------
+# --- blocks that look equal but are not -----------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """A block of equal class and shapes; what it does may hang on its index."""
+    """A block of equal class and shapes, whose behaviour may depend on its index."""
 
     def __init__(self, index: int, **attributes: Any) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ class Stack(nn.Module):
 
 
 class SpecialByCount(Stack):
-    """The special block is known to the loop, not to the block."""
+    """A model whose loop, but not its block, knows which block is special."""
 
     def __init__(self, special: int) -> None:
         super().__init__([Layer(i) for i in range(LAYERS)])
@@ -241,7 +242,7 @@ class EverySecond(Stack):
 
 
 class SkipAhead(Stack):
-    """Each block also reads what the block two before it made."""
+    """A model in which each block also reads the result of the block two before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         before, now = x, x
@@ -251,7 +252,7 @@ class SkipAhead(Stack):
 
 
 class Collected(Stack):
-    """All intermediate results are joined, as in dense prediction heads and probes."""
+    """A model that joins all intermediate results, as dense prediction heads and probes do."""
 
     def forward(self, x: Tensor) -> Tensor:
         seen = [x]
@@ -302,7 +303,7 @@ class ByTable(Stack):
 
 
 class SpecialParameter(Stack):
-    """A list beside the blocks holds one thing for each, and not the same."""
+    """A model whose list beside the blocks holds a different setting for each block."""
 
     def __init__(self) -> None:
         super().__init__([Layer(i) for i in range(LAYERS)])
@@ -321,7 +322,7 @@ def squares(model: nn.Module) -> Sample:
 
 
 def stochastic_depth() -> nn.Module:
-    """A rate for each layer, as drop path has it."""
+    """Return a model with one rate for each layer, as in drop path."""
 
     class Dropped(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -354,7 +355,7 @@ def one_hooked() -> nn.Module:
 
 
 def two_share() -> nn.Module:
-    """The fifth block is the first one again: its weights are trained by both."""
+    """Return a model whose fifth block is its first one, so that both train the same weights."""
     blocks: list[nn.Module] = [Layer(i) for i in range(LAYERS)]
     blocks[4] = blocks[0]
     return Stack(blocks)
@@ -425,11 +426,11 @@ UNLIKE: dict[str, Callable[[], Sample]] = {
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_blocks_that_only_look_alike_are_traced_in_full(name: str) -> None:
-    """If it is ever grown from three blocks, nothing may differ from the whole trace."""
+    """If such a model is ever expanded from three blocks, it must equal the whole trace."""
     sample = UNLIKE[name]()
     planned = source_of(sample, for_planning=True).captured()
     if not planned.is_grown:
-        return  # then it is the whole trace
+        return  # the graph is the whole trace
     whole = source_of(sample).captured().graph
     expected, actual = shape_of(whole), shape_of(planned.graph)
     for what in ("fingerprint", "nodes", "flops", "peak", "resident", "gradients", "signatures"):
@@ -459,7 +460,8 @@ def test_seventy_billion_parameters_are_planned_from_three_blocks_without_memory
     assert {(r.prefix, r.count) for r in graph.runs} >= {("model.layers", 80)}
     trained = [o.target for o in graph.outputs if o.kind is OutputKind.GRADIENT]
     assert sorted(trained) == sorted(f"parameter:{n}" for n, _ in model.named_parameters())
-    # Six for each parameter of a matrix and token (one product ahead, two back), and attention.
+    # Six FLOPs for each matrix element and token (one product forward, two backward), and
+    # attention.
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1) - 128256 * 8192
     attention = 80 * 2 * 2 * 4096 * 4096 * 8192
     assert graph.flops == pytest.approx(6 * matrices * 4096 + 3.5 * attention, rel=0.01)

@@ -1,4 +1,4 @@
-"""Planning leaves the user's model, batch and random state as they were, however it ends."""
+"""Planning does not change the user's model, batch and random state, however it ends."""
 
 from __future__ import annotations
 
@@ -67,14 +67,15 @@ def fakes() -> list[Any]:
 
 @pytest.fixture
 def new_fakes() -> Callable[[], list[Any]]:
-    """Fake tensors that were not there before, of whatever else this process has captured."""
+    """Return the fake tensors that were not there before, whatever else this process has
+    captured."""
     before = fakes()
     known = {id(x) for x in before}
 
     def new() -> list[Any]:
-        assert len(before) == len(known)  # and so held: no identity is used twice
+        assert len(before) == len(known)  # the known objects are still alive, so no id is reused
         found: list[Any] = []
-        for _ in range(3):  # what a finaliser lets go of is found by the next round
+        for _ in range(3):  # the next round finds what finalisers have released
             found.clear()
             gc.collect()
             found += (x for x in fakes() if id(x) not in known)
@@ -102,11 +103,11 @@ def test_planning_twice_gives_the_same_graph() -> None:
     assert first.outputs == second.outputs
 
 
-# --- where planning ends early --------------------------------------------------------------------
+# --- planning that fails early --------------------------------------------------------------------
 
 
 class Once(nn.Module):
-    """Does something to its surroundings in each forward pass."""
+    """A model that changes its surroundings in each forward pass."""
 
     def __init__(self, effect: Callable[[Once, Tensor], Tensor]) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ def test_aborted_planning_leaves_no_trace(effect: Any, error: Any) -> None:
         plan_everything((model, square_loss, batch))
     assert_untouched(before, model)
     assert not hasattr(model, "last")
-    # Unrelated code is not swallowed by a fake mode that stayed on.
+    # No fake mode is left active that would affect unrelated code.
     assert type(torch.ones(2)) is Tensor
     model.__dict__["effect"] = lambda model, x: x
     model(batch["x"]).sum().backward()
@@ -177,7 +178,7 @@ def test_an_interruption_while_dynamo_traces_leaves_no_trace(
     assert source_of((model, loss, batch)).captured().graph.problems() == []
 
 
-# --- caches of the user's -------------------------------------------------------------------------
+# --- caches of the user ---------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1)
@@ -195,7 +196,7 @@ def in_a_global(length: int) -> Tensor:
 
 
 class Helper:
-    """Not a module, and nothing that Steelyard looks into."""
+    """An object that is not a module and that Steelyard does not examine."""
 
     def __init__(self) -> None:
         self.held: dict[int, Tensor] = {}
@@ -232,14 +233,15 @@ def test_caches_hold_no_fake_tensors_afterwards(
         cache(5)
     model = WithCache(cache)
     batch = {"x": torch.randn(4, 8)}
-    # It may be refused (a cache that fills is a side effect), but it may not be spoiled.
+    # The capture may be refused (filling a cache is a side effect), but the model must not be
+    # damaged.
     with contextlib.suppress(CaptureRefused):
         source_of((model, square_loss, batch)).captured()
     assert new_fakes() == []
     assert type(cache(8)) is Tensor
     square_loss(model, batch).backward()
     assert model.layer.weight.grad is not None
-    # What was filled by a real pass is a constant of the step.
+    # The cache that a real pass filled is a constant of the step.
     captured = source_of((model, square_loss, batch)).captured()
     assert captured.graph.problems() == []
 

@@ -1,4 +1,4 @@
-"""The whole zoo: each model trains as plain PyTorch does, bit and byte, or is refused readably."""
+"""The whole zoo: each model trains bitwise like plain PyTorch, or is refused readably."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.stepping import (
 )
 from tests.zoo import Case
 
-# Named where the reason is known; everything else is equal to the bit.
+# Cases that are not bitwise equal to eager PyTorch, with the reason.
 _RECURRENT = (
     "the graph unrolls what eager runs in one kernel, whose matrix products are summed in another "
     "order"
@@ -42,8 +42,8 @@ WITHIN_ROUNDING = {
 }
 _ROUNDING = 1e-6
 
-# The long tail of one family, and what takes longest; the architectures that are promised by name
-# and every edge case run always.
+# Further variants of one family, and the slowest cases. The documented architectures and every edge
+# case always run.
 SLOW = frozenset(
     f"hf_{name}"
     for name in (
@@ -62,7 +62,7 @@ def _marked(cases: tuple[Case, ...]) -> list[object]:
     ]
 
 
-# torch says so of the eager step, and as an error it would end that too.
+# torch gives this warning in the eager step; as an error it would end that step too.
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("case", _marked(zoo.CASES))
 def test_a_step_equals_plain_pytorch_and_its_peak_is_predicted(
@@ -80,7 +80,8 @@ def test_a_step_equals_plain_pytorch_and_its_peak_is_predicted(
 
 
 def _check_peak(source: CapturedStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of workspace one call tells all; the rounds that follow it only tell the time."""
+    """Check the peak; one call is enough to determine the workspace, and further rounds only
+    measure time."""
     monkeypatch.setattr(operators, "_FEWEST_ROUNDS", 1)
     monkeypatch.setattr(operators, "_ROUNDS_SECONDS", 0.0)
     graph = source.captured().graph
@@ -139,7 +140,7 @@ SAYS = {
 
 @pytest.mark.parametrize("case", [c for c in zoo.REFUSED if "on_meta" not in c.name], ids=str)
 def test_models_that_cannot_be_captured_are_refused_in_three_lines(case: Case) -> None:
-    """The model on the meta device can be planned; it is refused where a plan is applied."""
+    """The model on the meta device can be planned, but its plan cannot be applied."""
     source = source_of(case.make())
     with pytest.raises(SteelyardError) as caught:
         source.captured()

@@ -1,4 +1,4 @@
-"""Arguments of another kind are refused in three lines, before anything is captured."""
+"""Arguments of a wrong type are refused in three lines, before anything is captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work in a process beside a run: its answer, its failure, and that nothing of it stays."""
+"""Work in a background process: its answer, its failure, and that nothing of it stays."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ending_a_background_process_kills_it() -> None:
 
 
 def test_the_background_process_ends_when_its_parent_is_gone() -> None:
-    """A run that is killed leaves nothing behind."""
+    """A run that is killed leaves no process behind."""
     answers, own = os.pipe()
     parent = os.fork()
     if parent == 0:
@@ -78,7 +78,7 @@ def test_the_background_process_ends_when_its_parent_is_gone() -> None:
     until = time.monotonic() + 20
     while time.monotonic() < until:
         state = _state(pid)
-        if state in ("", "Z"):  # gone, or nobody here reaps it
+        if state in ("", "Z"):  # the process is gone, or a zombie that nothing reaps here
             return
         time.sleep(0.05)
     raise AssertionError("it still runs")

@@ -1,5 +1,4 @@
-"""Where tensors are made by default is the user's to say: what Steelyard makes lies where the model
-does."""
+"""The user may set the default device: Steelyard's tensors are on the model's device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profiler of the user's keeps its events, whatever Steelyard meters or measures meanwhile."""
+"""A user's profiler keeps its events, whatever Steelyard meters or measures in the meantime."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def test_other_profilers_are_left_alone_too(step: Step, kind: str) -> None:
 def test_a_scheduled_profiler_gets_all_of_its_cycles(
     step: Step, wait: int, acc_events: bool
 ) -> None:
-    """A second profiler in the warm-up of a first ends the process."""
+    """A second profiler in the warm-up of a first one would end the process."""
     counts: list[int] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that events of earlier cycles are gone
+        warnings.simplefilter("ignore")  # torch warns that events of earlier cycles are dropped
         with profiled(
             schedule=schedule(wait=wait, warmup=1, active=2, repeat=2),
             on_trace_ready=lambda seen: counts.append(len(seen.events())),
@@ -124,7 +124,7 @@ def test_a_profiler_started_in_a_user_loop_gets_its_steps(step: Step) -> None:
 
 
 class Profiling:
-    """Batches that begin a profile of the steps from the second to the fourth."""
+    """Batches that start a profile of the second to the fourth step."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -156,7 +156,7 @@ def test_a_run_meters_a_step_behind_the_profiled_ones() -> None:
 def test_planning_measures_nothing_while_a_profiler_is_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was measured before is known, and needs no measuring."""
+    """Costs that were measured before are known and need no measurement."""
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
     model = nn.Linear(32, 32)
     with profiled() as seen:

@@ -1,4 +1,4 @@
-"""``run --adapt``: the rank that weighs other plans, and links that change again meanwhile."""
+"""``run --adapt``: the rank that compares plans, and links that change again in the meantime."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_an_idle_host_searches_other_plans(members: tuple[int, ...], weigher: in
     own = adapting(hosts=3, each=2, members=members)
     assert own._least_busy(50) == weigher
     assert own._least_busy(5000) == 0, "its weights are those of long ago"
-    own._is_compiled = True  # then all ranks wait while the first one weighs
+    own._is_compiled = True  # all ranks wait while the first one compares plans
     assert own._least_busy(50) == 0
 
 
 def test_a_link_that_changes_during_the_search_is_searched_again() -> None:
     own = adapting()
-    own._rank = own._search_rank = 1  # of the host that stands by
+    own._rank = own._search_rank = 1  # the rank is on the host that does not train
     weighed = mock.Mock(**{"is_done.return_value": False})
     own._pending, own._background = (SLOW, LinkState(link=SLOW)), weighed
     with (
@@ -71,7 +71,7 @@ def test_a_link_that_changes_during_the_search_is_searched_again() -> None:
         assert [own.after_step(number, 0.4) for number in (4, 5)] == [False] * 2
         assert own._background is weighed, "the second look did not confirm the first"
         links.side_effect = [LinkState(link=FAST)] * 2
-        own._members = (0, 1)  # as they are behind a turn to all, which is patched
+        own._members = (0, 1)  # the state behind a switch to all ranks, which is patched
         own._steps_unmeasured = 2
         with mock.patch.object(Replanner, "_is_time_to_measure", return_value=True):
             assert own.after_step(6, 0.4) is True

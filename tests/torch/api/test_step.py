@@ -1,4 +1,4 @@
-"""What a step says of itself in a loop of the user's own."""
+"""Notes of a step in a user's own loop."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def test_arguments_of_a_wrong_type_are_named() -> None:
 
 
 def test_a_plan_for_one_rank_is_refused_in_a_process_group_of_several() -> None:
-    """As in a script for DistributedDataParallel: no gradient would be summed over ranks."""
+    """Otherwise no gradient would be summed over the ranks of a script for
+    DistributedDataParallel."""
     model, batch = nn.Linear(4, 4), torch.randn(6, 4)
     planned = sy.plan(model, square, batch)
     alone = planned.apply()

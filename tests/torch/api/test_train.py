@@ -1,4 +1,4 @@
-"""What the receipt of ``steelyard run`` says of the steps that were taken."""
+"""The receipt of ``steelyard run`` describes the steps that were taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The receipt of a loop of the user's own, in every combination of who makes and steps what."""
+"""The receipt of a user's own loop, for every combination of who makes and who steps the
+optimizer."""
 
 from __future__ import annotations
 
@@ -74,13 +75,13 @@ def test_passes_of_a_user_loop_are_counted_timed_and_measured_like_steps() -> No
     assert "from one step to the next" in said
     assert "in steps of AdamW" in said
     kept = note_of(measured, "without optimizer=")
-    # A count for each of 8 parameters.
+    # The state also has a step counter for each of 8 parameters.
     assert kept.startswith(f"your AdamW holds {format_bytes(STATES + 8 * 4)}")
     assert tree_of(step.receipt().receipt).ran[0] == "6 steps"
 
 
 def test_the_users_optimizer_state_is_measured_apart_from_the_plan() -> None:
-    """As a plan that knows it predicts."""
+    """The measured state equals the prediction of a plan that knows the optimizer."""
     known = sy.plan(planned().live.model, square, BATCH, optimizer=adamw)
     step = planned()
     measured = trained(step, adamw(step.live.model.parameters()))
@@ -129,7 +130,8 @@ def test_accumulated_passes_are_one_step(set_to_none: bool) -> None:
     measured = trained(step, optimizer, steps=4, accumulated=3, set_to_none=set_to_none)
     assert (measured.steps, measured.passes) == (4, 12)
     assert tree_of(step.receipt().receipt).ran[0] == "4 steps (12 calls of step.backward)"
-    # What is kept from pass to pass is measured, where only a pass that begins with it can tell.
+    # The meter counts what stays from pass to pass; only a pass that begins with it can measure
+    # that.
     assert measured.memory_bytes is not None
     assert measured.memory_bytes > 1.2 * step.plan.predicted.peak.nbytes
     assert note_of(measured, "gradients kept between steps add")

@@ -1,4 +1,4 @@
-"""What a script hands over, and how it is found there."""
+"""The workload of a script, and how it is found."""
 
 from __future__ import annotations
 

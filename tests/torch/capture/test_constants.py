@@ -1,6 +1,5 @@
-"""Tensors that are neither the model's nor the batch's: read anew at each step, however they are
-looked at.
-"""
+"""Tensors outside of the model and the batch are read again in each step, whatever views the
+code uses."""
 
 from __future__ import annotations
 
@@ -65,7 +64,8 @@ def test_a_constant_is_read_again_in_each_step(name: str) -> None:
 
 
 class Held(nn.Module):
-    """A plain tensor among a module's attributes, which would have a gradient if trained."""
+    """A plain tensor among a module's attributes, which would have a gradient if it were
+    trained."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Ranks share a batch where together they train what one device would have trained, statistics of
-all samples among it."""
+"""Ranks share a batch if together they train what one device would train, including statistics
+of all samples."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.support.samples import (
 
 
 class Remembering(nn.Module):
-    """A mean of what came by, as a teacher or a codebook keeps one."""
+    """A model that keeps a running mean of its inputs, as a teacher or a codebook does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_other_coupling_is_found_beside_batch_statistics(loss: Any) -> None:
 
 
 class Folded(nn.Module):
-    """Statistics over samples that lie along another dim than the first."""
+    """A model with statistics over samples in another dim than the first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# One of each kind that record.py makes: with parts and an update, with statistics over the batch,
-# with a template for any number of samples, and a graph of one tensor-parallel rank.
+# One graph of each kind that record.py makes: with parts and an update, with BatchNorm statistics,
+# with a template for any number of samples, and of one tensor-parallel rank.
 _QUICK = ("zoo-mlp", "norms", "deep-gpt", "published-gpt-on-2")
 
 

@@ -1,4 +1,5 @@
-"""The update of a stage's parameters is that of all, without the lines of others."""
+"""The update of a stage's parameters equals the full update without the lines of other
+parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def model() -> nn.Module:
 
 
 def told(program: Program) -> Any:
-    """What it calls, on what, and what is there at each line."""
+    """Return the calls, their arguments, and the live values at each line."""
     nodes = program.graph.by_name
     calls = [nodes[line.node] for line in program.instructions]
     return (

@@ -21,7 +21,7 @@ _PLAIN = "_c10d_functional.all_gather_into_tensor.default"
 
 
 def two_gathers(*ops: str, overlapping: bool) -> Program:
-    """The second is issued before or after the first is waited for."""
+    """Return two gathers, the second of which is issued before or after the first is waited for."""
     graph = chain(gradients=2)
     for number, op in enumerate(ops):
         graph = gathered(graph, [f"parameter:p{number}"], num_ranks=2, transport=GLOO)

@@ -1,5 +1,5 @@
-"""What a rank waits with: for what arrives, and then for whoever still holds it; and hints for the
-kernel about gloo's threads and connections."""
+"""The waits of a rank: for data, and then for the tensors that a backend still holds; and hints
+to the kernel about gloo's threads and connections."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from steelyard.comm.tcp_quickack import QuickAcks
 def test_late_messages_are_released_before_the_step_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gloo's thread says that it is done, and holds on for a moment: as long after a slow link as
-    after a quick one."""
+    """Gloo's thread signals completion, and holds the tensor for a moment longer: equally long
+    on slow and fast links."""
     monkeypatch.setattr(channel, "_PATIENCE_SECONDS", 1.0)
     waiting, sent = Waiting(), torch.ones(4)
     gloos: list[torch.Tensor] = []
 
     def arriving(x: torch.Tensor) -> torch.Tensor:
-        # As gloo does, what keeps it for a backward pass holds it beyond Python's reach.
+        # As in gloo, the backward pass keeps a reference that Python does not see.
         gloos.append(x * torch.ones(4, requires_grad=True))
         time.sleep(1.1)
         threading.Timer(0.01, gloos.clear).start()
@@ -53,7 +53,7 @@ def test_threads_that_listen_for_gloo_take_turns(
     def tell(task: int, policy: int, _: object) -> None:
         told.append((task, policy))
         if task == 12:
-            raise ProcessLookupError  # it ended
+            raise ProcessLookupError  # the thread has ended
 
     monkeypatch.setattr(turns.os, "sched_setscheduler", tell)
     turns.take_turns()
@@ -63,7 +63,8 @@ def test_threads_that_listen_for_gloo_take_turns(
 def test_a_rank_yields_less_often_the_longer_others_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With another program on that core a turn takes a slice of time: it has a fifth, not all."""
+    """If another program uses the core, a yield takes a time slice: the program gets a fifth of
+    the core, not all of it."""
     now, taken = [0.0], [0.0]
 
     def others(seconds: float) -> None:
@@ -82,7 +83,7 @@ def test_a_rank_yields_less_often_the_longer_others_take(
         monkeypatch.setattr(turns, "give_way", give)
         give_way = turns.ThreadScheduling()
         while now[0] < 30:
-            now[0] += 1e-5  # a short operator
+            now[0] += 1e-5  # the time of a short operator
             give_way()
         assert taken[0] <= share * now[0]
         assert len(calls) >= 6
@@ -121,7 +122,7 @@ def test_counters_are_read_of_connections_only_without_closing_them() -> None:
         rest = {s.fileno() for s in (listening, unused, local, other)}
         assert asked.isdisjoint(rest)
         theirs.close()
-        told.at_once()  # one of them is gone
+        told.at_once()  # one of the two is gone
         del told
         assert ours.getpeername()
         for one in (ours, local, other):

@@ -1,4 +1,4 @@
-"""Torch's tables of pipeline schedules: read back as written, and refused where torch has none."""
+"""Torch's tables of pipeline schedules are read back as written, and refused if torch has none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_tables_of_torch_schedules_are_read_back(schedule: str) -> None:
 
 
 def test_torch_still_says_that_1f1b_begins_with_micro_batch_1() -> None:
-    """When this fails, ``_one_forward_one_backward`` can go."""
+    """When this fails, ``_one_forward_one_backward`` can be removed."""
     alone = SimpleNamespace(
         stage_index=1, num_stages=2, group_size=2, group_rank=1, is_last=True, has_backward=True
     )

@@ -1,4 +1,5 @@
-"""Ranks as threads: the same exchanges as between processes, random numbers apart, no hang."""
+"""Ranks as threads: the same exchanges as between processes, separate random numbers, and no
+hang."""
 
 from __future__ import annotations
 

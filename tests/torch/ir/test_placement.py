@@ -1,4 +1,4 @@
-"""Parts of tensors: followed through views, and cut as torch cuts them."""
+"""Shards of tensors, followed through views, and cut as torch cuts them."""
 
 from __future__ import annotations
 

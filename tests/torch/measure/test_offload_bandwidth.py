@@ -1,4 +1,4 @@
-"""The link to offload memory: measured once for a folder and a rate."""
+"""The link to offload memory is measured once for each folder and rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steelyard.measure.cache import CostCache
 
 @pytest.fixture(autouse=True)
 def _in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nothing here is about how well a link is known.
+    # These tests do not depend on the precision of the measurement.
     monkeypatch.setattr(measure, "_SECONDS", 0.05)
     monkeypatch.setattr(measure, "_ROUNDS", 1)
 

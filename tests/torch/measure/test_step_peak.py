@@ -1,4 +1,4 @@
-"""Workspaces complete the predicted peak: to the byte what a whole step is metered to hold."""
+"""With workspaces, the predicted peak equals the metered peak of a whole step to the byte."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ _TABLE = "python-2"
 
 
 def runnable(program: Program) -> Callable[[], object]:
-    """The program on drawn inputs; gradients live as long as what it returns."""
+    """Return the program on random inputs; gradients live as long as its results."""
     emitted = emit(program)
     source = InputFactory(torch.device("cpu"))
     nodes = program.graph.by_name

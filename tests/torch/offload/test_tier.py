@@ -1,4 +1,4 @@
-"""Offload memory: the same bits come back, no faster than declared, and nothing is left behind."""
+"""Offload memory returns the same bits, no faster than declared, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAST = "100 GB/s"
     [
         torch.randn(3, 5),
         torch.randn(1 << 19),  # two pieces
-        torch.randn((1 << 18) + 3),  # a piece and a bit
+        torch.randn((1 << 18) + 3),  # slightly more than one piece
         torch.randn(64, 48).t(),
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randint(0, 2, (77,), dtype=torch.bool),
@@ -99,7 +99,7 @@ def test_a_sum_in_half_precision_is_not_rounded_with_every_slice(tmp_path: Path)
 
 
 def summing(weight: torch.Tensor, x: torch.Tensor, *, each: int) -> Body:
-    """``x @ weight``, so many rows of the weight at a time."""
+    """Compute ``x @ weight`` on this many rows of the weight at a time."""
 
     def tensor(*shape: int) -> Tensor:
         return Tensor(shape=shape, stride=(shape[1], 1), dtype="bfloat16", storage=0)
@@ -141,7 +141,7 @@ def test_a_forked_process_without_threads_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_declared_rate_is_not_exceeded(tmp_path: Path) -> None:
-    """A lower bound on time holds on any machine."""
+    """A lower bound on the time holds on any machine."""
     memory = OffloadFile(OffloadMemory(tmp_path, rate="50 MB/s", size="64 MiB"))
     x = torch.zeros(5_000_000, dtype=torch.uint8)
     slots = Slots.of(memory, [x.nbytes])
@@ -154,7 +154,7 @@ def test_the_declared_rate_is_not_exceeded(tmp_path: Path) -> None:
 
 
 def test_offloaded_values_are_not_in_memory(tmp_path: Path) -> None:
-    """The file's pages are not in the page cache: mincore says of each whether it is."""
+    """The file's pages are not in the page cache, according to mincore."""
     memory = OffloadFile(OffloadMemory(tmp_path, rate=FAST, size="64 MiB"))
     x = torch.ones(16 << 20, dtype=torch.uint8)
     slots = Slots.of(memory, [x.nbytes])
@@ -205,7 +205,7 @@ def test_a_file_closed_midway_touches_no_other_file(tmp_path: Path) -> None:
     slots = Slots.of(memory, [x.nbytes])
     first, second = slots.send(0, x), slots.send(0, x)
     memory.close()
-    others = [(tmp_path / f"other{n}").open("wb+") for n in range(4)]  # would take its numbers
+    others = [(tmp_path / f"other{n}").open("wb+") for n in range(4)]  # would reuse its descriptors
     for transfer in (first, second):
         with pytest.raises(CancelledError):
             transfer.result(timeout=60)
@@ -287,7 +287,7 @@ def test_a_disk_that_stalls_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_long_queue_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is waited for first may have been sent last."""
+    """The transfer that is waited for first may have been queued last."""
     monkeypatch.setattr(module, "_LEAST_PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(module, "_PATIENCE", 1.0)
     memory = OffloadFile(OffloadMemory(tmp_path, rate="4 MB/s", size="64 MiB"))
@@ -308,7 +308,7 @@ def test_using_a_closed_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_process_does_not_wait_for_queued_transfers(tmp_path: Path) -> None:
-    """Twenty seconds are queued at the declared rate; what else an end takes is far less."""
+    """At the declared rate, the queue takes twenty seconds; a process ends much sooner."""
     script = f"""
         import torch
         from steelyard.hardware.cluster import OffloadMemory

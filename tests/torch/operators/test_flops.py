@@ -1,4 +1,4 @@
-"""FLOPs of operators that torch's registry lacks or counts wrongly, beside other counts."""
+"""FLOPs of operators that torch's registry lacks or counts wrongly, compared with other counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def counted(target: Any, *args: Any, **kwargs: Any) -> int:
 
 
 def one_by_one(pairs: Any) -> int:
-    """The products of a group after another, as torch counts them."""
+    """Return the FLOPs of the products of a group, one after another, as torch counts them."""
     with FlopCounterMode(display=False) as counter:
         for a, b in pairs:
             torch.mm(a, b)
@@ -34,7 +34,7 @@ def one_by_one(pairs: Any) -> int:
 
 @st.composite
 def offsets(draw: Any) -> torch.Tensor:
-    """Any partition of the rows, with empty groups."""
+    """Draw any partition of the rows, also with empty groups."""
     cuts = draw(st.lists(st.integers(0, ROWS), min_size=COUNT - 1, max_size=COUNT - 1))
     return torch.tensor([*sorted(cuts), ROWS], dtype=torch.int32)
 
@@ -131,13 +131,13 @@ def test_products_are_priced_in_the_format_of_their_operands() -> None:
     assert format_of_call(([torch.ones(2, dtype=torch.complex64)],)) == "float32"
 
 
-# --- a mixture of experts, beside the closed form
+# --- a mixture of experts, compared with the closed form
 
 LENGTH = 128
 
 
 def experts_of(config: Any) -> int:
-    """Parameters that each token multiplies with, in all layers."""
+    """Return the number of parameters with which each token is multiplied, in all layers."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     attention = 2 * hidden**2 + 2 * hidden * (hidden // heads) * config.num_key_value_heads
     router = hidden * config.num_local_experts
@@ -146,8 +146,9 @@ def experts_of(config: Any) -> int:
 
 
 def closed_form(config: Any, length: int) -> float:
-    """FLOPs a token: 6 for each active parameter, and attention, whose scores are computed again in
-    the backward pass: 2 products forward and 5 backward of ``2 * length * hidden_size``."""
+    """Return the FLOPs per token: 6 for each active parameter, and attention, whose scores are
+    recomputed in the backward pass: 2 products forward and 5 backward of ``2 * length *
+    hidden_size``."""
     attention = 7 * 2 * length * config.hidden_size * config.num_hidden_layers
     return 6 * (experts_of(config) + config.hidden_size * config.vocab_size) + attention
 
@@ -165,7 +166,7 @@ def mixtral(**sizes: int) -> Any:
 
 
 def test_mixtral_counts_the_work_of_its_active_parameters() -> None:
-    """As it comes, 8x7B: 32 layers, of which three are captured."""
+    """The default configuration, 8x7B, has 32 layers, three of which are captured."""
     model = mixtral()
     ids = torch.zeros(256, 4096, dtype=torch.long)
     step = TruncatedStep(model=model, loss=loss_of, batch=ids, optimizer=None)
@@ -181,7 +182,7 @@ def test_mixtral_counts_the_work_of_its_active_parameters() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_small_mixture_of_experts_on_this_machine_counts_the_same(dtype: torch.dtype) -> None:
-    """In float32 transformers calls an operator of its own."""
+    """In float32, transformers calls an operator of its own."""
     sizes = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,

@@ -1,4 +1,5 @@
-"""What may multiply and has no FLOP formula is named here, and refused on a declared cluster."""
+"""Operators that may multiply and have no FLOP formula are named here, and refused on a declared
+cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_products_have_a_formula(name: str) -> None:
     assert formula_of(getattr(packet, packet.overloads()[0])) is not None
 
 
-# --- an operator that nobody knows
+# --- an unknown operator
 
 _LIBRARY = torch.library.Library("steelyard_tests", "FRAGMENT")
 _LIBRARY.define("mixed(Tensor x, Tensor w) -> Tensor")

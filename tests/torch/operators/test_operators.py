@@ -1,4 +1,5 @@
-"""Values in 8 bits come back within half a scale, in any layout; what is not finite stays so."""
+"""Values in 8 bits are decoded within half a scale, in any layout; non-finite values stay
+non-finite."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from steelyard.measure.operators.memory import meter_once
 from steelyard.operators import decode8, encode8, operator_named, quantization_error
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What rounding to the value's own dtype may add, as a share of the block's largest.
+# The error of rounding to the value's own dtype, relative to the largest element of the block.
 OWN = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -26,7 +27,7 @@ def there_and_back(x: torch.Tensor) -> torch.Tensor:
 
 
 def scales_of(flat: torch.Tensor) -> torch.Tensor:
-    """Of each element: the largest magnitude in its block, over 127."""
+    """Return, for each element, the largest magnitude in its block over 127."""
     blocks = flat.float().abs().split(BLOCK)
     return torch.cat([b.max().expand_as(b) for b in blocks]) / 127
 
@@ -47,7 +48,7 @@ def test_each_element_is_off_by_half_a_scale_at_most_and_keeps_its_sign(
     scales = scales_of(x)
     back = there_and_back(x)
     lost = (back.float() - x.float()).abs()
-    # Only a zero becomes a zero: what is less than half a scale comes back as a whole one.
+    # Only zero is encoded as zero: a smaller value than half a scale is decoded as a whole one.
     half = torch.where(x.float().abs() < 0.501 * scales, 1.0, 0.501)
     assert (lost <= scales * (half + 127 * OWN[dtype])).all()
     assert torch.equal(back.sign(), x.sign())
@@ -68,7 +69,7 @@ def test_any_dense_layout_is_restored(dtype: torch.dtype, laid_out: object) -> N
     torch.manual_seed(0)
     x = laid_out(torch.randn(3, 5, 7, 11)).to(dtype)  # type: ignore[operator]
     assert torch.allclose(there_and_back(x).float(), x.float(), atol=0.06)
-    # Blocks are of neighbours in memory, whatever order the dims have.
+    # Blocks consist of neighbours in memory, whatever the order of the dims.
     flat = x.as_strided((x.numel(),), (1,))
     numbers = encode8(x, x.stride())[8 * x.dim() :]
     assert torch.equal(numbers, encode8(flat, (1,))[8:])
@@ -76,7 +77,7 @@ def test_any_dense_layout_is_restored(dtype: torch.dtype, laid_out: object) -> N
 
 
 def test_the_actual_layout_of_a_kernel_is_restored() -> None:
-    """Without a copy of it, which nobody planned either."""
+    """No copy is made for this, because none is planned."""
     x = torch.randn(64, 64, 512).to(torch.bfloat16)
     planned = (1, 64 * 512, 64)
     back = decode8(encode8(x, planned), x.shape, planned, x.dtype)
@@ -108,7 +109,7 @@ def test_non_finite_values_stay_non_finite(dtype: torch.dtype, odd: float) -> No
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.3, 1e-30, 1e-42, 6e4])
 def test_constant_blocks_are_exact(value: float) -> None:
     back = there_and_back(torch.full((2 * BLOCK + 1,), value))
-    # What is smaller than the least scale comes back as that.
+    # A value smaller than the least scale is decoded as the least scale.
     assert torch.allclose(back, torch.full_like(back, value), rtol=1e-6, atol=1.2e-38)
     assert float(quantization_error(torch.zeros(BLOCK))) == 0.0
 

@@ -1,4 +1,5 @@
-"""Batch normalisation in pieces is torch's own over all samples, forward and backward."""
+"""Batch normalisation in several calls equals torch's own over all samples, forward and
+backward."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ EPS = 1e-5
 def in_pieces(
     shares: list[Tensor], gradients: list[Tensor], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Result, gradients of the input, of weight and of bias, of as many ranks."""
+    """Return the result and the gradients of input, weight and bias, from this many ranks."""
     count = sum(x.numel() // x.shape[1] for x in shares)
     gathered = torch.cat([norms.batch_norm_stats(x) for x in shares])
     both = norms.batch_norm_gather_stats(gathered, len(shares))
@@ -35,7 +36,8 @@ def test_statistics_of_pieces_give_those_of_the_whole(
     shape: tuple[int, ...], ranks: int, is_affine: bool
 ) -> None:
     torch.manual_seed(0)
-    # Far from zero, and each share somewhere else: what is between ranks counts too.
+    # The values are far from zero, and each share has another mean, so that the variance between
+    # ranks counts too.
     x = torch.randn(shape, dtype=torch.float64) + torch.arange(12.0).view(
         -1, *[1] * (len(shape) - 1)
     )

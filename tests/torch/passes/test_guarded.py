@@ -1,4 +1,4 @@
-"""Codes that are given up: nothing that they held back is lost, on however many ranks."""
+"""If compression is given up, no residual is lost, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _on_each(
     work: Callable[[LiveStep, int], Any],
     **settings: Any,
 ) -> list[Any]:
-    """With a twin of the model for each rank, and programs for all codes."""
+    """Run each rank with a twin of the model, and programs for all codecs."""
     together, rungs = SimulatedRanks(ranks), _rungs(kind, ranks)
     programs = [_applied(source, rules) for rules in rungs]
     captured = source.captured(micro_batches=programs[0].units)
@@ -101,7 +101,7 @@ def _apart(ours: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> flo
 def test_sent_gradients_and_residuals_sum_to_the_exact_gradients(
     source: CapturedStep, kind: str, ranks: int
 ) -> None:
-    """The weights stay as they are, so that each step has the same gradients."""
+    """The weights do not change, so that each step has the same gradients."""
 
     def work(step: LiveStep, _: int) -> tuple[dict[str, torch.Tensor], list[float], int]:
         held = []
@@ -124,7 +124,7 @@ def test_sent_gradients_and_residuals_sum_to_the_exact_gradients(
 def test_the_sampled_residual_ratio_estimates_the_whole(
     source: CapturedStep, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all there is, parts of sums that other ranks make too."""
+    """The sample covers all residuals, including those of sums that other ranks compute."""
 
     def work(step: LiveStep, _: int) -> tuple[float, float, float]:
         step.backward(source.batch)
@@ -161,7 +161,7 @@ def test_warm_up_is_exact_and_a_fallback_leaves_no_residual(
 
     exact = _exact(source)
     for found in _on_each(source, "ternary", 2, work, warm_up=1):
-        # int8 and bfloat16 hold nothing back, so that nothing is given up for them.
+        # int8 and bfloat16 have no residual, so no residual is given up for them.
         assert [rung for rung, _ in found] == [3, 0, 0, 1, 1, 1, 1]
         apart = [_apart(gradients, exact) for _, gradients in found]
         assert apart[0] < 1e-5
@@ -175,7 +175,8 @@ def test_warm_up_is_exact_and_a_fallback_leaves_no_residual(
 def test_residuals_of_another_plan_are_added_in_the_first_step(
     source: CapturedStep, ranks: int
 ) -> None:
-    """Saved by two ranks whose gradients went in codes, resumed by ranks whose go as they are."""
+    """They were saved by two ranks with compressed gradients, and resumed by ranks without
+    compression."""
 
     def lose(step: LiveStep, _: int) -> dict[str, torch.Tensor]:
         step.backward(source.batch)
@@ -213,7 +214,8 @@ def test_residuals_of_another_plan_are_added_in_the_first_step(
 def test_residuals_of_a_stopped_run_are_in_its_checkpoint(
     source: CapturedStep, others: int
 ) -> None:
-    """Between the step that ended a code and the next, which would have paid."""
+    """The run stops after the step that ended a codec, and before the step that would have
+    applied its residuals."""
 
     def lose(step: LiveStep, _: int) -> dict[str, torch.Tensor]:
         step.backward(source.batch)

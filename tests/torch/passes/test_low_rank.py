@@ -1,4 +1,4 @@
-"""Matrices as thin factors: what they come to, as graphs, and over steps of several ranks."""
+"""Low-rank factors of matrices: their results as graphs, and over steps of several ranks."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def _ruled(ranks: int, *, rank: int = RANK, bucket: int = 1 << 16, lag: int = 2)
 
 
 class Ranks:
-    """Each with what it has lost, and what all begin with."""
+    """Ranks with their own residuals, and common starting factors."""
 
     def __init__(self, count: int) -> None:
         self.lost = [torch.zeros(sum(n * m for n, m in SHAPES)) for _ in range(count)]
         self.starts = [first_start(RANK * sum(m for _, m in SHAPES)) for _ in range(count)]
 
     def step(self, given: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """What every rank makes of the sum."""
+        """Return the sum that every rank computes."""
         lefts = sum(
             left_factors(own, lost, start, SHAPES, RANK)
             for own, lost, start in zip(given, self.lost, self.starts, strict=True)
@@ -74,7 +74,7 @@ def _drawn(rank: int) -> list[torch.Tensor]:
 
 
 def test_low_rank_sums_and_residuals_give_the_exact_sum() -> None:
-    """What all make of the sum, and what each still has, is what all gave."""
+    """The sum of the received sums and all residuals equals the sum of all inputs."""
     torch.manual_seed(0)
     ranks, given, told = Ranks(3), torch.zeros(0), torch.zeros(0)
     for _ in range(5):
@@ -193,7 +193,8 @@ def test_matrices_without_smaller_factors_are_refused(source: CapturedStep) -> N
 
 @pytest.mark.parametrize("others", [2, 3])
 def test_a_checkpoint_holds_residuals_and_start_vectors(source: CapturedStep, others: int) -> None:
-    """The same bits for as many ranks; for others shares of the same sum, and the same starts."""
+    """The same number of ranks gets the same bits; another number gets shares of the same sum,
+    and the same starting factors."""
     together = SimulatedRanks(2)
     program = _applied(source, _ruled(2))
 

@@ -1,4 +1,5 @@
-"""A step in micro-batches is said to be faster only where no doubt of a check says otherwise."""
+"""A step in micro-batches is predicted to be faster only if the gain exceeds the uncertainty of
+every calibration."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ from tests.zoo.own import GPT
 def said(
     checks: dict[int, tuple[float, float, float]], *, operators: float = 1 - 1e-6
 ) -> dict[int, float]:
-    """The time of a step in so many parts, as a share of the uncut step's, where checks find these
-    beside it and the operators of a cut alone add up to ``operators``."""
+    """Return the predicted time of the step in this many parts, relative to the unsplit step.
+
+    Calibrations measure the given ratios, and the operators of a split step alone add up to
+    ``operators``.
+    """
     prices = CostProvider.__new__(CostProvider)
     prices._split_calibrations, prices._split_times, prices._base = {}, {}, plain()
     prices.costs = CostTable(device=this_device(), whole_step=Estimate.exactly(1.0))
@@ -66,10 +70,10 @@ def cut_into(parts: int) -> Program:
         ({2: (0.9, 0.95, 1.01)}, {2: 1.0}),
         ({2: (1.0, 1.1, 1.2)}, {2: 1.1}),
         ({2: (0.8, 0.85, 0.9), 4: (0.6, 0.7, 0.79)}, {2: 0.85, 4: 0.7}),
-        # Faster than what the coarser cut was found to take, but not than it may take.
+        # Each is faster than the measured time of the coarser split, but not than its upper bound.
         ({2: (0.8, 0.85, 0.9), 4: (0.76, 0.8, 0.84)}, {2: 0.85, 4: 0.85}),
         ({2: (0.9, 0.97, 1.04), 6: (0.85, 0.9, 0.95)}, {2: 1.0, 6: 1.0}),
-        # What is slower once is not faster again.
+        # A split that is slower once does not become faster again.
         ({2: (1.0, 1.1, 1.2), 4: (0.5, 0.6, 0.7)}, {2: 1.1, 4: 1.1}),
     ],
 )
@@ -142,7 +146,7 @@ def test_a_plan_with_unmeasured_collectives_is_priced() -> None:
     other = sent(1 << 16)
     assert {node.signature for node in other.nodes} - prices._known
     assert prices.has_costs(other)
-    # What codes compute has to be measured, and what the model does.
+    # The costs of the codec have to be measured, and those of the model.
     code = TernaryGradientsRule(parameter="blocks.*.mlp.up.weight", count=2)
     assert not prices.has_costs(sent(1 << 20, code))
     prices._known -= {node.signature for node in other.nodes if node.op == "aten.mm.default"}

@@ -1,4 +1,4 @@
-"""What eager PyTorch is said to need, beside what the meter finds in an eager step."""
+"""The predicted memory of eager PyTorch, compared with the metered peak of an eager step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Convolutions(nn.Module):
-    """The kernels of 3x3 convolutions need more for themselves than any activation takes."""
+    """The kernels of 3x3 convolutions need a larger workspace than any activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_the_eager_peak_includes_kernel_workspace() -> None:
     without = planned.plan.before.peak.resident_bytes + session.source.twin().peak_bytes()
     before, true = planned.baseline.memory_bytes.value, metered_eager(model, batch)
     assert before == pytest.approx(true, rel=0.01)
-    assert without < 0.9 * true  # the workspace is what is tested
+    assert without < 0.9 * true  # without the workspace, the prediction is far too low
 
 
 def test_memory_hidden_in_kernels_makes_the_eager_peak_unknown() -> None:

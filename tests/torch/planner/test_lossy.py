@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @settings(deadline=None, max_examples=6)
 @given(st.integers(0, 10**6))
 def test_allowing_loss_makes_no_plan_slower(seed: int) -> None:
-    """Alone the search of what may be lost can be behind: beside 8 bits, what is compared or sorted
-    is not computed again. So both are asked."""
+    """The search with loss alone may be slower: with 8-bit values, values that are compared or
+    sorted are not recomputed. So both searches run."""
     graph = in_floats(random_step(seed, num_values=10))
     search, exact = searching(graph), searching(graph, lossy=False)
     session = SimpleNamespace(search=exact)

@@ -1,4 +1,4 @@
-"""How the largest size is looked for, on steps whose memory is made up."""
+"""The search for the largest size, on steps with artificial memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ NOTHING = Graph(nodes=(), storages=(), outputs=(), decomposition="python-1")
 def test_few_sizes_are_tried(
     monkeypatch: pytest.MonkeyPatch, power: int, possible: int, answer: int
 ) -> None:
-    """Memory is 48 MB at a length of 48 and grows with it; longer ones may not be possible."""
+    """The memory is 48 MB at a length of 48 and grows with it; longer sequences may be
+    impossible."""
     budget = 467_500_000
     tried: list[int] = []
 

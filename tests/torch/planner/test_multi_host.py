@@ -1,4 +1,4 @@
-"""Hosts that meet: what they remember of their link, and where they would save."""
+"""Hosts that meet: the cached figures of their link, and the folder that they would save to."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_slow_first_host_is_stored_like_any_other(
     ("speeds", "each", "planner"),
     [
         ((1.0, 1.0), 1, 0),
-        ((1.0, 1.1), 1, 0),  # alike
+        ((1.0, 1.1), 1, 0),  # equal within the noise
         ((0.5, 1.0), 1, 1),
         ((0.5, 0.9, 1.0), 1, 2),
         ((1.0, 0.5), 1, 0),
@@ -136,8 +136,8 @@ def test_another_host_than_the_first_may_plan_for_all() -> None:
 def test_measurements_of_a_slow_first_host_do_not_replace_those_of_the_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same operators, measured on a host of half the speed: it takes as long as was measured
-    there, and the fastest half as long. It was refused after minutes of measuring."""
+    """The operators are measured on a host of half the speed: it takes the measured time, and
+    the fastest host half of that. Before, such a host was refused after minutes of measuring."""
     prices = []
     for products in ((1e-3, 2e-3), (2e-3, 1e-3)):
         path = tmp_path / f"{products[0]}.sqlite"
@@ -171,8 +171,8 @@ def test_measurements_of_a_slow_first_host_do_not_replace_those_of_the_fastest(
         ((1.2e-4, 1.2e-1), True),
         ((1e-4, 1.3e-1), False),  # a third slower
         ((1e-4, 0.7e-1), False),
-        ((5e-3, 1e-1), False),  # as quick, and further away
-        ((4e-4, 1e-1), True),  # what any two are off each other
+        ((5e-3, 1e-1), False),  # as fast, but with a higher latency
+        ((4e-4, 1e-1), True),  # the difference of any two measurements
     ],
 )
 def test_a_changed_link_is_detected(now: tuple[float, float], is_same: bool) -> None:
@@ -214,7 +214,7 @@ def test_links_within_a_host_are_stored_separately(tmp_path: Path) -> None:
     cache = CostCache(tmp_path / "costs.sqlite")
     near = Link(kind="", latency_seconds=1e-5, bytes_per_second=1e9)
     among = {f"near {name}": seconds for name, seconds in said_of(near, 3).items()}
-    # The fastest of a host stands for it: the second host is half as fast.
+    # The fastest rank of a host represents it: the second host is half as fast.
     products = (1.3e-3, 1e-3, 1e-3, 2e-3, 3e-3, 2e-3)
     said = [{**said_of(LINK, 6), **among, "product": product} for product in products]
     names = ["a"] * 3 + ["b"] * 3
@@ -247,7 +247,7 @@ def test_cores_are_restricted_to_a_rank_only_while_it_measures() -> None:
     ("places", "cores", "said"),
     [
         ((0, 0, 1, 1), ({0}, {0}, {0}, {0}), "rank 1 is local rank 0 of its host"),
-        # A part of a part would be less than each was given.
+        # A rank would get fewer cores than it was given, because its part would be divided again.
         ((0, 1, 0, 1), ({0, 1}, {0, 1}, {0}, {1}), "rank 3 may use different cores than rank 2"),
     ],
 )
@@ -273,7 +273,8 @@ def test_a_plan_for_another_number_of_hosts_is_refused() -> None:
 
 
 def _on_gpus(cluster: Cluster) -> Cluster:
-    """As they are planned for; the machine has one of a kind for each rank of a host."""
+    """Return hosts as planned on GPUs; the machine has one GPU of a kind for each rank of a
+    host."""
     members = (replace(m, of=replace(m.of, kind="cuda NVIDIA H100")) for m in cluster.tree.members)
     return replace(cluster, tree=replace(cluster.tree, members=tuple(members)))
 
@@ -283,7 +284,8 @@ def _on_gpus(cluster: Cluster) -> Cluster:
 def test_a_plan_that_uses_one_of_the_hosts_belongs_to_all_that_met(
     at: Callable[[Cluster], Cluster], ranks: int
 ) -> None:
-    """Also on GPUs, which Cluster.here() knows nothing of; one rank has all cores of its host."""
+    """This also holds on GPUs, which Cluster.here() does not know; one rank has all cores of its
+    host."""
     planned = Target(
         model="m", graph="g", decomposition="python-2", runner="python", torch="2.13", batch=(),
         cluster=at(Cluster.here(4, hosts=2, speeds=(1,) * 4)).fingerprint, ranks=4, hosts=2,
@@ -358,7 +360,7 @@ def _packed(text: bytes) -> str:
         ("1", base64.b64encode(b"nothing packed").decode()),
         ("1", _packed(b"a plan")[:12]),
         ("1", _packed(b"\xff\xfe")),
-        # Unpacked a thousand times as large as it comes.
+        # The packed text is small, and a thousand times as large when unpacked.
         ("1", _packed(bytes(2 << 20))),
     ],
 )
@@ -542,7 +544,7 @@ def test_hosts_learn_that_another_did_not_join_the_measurement() -> None:
 
 
 class _OneOfTwo:
-    """The two of them take their turns in one process."""
+    """One of two hosts, which run alternately in one process."""
 
     def __init__(self, *, saves: bool, told: list[str], unseen: list[int]) -> None:
         self.saves = saves
@@ -555,12 +557,12 @@ class _OneOfTwo:
 
     def most(self, number: int) -> int:
         self._unseen.append(number)
-        if self.saves:  # the other looks meanwhile
+        if self.saves:  # the other process reads meanwhile
             self.meanwhile()
         return max(self._unseen)
 
     def meanwhile(self) -> None:
-        """Replaced by what the other does."""
+        """Tests replace this with the work of the other host."""
 
 
 def test_a_folder_of_checkpoints_is_one_that_all_see(tmp_path: Path) -> None:
@@ -598,7 +600,7 @@ def test_a_folder_that_cannot_be_written_to_is_named_on_all(tmp_path: Path) -> N
 
 
 def _joins(rates: list[float]) -> dict[str, float]:
-    """What three hosts measure of each other whose links carry so much, each rank having one."""
+    """Return the measurements of three hosts with these link rates, with one rank each."""
     found = {}
     for i, j in itertools.combinations(range(len(rates)), 2):
         found[latency_of(i, j)] = LINK.latency_seconds
@@ -613,7 +615,7 @@ def _exchanged_among_two(rate: float) -> dict[str, float]:
 
 
 def _three_of_which(slow: int, cache: CostCache) -> None:
-    """Hosts of which one is behind 30 Mbit/s, that have met."""
+    """Return three hosts that have met, one of which is behind a link of 30 Mbit/s."""
     rates = [119e6] * 3
     rates[slow] = 3.7e6
     joins = _joins(rates) | _exchanged_among_two(119e6)
@@ -635,7 +637,8 @@ def test_the_host_behind_a_slow_link_is_found_among_three(tmp_path: Path, slow: 
     assert two.handing is not None
     assert two.link.bytes_per_second == pytest.approx(119e6)
     assert two.handing.bytes_per_second == pytest.approx(119e6)
-    # As if these two had met by themselves, so that a run need not measure them again.
+    # The costs are cached as if these two hosts had met alone, so that a run need not measure
+    # again.
     names = [name for n, name in enumerate("abc") if n != slow]
     assert remembered_probe(names, hosts=2, cache=cache) == (1e-4, 1e-3)
     alone = measured_ranks(2, hosts=2, cache=cache)
@@ -650,7 +653,7 @@ def test_equally_connected_hosts_are_taken_in_order(tmp_path: Path) -> None:
     remember_hosts(said, ["a", "b", "c"], hosts=3, session=LOOK, joins=joins, cache=cache)
     measured = measured_ranks(3, hosts=3, cache=cache)
     assert measured.subsets == {}
-    # Two of them can be predicted for, and measure when they meet by themselves.
+    # Plans for two of the hosts can be predicted, and the hosts measure when they meet alone.
     assert measured_ranks(2, hosts=2, cache=cache).link == measured.link
     assert remembered_probe(["a", "b"], hosts=2, cache=cache) is None
 
@@ -686,7 +689,7 @@ def test_a_plan_uses_the_two_well_connected_hosts_and_names_the_third(
         planned.save(tmp_path / "three.plan.toml")
         loaded = sy.load(tmp_path / "three.plan.toml", model, loss, batch)
     assert loaded.plan.decisions == decisions
-    # Predicted on the two that it lies on.
+    # The prediction is for the two hosts that the plan uses.
     assert loaded.predicted.communication_bytes == planned.predicted.communication_bytes
     assert loaded.predicted.communication_seconds.value == pytest.approx(
         planned.predicted.communication_seconds.value

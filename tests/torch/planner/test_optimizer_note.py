@@ -1,4 +1,4 @@
-"""What a plan without an optimizer says of the state that one would keep."""
+"""The note on optimizer state in a plan that was made without an optimizer."""
 
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ COSTS = CostTable(
 
 
 class Partly(nn.Module):
-    """Weights of two types, one that is frozen and one that no loss reads."""
+    """A model with weights of two types, one of which is frozen, and one that no loss reads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is refused before the step is captured, or before anything is measured."""
+"""Requests that are refused before the step is captured, or before anything is measured."""
 
 from collections.abc import Callable
 from functools import partial

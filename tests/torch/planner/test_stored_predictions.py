@@ -1,4 +1,4 @@
-"""A finished plan is read with the predictions beside it; what does not hold is predicted anew."""
+"""A finished plan is read with its stored predictions; invalid ones are predicted again."""
 
 from collections.abc import Iterator
 from functools import partial

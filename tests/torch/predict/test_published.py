@@ -1,4 +1,5 @@
-"""Published steps: every fact has a source, every layout its devices, and some times are known."""
+"""Published steps: every figure has a source, every layout enough devices, and some times are
+reproduced."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_every_row_has_its_devices_and_was_measured(table: Callable[[], list[Row
     for row in table():
         assert row.layout.num_ranks <= row.cluster.num_devices
         assert row.step_seconds > 0
-        # None computes faster than its devices can.
+        # No step computes faster than the peak rate of its devices.
         assert row.rate < row.cluster.device.flops_in("float16")
 
 
@@ -47,7 +48,7 @@ def test_a_constant_efficiency_is_right_where_efficiency_is_constant() -> None:
 
 
 def test_presets_contain_the_recorded_fits() -> None:
-    """Fitted anew by benchmarks/published/all.py, whose last line is recorded."""
+    """benchmarks/published/all.py fits them again; its last line is recorded."""
     results = Path(published.__file__).parents[1] / "results" / "published.json"
     found = json.loads(results.read_text(encoding="utf-8").splitlines()[1])["reached"]
     assert found == said_by_presets(list(found))
@@ -55,7 +56,7 @@ def test_presets_contain_the_recorded_fits() -> None:
     assert said == found.keys()
 
 
-# What half of their tables gives, rounded; benchmarks/published/all.py fits it.
+# The efficiency that half of their tables gives, rounded; benchmarks/published/all.py fits it.
 _KNOWN = (
     pytest.param(
         megatron_rows,
@@ -90,7 +91,7 @@ def test_measured_times_give_no_wrong_order_and_no_regret() -> None:
 
 
 def test_calibrations_follow_from_the_recorded_predictions() -> None:
-    """No figure of them is written by hand: benchmarks/published/presets.py."""
+    """benchmarks/published/presets.py writes all of their figures."""
     found = presets.calibration_toml(presets.read_record())
     assert found == presets.PRESET.read_text(encoding="utf-8"), "run that script"
 
@@ -119,7 +120,7 @@ def test_recorded_steps_match_their_tables_and_held_out_steps_were_not_fitted() 
     assert {step.role for step in recorded.values()} == {"fitted", "scored"}
 
 
-# One of each software, and of each kind of layout.
+# One step of each software and of each kind of layout.
 _PREDICTED_ANEW = (
     "GPT-1.7B on 48",
     "Llama-3.1-8B on 128, compiled",
@@ -133,7 +134,7 @@ _PREDICTED_ANEW = (
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 @pytest.mark.slow
 def test_recorded_predictions_are_reproduced() -> None:
-    """A change of the model of costs has to be scored anew: presets.py --predict."""
+    """If the cost model changes, predictions must be recorded again: presets.py --predict."""
     recorded = {(step.table, step.name): step for step in presets.read_record()}
     found = {row.name: (row, role) for row, role in presets.published_steps()}
     for name in _PREDICTED_ANEW:
@@ -145,7 +146,8 @@ def test_recorded_predictions_are_reproduced() -> None:
 
 
 def test_tensor_parallel_steps_are_not_overpriced_by_a_quarter() -> None:
-    """Without async TP, as plans price it; they were by 24 and 44 % before sequence parallelism."""
+    """Plans are priced without async TP; before sequence parallelism, such steps were overpriced
+    by 24 and 44 %."""
     steps = [s for s in presets.read_record() if s.table == "titan-tensor"]
     plain = [step for step in steps if "async" not in step.name]
     assert len(plain) == 2

@@ -1,4 +1,4 @@
-"""The generated source: what it calls, and what it need not call."""
+"""The generated source: the calls that it contains, and those that it omits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.zoo import case
 
 
 class Views(nn.Module):
-    """Views that are their argument over again, and one that only looks so."""
+    """A model with views that equal their argument, and one that only seems to."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         same = x.view(x.shape).expand(x.shape).permute(0, 1)
@@ -66,7 +66,7 @@ def test_views_that_change_nothing_are_not_called() -> None:
     assert any(node.op == "aten.expand.default" for node in program.graph.nodes)
     assert any(node.op == "aten.view.default" for node in program.graph.nodes)
     source = emit(program).source
-    assert "expand_" not in source  # each is to the shape that is there already
+    assert "expand_" not in source  # the value already has the shape
     assert "view_" in source
 
 
@@ -82,7 +82,7 @@ def test_computation_yields_only_while_a_transfer_is_pending() -> None:
         )
         return emit(program, channels=channels).source.splitlines()
 
-    assert not any("give_way" in line for line in lines())  # each is waited for at once
+    assert not any("give_way" in line for line in lines())  # each exchange is waited for at once
     underway: set[str] = set()
     late = lines(OverlapRule(window=2))
     turns = 0
@@ -99,7 +99,7 @@ def test_computation_yields_only_while_a_transfer_is_pending() -> None:
 
 
 def test_compiled_segments_receive_the_declared_strides() -> None:
-    """Wherever on its storage it begins; a dim of one has any stride."""
+    """The value may begin anywhere on its storage; a dim of one may have any stride."""
     whole = torch.arange(24.0).view(4, 6)
     inside = whole[1:3]
     assert with_strides(inside, (6, 1)) is inside

@@ -1,4 +1,4 @@
-"""Each quick binding means what its operator means, to the bit, layout included."""
+"""Each fast binding is bitwise equal to its operator, including the layout."""
 
 from __future__ import annotations
 

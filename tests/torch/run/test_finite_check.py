@@ -1,4 +1,4 @@
-"""What one rank says of its own values, and which rank follows from what all say."""
+"""The non-finite values that each rank reports, and the rank that follows from all reports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_large_half_precision_values_are_finite() -> None:
 
 
 def test_gradients_that_a_scaler_has_skipped_are_not_to_blame() -> None:
-    """Its loss was finite later on, so that they have not reached the weights."""
+    """A later loss is finite, so these gradients have not reached the weights."""
     watch = FiniteWatch()
     stepped(watch, FINE[0], gradients=INF)
     stepped(watch, FINE[0], gradients=FINE)

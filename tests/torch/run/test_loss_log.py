@@ -1,4 +1,4 @@
-"""The file of all losses: each step once, whatever was killed, resumed or begun anew."""
+"""The loss log has each step once, whatever was killed, resumed or started again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     path = tmp_path / "train.losses.jsonl"
     assert losses_path(plan) == path
     first = run(plan, steps=4, checkpoint=saved, resume=False)
-    # As if it had been killed in the middle of step 7, with the checkpoint of step 4 on the disk.
+    # The file is as if the run had been killed in step 7, with the checkpoint of step 4 on the
+    # disk.
     with path.open("a") as file:
         file.write('{"step": 5, "loss": 9.0}\n{"step": 6, "loss": 9.0}\n{"step": 7, "lo')
     second = run(plan, steps=6, checkpoint=saved, resume=True)
@@ -116,7 +117,7 @@ def test_a_full_disk_is_reported_and_stops_nothing(
 
 
 class Writer:
-    """torch's SummaryWriter, as far as it is called."""
+    """The part of torch's SummaryWriter that is called."""
 
     made: list[Writer]
 

@@ -1,4 +1,4 @@
-"""What a live step refuses before anything runs: another model, batch, optimizer or mode."""
+"""Refusals of a live step before anything runs: another model, batch, optimizer or mode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.zoo.reference import (
 
 
 class Watched(nn.Module):
-    """Something of each kind that a captured step fixes."""
+    """A model with one thing of each kind that a captured step fixes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_a_hook_of_every_module_is_refused_when_it_comes_after_planning() -> Non
 
 
 def test_a_step_can_be_counted_by_torchs_own_flop_counter() -> None:
-    """It hooks every module there is, but only to label."""
+    """The counter hooks every module, but only to label it."""
     model, batch = Watched(), {"x": torch.randn(6, 4)}
     eager = twins(model)[1]
     step = live(model, square, batch)
@@ -178,7 +178,7 @@ def test_torch_compile_elsewhere_does_not_change_the_step(monkeypatch: pytest.Mo
     model, batch = nn.Linear(4, 4), {"x": torch.randn(6, 4)}
     step = live(model, square, batch)
     expected = step(batch)
-    # Which it does once in a process: maybe not in this test.
+    # Torch does this once in a process, so perhaps not in this test.
     for name in ("__init__", "__setstate__"):
         monkeypatch.setattr(nn.Module, name, partialmethod(getattr(nn.Module, name)))
     model.compile(backend="eager")

@@ -1,4 +1,4 @@
-"""The live step against plain PyTorch, to the bit, in every way a user may drive it."""
+"""The live step equals plain PyTorch to the bit, however a user drives it."""
 
 from __future__ import annotations
 
@@ -95,8 +95,10 @@ def test_manual_accumulation_equals_plain_pytorch(name: str, to_none: bool) -> N
 
 @pytest.mark.parametrize("name", ["edge_autocast_bf16", "edge_bf16_model"])
 def test_micro_batches_in_half_precision_are_plain_pytorchs_to_the_bit(name: str) -> None:
-    """Of AdamW, which amplifies what differs. The whole batch differs by rounding alone, and is as
-    far from float64 as its parts are."""
+    """AdamW amplifies differences.
+
+    The whole batch differs only by rounding, and is as far from float64 as its parts are.
+    """
     (model, loss, batch), plain, _ = both(name)
     for module in (*model.modules(), *plain.modules()):
         if isinstance(module, nn.Dropout):
@@ -117,7 +119,7 @@ def test_micro_batches_in_half_precision_are_plain_pytorchs_to_the_bit(name: str
 
 
 def distance(model: nn.Module, exact: nn.Module) -> float:
-    """Between gradients, as a share of the norm of the second."""
+    """Return the norm of the difference of gradients, relative to the norm of the second."""
     ours, theirs = (
         torch.cat([g.double().flatten() for g in gradients(m).values()]) for m in (model, exact)
     )
@@ -172,7 +174,7 @@ def test_a_user_gradient_scaler_equals_plain_pytorch() -> None:
 
 
 def with_hooks(model: nn.Module) -> list[tuple[str, str, bool]]:
-    """Hooks of both kinds on every other parameter; some change the gradient."""
+    """Register hooks of both kinds on every other parameter; some change the gradient."""
     log: list[tuple[str, str, bool]] = []
 
     def seen(kind: str, name: str, value: Tensor | None) -> None:
@@ -189,7 +191,7 @@ def with_hooks(model: nn.Module) -> list[tuple[str, str, bool]]:
 def test_hooks_of_parameters_run_as_often_and_in_the_order_of_plain_pytorch() -> None:
     (model, loss, batch), plain, batches = both("gpt")
     step = live(model, loss, batch, optimizer=ADAMW)
-    # After planning: hooks may come and go.
+    # The hooks are added after planning, which is allowed.
     ours, theirs = with_hooks(model), with_hooks(plain)
     other = ADAMW(plain.parameters())
     torch.manual_seed(2)
@@ -207,7 +209,7 @@ def test_hooks_of_parameters_run_as_often_and_in_the_order_of_plain_pytorch() ->
 
 
 def test_hooks_of_the_node_that_accumulates_run_as_in_plain_pytorch() -> None:
-    """As DistributedDataParallel and its like register them."""
+    """DistributedDataParallel and similar wrappers register hooks in this way."""
     (model, loss, batch), plain, _ = both("mlp")
     step = live(model, loss, batch)
     nodes = []
@@ -235,7 +237,7 @@ def test_hooks_of_the_node_that_accumulates_run_as_in_plain_pytorch() -> None:
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_that_came_after_planning_in_micro_batches_is_refused(kind: str) -> None:
-    """It would run once for each part, and see no whole gradient."""
+    """The hook would run once for each part, and never see a whole gradient."""
     (model, loss, batch), _, _ = both("mlp")
     step = live(model, loss, batch, micro_batches=2)
     name, parameter = next(iter(model.named_parameters()))

@@ -1,4 +1,4 @@
-"""What ranks sum up is laid where a rank's own gradient was; what that lay on is free then."""
+"""A sum over ranks is stored in the rank's own gradient tensor, whose old storage is then freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steelyard.run.binding import _Gradient, _Sum
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_gradient_storage_is_freed_after_the_all_reduce(turned: bool) -> None:
-    """Also where the backward pass gave a view of what it made."""
+    """This also holds if the backward pass returns a view as the gradient."""
     parameter = nn.Parameter(torch.zeros(64, 64))
     nbytes = 64 * 64 * 4
 

@@ -1,4 +1,5 @@
-"""Micro-batches that count unequal targets: weighed as the whole batch weighs them, or refused."""
+"""Micro-batches with different numbers of counted targets are weighted as in the whole batch, or
+refused."""
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _batch(*kept: int) -> dict[str, torch.Tensor]:
-    """Rows of ten targets of which so many count."""
+    """Return a batch of rows of ten targets, of which this many count."""
     torch.manual_seed(1)
     x = torch.randint(0, 11, (len(kept), 10))
     y = torch.randint(0, 11, (len(kept), 10))

@@ -1,4 +1,4 @@
-"""The training loop: resumed runs, places in the data, reports, and how it stops."""
+"""The training loop: resumed runs, positions in the data, reports, and stopping."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
 class Net(nn.Module):
-    """Small, with dropout and BatchNorm, and tied weights."""
+    """A small model with dropout, BatchNorm, and tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def listed() -> Any:
 
 
 def drawn() -> Any:
-    """An iterator that draws from every global generator as it goes."""
+    """Yield batches, drawing from every global generator."""
 
     def epoch() -> Iterator[Any]:
         for x, y in DataLoader(dataset(), batch_size=4, shuffle=True):
@@ -84,7 +84,8 @@ def a_run(optimizer: Any = ADAMW) -> Any:
 @pytest.mark.parametrize("data", [shuffled, shuffled_by_its_own, listed, drawn])
 @pytest.mark.parametrize("cut", [3, 5, 7])
 def test_a_resumed_run_ends_in_the_same_bits(data: Any, cut: int, tmp_path: Path) -> None:
-    """Five batches an epoch: cut in the first, at its end, and in the second."""
+    """An epoch has five batches; the run is interrupted in the first epoch, at its end, and in
+    the second."""
     whole: list[float] = []
     straight = a_run()
     train(straight, data(), steps=12, seed=3, on_step=lambda r: whole.append(r.loss))
@@ -212,7 +213,8 @@ def test_a_loss_that_is_nan_stops_the_run_and_saves_nothing_new(tmp_path: Path) 
 def test_a_step_that_fails_costs_none_of_those_before_it(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropout, BatchNorm's statistics and the place in the data are as they were before it."""
+    """Dropout, BatchNorm's statistics and the position in the data are as before the failed
+    step."""
     batches = listed()
 
     def failing() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""The stretch around a huge value, carried out in slices: the same step in less memory."""
+"""The region around a huge value, computed in slices: the same step in less memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.zoo.hf import _RECIPES
 
 WORDS, WIDTH = 1536, 16
 CHUNK = Chunk()
-# What kernels round their workspace up to.
+# Kernels round their workspace up to this size.
 _SMALL_CHANGE_BYTES = 64
 
 
@@ -47,7 +47,7 @@ class Scores(nn.Module):
 
 def ids(samples: int = 8, length: int = 48) -> Tensor:
     made = torch.randint(WORDS, (samples, length))
-    made[0, : length // 3] = -100  # as padding is
+    made[0, : length // 3] = -100  # as padding would be
     return made
 
 
@@ -55,7 +55,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def scored(use: Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    """``use`` takes the scores of all rows, and what they should have been."""
+    """Return a model; ``use`` takes the scores of all rows and the targets."""
     return lambda model, batch: use(model(batch.clamp(min=0)).flatten(0, 1), batch.flatten())
 
 
@@ -108,7 +108,8 @@ def applied(trial: Trial, program: Program | None = None) -> list[Program]:
 
 
 def assert_same(expected: Outcome, actual: Outcome, *, within: float = 2e-6) -> None:
-    """Sums over slices are rounded otherwise: by a few units in the last place of the largest."""
+    """Check equality up to rounding, because slices are summed in another order: a few units in
+    the last place of the largest element."""
     assert actual.loss.item() == pytest.approx(expected.loss.item(), rel=within, nan_ok=True)
     for name, gradient in expected.gradients.items():
         ours = actual.gradients[name]
@@ -121,7 +122,8 @@ def assert_same(expected: Outcome, actual: Outcome, *, within: float = 2e-6) -> 
 
 
 def shares(trial: Trial) -> list[float]:
-    """Of each number of slices: the same step, predicted to the byte; its peak beside the plain."""
+    """Return, for each number of slices, the ratio of its peak to the plain one; each step is
+    the same, and predicted to the byte."""
     plain = trial.run(trial.plain)
     found = []
     for program in applied(trial):
@@ -187,7 +189,7 @@ def test_long_loops_are_measured_on_some_of_their_slices(
         assert not survey.unmeasured
         assert part.is_measured(node)
         assert part.workspace_bytes(node) == whole.workspace_bytes(node)
-        # What a slice or two took, as many times as it has rows for.
+        # The workspace of one slice or two, times the number of slices that have rows.
         (few,) = (n for n in shortest[-1].nodes if n.body is not None)
         assert few.body is not None
         assert few.body.rows < node.body.rows
@@ -263,7 +265,7 @@ def test_operators_outside_the_slices_are_recomputed_as_before() -> None:
     assert_same(trial.run(trial.plain), trial.run(both))
 
 
-# --- where there is nothing to slice --------------------------------------------------------------
+# --- steps in which nothing can be sliced ---------------------------------------------------------
 
 
 def compared(scores: Tensor, targets: Tensor) -> Tensor:
@@ -337,7 +339,7 @@ def test_an_impossible_rule_is_refused(rule: Rule, said: str) -> None:
         CHUNK.rewrite(trial.plain, (rule,), trial.source)
 
 
-# --- through the public names ---------------------------------------------------------------------
+# --- plans through the public API -----------------------------------------------------------------
 
 
 def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
@@ -353,7 +355,7 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
         return torch.optim.SGD(parameters, lr=0.1)
 
     torch.manual_seed(0)
-    batch = ids(1, 384)  # one sample: in parts instead, it may be found to be faster
+    batch = ids(1, 384)  # one sample: micro-batches could be faster otherwise
     model = Scores()
     unplanned = sy.plan(model, LOSSES["mean"], batch, optimizer=optimizer)
     half = unplanned.plan.unplanned.peak.nbytes // 2
@@ -378,7 +380,7 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
         expected.backward()  # type: ignore[no-untyped-call]  # torch's
         plain.step()
         assert step(batch).item() == pytest.approx(expected.item(), rel=1e-5)
-    # A batch of another shape has other rows, and perhaps one.
+    # A batch of another shape has another number of rows, perhaps only one.
     assert torch.isfinite(step(ids(4, 48)))
     assert torch.isfinite(step(torch.randint(WORDS, (1, 1))))
     (rule,) = (r for r in planned.plan.decisions.rules if r.trade == "chunk")
@@ -393,7 +395,7 @@ def test_a_plan_slices_the_head_saves_it_and_trains_within_the_budget(
 def test_the_slices_that_run_are_those_that_were_planned(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No number of slices needs to divide the batch, as that of micro-batches does."""
+    """The number of slices need not divide the batch, unlike the number of micro-batches."""
     monkeypatch.setenv("STEELYARD_CACHE", str(tmp_path / "costs.sqlite"))
     torch.manual_seed(0)
     model, batch = Scores(), torch.randint(WORDS, (1, 1024))

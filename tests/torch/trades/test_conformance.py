@@ -1,6 +1,6 @@
-"""What every trade must hold to, on real models: found by itself for each trade there is.
+"""Laws for every trade on real models; each trade in the list is found automatically.
 
-What only one trade does is tested in its own file.
+Not for what a single trade does: see its own file.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ MODELS = (
     "edge_sort",
     "many_words",
 )
-# Tracing again takes seconds; these have repeated blocks, several results, and neither.
+# Tracing again takes seconds; these models have repeated blocks, operators with several results,
+# and neither.
 TRACED_TWICE = ("gpt", "resnet_bn", "edge_tied_module", "many_words")
-# The captured step takes a fused operator of eager PyTorch apart, which rounds otherwise.
+# The captured step decomposes a fused operator of eager PyTorch, which rounds differently.
 NOT_LIKE_EAGER = ("lstm",)
-# Each costs a run of the model, or a capture: the widest, the narrowest, and one between them.
+# Each offer costs a run of the model or a capture: test the widest, the narrowest, and one between
+# them.
 _OFFERS = 3
-# The loss of the parts so far, and what kernels round their workspace up to.
+# The loss of the earlier micro-batches, and the size to which kernels round their workspace up.
 _SMALL_CHANGE_BYTES = 64
 _AMOUNTS = ("accuracy", "memory", "communication", "computation")
 
@@ -72,7 +74,7 @@ def many_words() -> Trial:
 
 
 def _made(name: str) -> zoo.Sample:
-    if name == "many_words":  # what models of the zoo, being tiny, have not
+    if name == "many_words":  # the models of the zoo are too small for this
         torch.manual_seed(0)
         return Scores(), LOSSES["mean"], ids().clamp(min=0)
     return zoo.case(name).make()
@@ -84,7 +86,7 @@ def unplanned(name: str) -> Outcome:
 
 
 def offers(trade: Trade, name: str) -> list[Offer]:
-    """A few of the trade's offers on this model, spread over all of them."""
+    """Return a few of the trade's offers on this model, spread over all of them."""
     tried = trial(name)
     found, refusals = trade.offers(tried.plain, tried.source)
     assert found or refusals, "a trade that offers nothing says why"
@@ -112,8 +114,8 @@ def traced_again(name: str) -> Trial:
 
 
 every_model = pytest.mark.parametrize("name", [on_its_worker(name) for name in MODELS])
-# There is no optimizer here, and one rank: tests/system/offload/test_optimizer_state.py and
-# tests/system/dist/test_planned.py hold the other trades to the same, bytes and all.
+# These tests have no optimizer and one rank. tests/system/offload/test_optimizer_state.py and
+# tests/system/dist/test_planned.py check the same for the other trades, including bytes.
 OF_THE_PASS = [
     trade
     for trade in TRADES
@@ -171,7 +173,8 @@ def test_no_offer_improves_what_its_trade_pays(trade: Trade, name: str) -> None:
 @every_trade
 @pytest.mark.xdist_group("gpt")
 def test_a_trade_improves_what_it_buys_on_most_models(trade: Trade) -> None:
-    """Not on all: where parameters weigh most there may be nothing to buy."""
+    """It need not improve every model: if parameters dominate memory, there may be nothing to
+    save."""
     bought = asked = 0
     for name in ("gpt", "moe", "resnet_bn", "edge_dropout_variants", "many_words"):
         tried, costs = trial(name), CostTable(device=DEVICE, links=FAR_LINKS)
@@ -179,7 +182,8 @@ def test_a_trade_improves_what_it_buys_on_most_models(trade: Trade) -> None:
         programs = [trade.rewrite(tried.plain, o.rules, tried.source) for o in found]
         asked += bool(programs)
         if "memory" in trade.buys:
-            # Above what stays: the pieces in which values are moved outweigh models so small.
+            # Resident memory is excluded: the pieces in which values are moved are larger than such
+            # small models.
             least = min((predicted_above(p, costs) for p in programs), default=1 << 60)
             bought += least < predicted_above(tried.plain, costs)
     assert asked
@@ -189,13 +193,15 @@ def test_a_trade_improves_what_it_buys_on_most_models(trade: Trade) -> None:
 @every_trade
 @every_model
 def test_results_are_unchanged_and_the_peak_is_predicted(trade: Trade, name: str) -> None:
-    """Loss, gradients and buffers to the bit, random masks and running statistics among them."""
+    """Loss, gradients and buffers are equal to the bit, including random masks and running
+    statistics."""
     for offer, program in applied(trade, name):
         outcome = trial(name).run(program)
         if trade.is_exact:
             same = unplanned(name)
             if program.repeats > 1:
-                # Another order of adding up: what is the same is eager PyTorch doing likewise.
+                # The sum has another order, so the result is compared with eager PyTorch
+                # accumulating in the same order.
                 if name in NOT_LIKE_EAGER:
                     continue
                 same = trial(name).eager(micro_batches=program.repeats)

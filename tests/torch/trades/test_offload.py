@@ -27,7 +27,7 @@ def test_values_are_offloaded_in_every_micro_batch(name: str) -> None:
     before = far_memory().moved_bytes
     outcome = tried.run(program)
     assert outcome.difference(tried.run(parts)) is None
-    # Once to warm up, once metered.
+    # One step to warm up, and one metered step.
     assert far_memory().moved_bytes - before == 2 * program.sent_bytes
     predicted = predicted_above(program, costs_of(program.graph))
     assert outcome.peak_bytes == pytest.approx(predicted, abs=64)

@@ -41,7 +41,7 @@ def _with_recomputation(tried: Trial, seed: int) -> Program:
 
 
 def _lost(ours: Outcome, theirs: Outcome) -> float:
-    """By all gradients together, as a share of their norm."""
+    """Return the error of all gradients together, relative to their norm."""
     pairs = [(ours.gradients[k], g) for k, g in theirs.gradients.items() if g is not None]
     lost = sum(float((a - b).double().square().sum()) for a, b in pairs)
     return float((lost / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5)
@@ -58,11 +58,12 @@ def test_the_first_loss_is_the_same_and_the_peak_is_as_predicted(name: str, agai
         program = _with_recomputation(tried, seed=5)
     assert program.quantized
     outcome = tried.run(program)
-    # The forward pass is computed as before: its loss, and the running statistics, once.
+    # The forward pass is computed as before: the loss is equal, and the running statistics are
+    # updated once.
     assert torch.equal(outcome.loss, plain.loss)
     for key, buffer in plain.buffers.items():
         assert torch.equal(outcome.buffers[key], buffer), key
-    # Computed again from 8 bits, a relu's input may be on the other side of zero.
+    # The input of a relu, recomputed from 8 bits, may have the other sign.
     assert 0 < _lost(outcome, plain) < (0.1 if again else 0.05)
     assert outcome.peak_bytes == pytest.approx(
         predicted_above(program, costs_of(program.graph)), abs=64
@@ -70,7 +71,8 @@ def test_the_first_loss_is_the_same_and_the_peak_is_as_predicted(name: str, agai
 
 
 class TwiceAndTied(nn.Module):
-    """One module called twice, its weight used once more; a view and several results are saved."""
+    """One module is called twice and its weight is used once more; a view and several results
+    are saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +108,7 @@ def test_quantized_values_may_be_reused_tied_viewed_and_indexed(dtype: torch.dty
 
 @pytest.mark.slow
 def test_a_layout_chosen_by_the_kernel_needs_no_copy() -> None:
-    """Convolutions of channels_last say that they give something else."""
+    """Convolutions in channels_last return another layout than torch describes."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     layers += [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
@@ -136,7 +138,7 @@ def _relu_net() -> tuple[nn.Module, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("choosing", CHOOSING)
 def test_values_that_decide_a_selection_are_not_quantized(choosing: str) -> None:
-    """The derivative of a maximum asks which value equals it."""
+    """The derivative of a maximum compares all values with it."""
     model, x = _relu_net()
     tried = Trial(model, CHOOSING[choosing], x)
     graph, able = tried.plain.graph, quantizable(tried.plain)
@@ -145,7 +147,7 @@ def test_values_that_decide_a_selection_are_not_quantized(choosing: str) -> None
     assert last not in able
     assert last in settled(graph)
     assert "relu" in able
-    # Nor may it be computed again from 8 bits.
+    # It cannot be recomputed from 8 bits either.
     program = with_copies(tried.plain, recomputable(graph) - {"relu"})
     rules = to_rules(graph, ["relu"], QuantizeActivationsRule)
     with pytest.raises(Mismatch, match="would compare values recomputed from 8 bits"):
@@ -160,7 +162,7 @@ def test_zeros_of_a_relu_survive_quantization() -> None:
     tried = Trial(model, lambda m, b: m(b).exp().square().mean(), x)
     assert {"relu", "exp"} <= quantizable(tried.plain)
     outcome = tried.run(with_codes(tried.plain, ["relu"]))
-    # Half of the values are none, and the rest near enough: 8 bits of 2 do not come out as 0.
+    # Half of the values are zero, and the rest have a small error: a 2 in 8 bits does not become 0.
     assert 0 < _lost(outcome, tried.run(tried.plain)) < 0.01
 
 

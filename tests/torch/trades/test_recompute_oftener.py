@@ -1,4 +1,4 @@
-"""Values made again more than once, on real models: the same bits, and the bytes that were said."""
+"""Values recomputed more than once, on real models: the same bits, and the predicted bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.harness import Outcome, Trial, costs_of, predicted_above
 
 pytestmark = pytest.mark.slow
 
-# Masks, statistics of BatchNorm, experts, two stacks, views and writes, draws, several results.
+# The models have masks, BatchNorm statistics, experts, two stacks, views, writes, random draws, and
+# several results.
 MODELS = (
     "gpt",
     "moe",
@@ -32,7 +33,7 @@ MODELS = (
     "edge_random_draws",
     "edge_sort",
 )
-# What kernels round their workspace up to.
+# Kernels round their workspace up to this size.
 _SMALL_CHANGE_BYTES = 64
 
 
@@ -73,7 +74,7 @@ def test_results_are_unchanged_and_the_peak_is_predicted(name: str, times: int) 
 
 
 def test_plans_with_repeated_recomputation_run_as_predicted() -> None:
-    """The least memory of a ResNet takes values made twice."""
+    """The least memory of a ResNet needs values that are recomputed twice."""
     tried = trial("resnet_bn")
     costs, trades = tried.costs(), (Recompute(),)
     searching = StepSearch(tried.plain, trades=trades, source=tried.source, costs=costs)

@@ -1,6 +1,6 @@
-"""Sharing the batch among ranks, and waiting late for what they exchange: one rank's program.
+"""Batch sharding over ranks, with late waits: the program of one rank.
 
-What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+For the results of such programs on live ranks, see tests/system/dist/test_planned.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def test_batch_statistics_in_half_precision_are_not_split_in_silence() -> None:
 
 
 class Adapted(nn.Module):
-    """The gradient of ``weight`` is sent, and read again for those of what is added to it."""
+    """A model in which the gradient of ``weight`` is sent, and read again for the gradients of
+    an adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ def test_compiled_segments_lie_between_collectives_in_order() -> None:
     ]
     standing = [part.value for part in parts if isinstance(part, Instruction) and not part.sink]
     assert sorted(value for value in standing if value in speaking) == sorted(speaking)
-    # Waits may come later than planned, but an exchange is issued behind what it was issued behind.
+    # Waits may be later than planned, but the order of the exchanges is the same.
     issued = [value for value in speaking if nodes[value].collective]
     assert [value for value in standing if value in issued] == issued
     compiled = [
@@ -110,7 +111,7 @@ def test_compiled_segments_lie_between_collectives_in_order() -> None:
     assert not any(nodes[name].collective or nodes[name].waits_for for name in compiled)
 
 
-# The layers, too, could lie on ranks; what is asked here is about the batch alone.
+# The layers could also be split over ranks, but these tests are about the batch alone.
 ON_BATCH = tuple(trade for trade in TRADES if trade.name != "shard_pipeline")
 
 
@@ -136,7 +137,7 @@ def test_rival_layouts_differ_in_kind_and_may_use_one_rank() -> None:
     assert all(took <= 1.2 * found.prediction.metrics.step_seconds.value for took in seconds)
     is_near = alone <= 1.2 * found.prediction.metrics.step_seconds.value
     assert (1 in map(ranks_of, rivals)) == is_near
-    # What is too slow for a budget is nobody's rival, and no reason to refuse.
+    # A layout that is too slow for the budget is no rival, and no reason to refuse.
     most = f"{found.prediction.metrics.step_seconds.value} s"
     assert [*both.rivals(found, Budget(step_time=most))] == []
 
@@ -160,7 +161,7 @@ def test_ranks_are_used_where_the_link_is_fast_enough_with_reasons_for_the_other
     (taken,) = (t for t in fast.taken if t.trade == "shard_batch")
     assert taken.buys_seconds > 0.7 * alone
     assert taken.buys_bytes > 0
-    # Three ranks would only compute for longer than four take in all, and were not captured.
+    # Three ranks compute for longer than the whole step takes on four, so they were not captured.
     others = {r.label: r.reason for r in fast.refused if r.trade == "shard_batch"}
     assert [*others] == ["among 3 ranks", "among 2 ranks"]
     assert "a step; another number of ranks" in others["among 3 ranks"]
@@ -187,7 +188,8 @@ def test_eight_samples_are_shared_by_three_equal_ranks_as_3_3_2() -> None:
 
 @looking_less_far()
 def test_a_number_of_ranks_that_divides_nothing_is_taken_where_it_is_the_fastest() -> None:
-    # What three ranks send around takes longer than what four do, and what they compute less.
+    # The exchanges of three ranks take longer than those of four, but three ranks compute less
+    # here.
     seconds = {
         num_ranks: min(
             way.seconds
@@ -212,7 +214,7 @@ def test_the_two_of_three_hosts_with_a_fast_link_are_chosen() -> None:
     assert found.prediction.metrics.step_seconds == two.prediction.metrics.step_seconds
     (taken,) = (t for t in found.taken if t.trade == "shard_batch")
     assert taken.label.startswith("among 2 ranks (0, 2), ")
-    # Were no subset known, one rank alone would be the fastest.
+    # If no subset were known, one rank alone would be the fastest.
     assert ranks_of(layouts(slow, num_ranks=3).find(Budget())) == 1
 
 

@@ -1,7 +1,7 @@
-"""Layers on ranks: searches of all layouts, and stages beside what else a capture is asked for.
+"""Pipelines: searches over all layouts, and stages combined with other requests to a capture.
 
-Not for what a stored step shows: see tests/unit/trades/test_shard_pipeline.py. What such programs
-compute on live ranks: see tests/system/dist.
+Not for what a stored step can show: see tests/unit/trades/test_shard_pipeline.py. For the results
+of such programs on live ranks, see tests/system/dist.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def test_groups_share_the_batch_equally_or_not_at_all() -> None:
 
 
 def test_replica_groups_of_stages_can_shard_their_states() -> None:
-    """Weights are gathered once a step, whole for the passes alone, and gradients of them too."""
+    """Weights are gathered once a step and are whole during the passes only, and so are their
+    gradients."""
     without = applied(*of_two_groups(), micro_batches=2)
     shared = applied(*of_two_groups(), *states(), micro_batches=2)
     assert not any(node.collective for node in shared.graph.nodes)
@@ -102,14 +103,15 @@ def test_replica_groups_of_stages_can_shard_their_states() -> None:
     held = [shared.pipeline.held(rank) & shared.in_shares for rank in range(2)]
     whole = [sum(sizes[name] for name in names) for names in held]
     before, after = predict(without, costs(1e6)), predict(shared, costs(1e6))
-    # Half of each weight, and half of its gradient, in place of the gradient around a ring: as many
-    # bytes, of which gloo says less.
+    # Half of each weight and half of its gradient are sent in place of the gradient around a ring:
+    # as many bytes, with fewer headers of gloo.
     saved = before.metrics.communication_bytes.value - after.metrics.communication_bytes.value
     assert saved in [288 * len(names) for names in held]
     assert saved > 0
     seconds = [p.metrics.step_seconds.value for p in (before, after)]
     assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
-    # Of each weight half, and half of Adam's two moments; but for the passes the weight besides.
+    # A rank saves half of each weight and half of Adam's two moments; during the passes it holds
+    # the gathered weight.
     assert before.peak.nbytes - after.peak.nbytes >= min(whole) // 2
     assert any(h.what == "gathered weights" for h in after.peak.alive)
 
@@ -131,14 +133,14 @@ def test_states_are_sharded_where_memory_is_short() -> None:
     assert "shard_states" in trades_of(found)
     (taken,) = (taken for taken in found.taken if taken.trade == "shard_states")
     assert taken.buys_bytes > 0
-    # As much is sent as gradients around a ring would.
+    # As many bytes are sent as for gradients around a ring.
     assert taken.pays_seconds == pytest.approx(0, abs=1e-9)
     assert sorted(rule for taken in found.taken for rule in taken.rules) == sorted(found.rules)
 
 
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_the_ranks_of_a_stage_can_be_tensor_parallel() -> None:
-    """An exchange and its arrival lie in one stage, and each is sent, and waited for, once."""
+    """A collective and its wait are in one stage, and each is issued and waited for once."""
     among = replace(plain(), layout=ParallelLayout(tensor=2))
     cut = ShardTensor().offers(among, trial().source)[0][0].rules
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
@@ -157,7 +159,7 @@ def test_the_ranks_of_a_stage_can_be_tensor_parallel() -> None:
         assert sum(bool(n.collective) for n in both) == sum(
             bool(n.collective) for n in split.backward.nodes
         )
-    # Each rank's part of a weight is a part of its gradient, and of what the optimizer keeps.
+    # Each rank holds a part of a weight, of its gradient, and of the optimizer state.
     whole = predict(stages_alone := applied(*rules), costs())
     part = predict(partition, costs())
     assert part.peak.resident_bytes < 0.9 * whole.peak.resident_bytes
@@ -179,12 +181,12 @@ def test_slow_exchanges_within_a_stage_are_waited_for() -> None:
     before, after = (predict(program, c).metrics for c in (fast, slow))
     assert before.computation_seconds.value == pytest.approx(after.computation_seconds.value)
     assert before.communication_bytes == after.communication_bytes
-    # Of one stage at least the half, of four micro-batches.
+    # At least half of one stage's exchanges are exposed, in each of four micro-batches.
     assert after.step_seconds.value - before.step_seconds.value > 4 * sent / 2 / 1e4
 
 
 def test_a_recomputed_norm_reads_the_old_values_of_its_buffers() -> None:
-    """And no stage takes the copy for a buffer of the model."""
+    """No stage treats the copy as a buffer of the model."""
     layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8)]
     source = Trial(nn.Sequential(*layers), _squares, {"x": torch.randn(8, 8)}).source
     alone = Program.plain(source.graph(micro_batches=1))
@@ -226,7 +228,7 @@ def layouts(rate: float, *, ranks: int = 2, size: int = 8) -> LayoutSearch:
 
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_pipelining_is_chosen_where_the_link_is_too_slow_for_gradients() -> None:
-    """Weights of 200 KB, an activation of a micro-batch of 4 KB."""
+    """The weights take 200 KB, an activation of a micro-batch 4 KB."""
     found = layouts(1e7).find(Budget())
     assert ParallelLayout.of(found.rules) == ParallelLayout(pipeline=2)
     assert {"accumulate", "shard_pipeline"} <= trades_of(found)
@@ -236,13 +238,13 @@ def test_pipelining_is_chosen_where_the_link_is_too_slow_for_gradients() -> None
     labels = {refusal.label for refusal in found.refused}
     assert {"among 2 ranks", "sharded over 2 ranks"} <= labels
     assert any(label.endswith("on 2 ranks") and "F1B" in label for label in labels)
-    # Two ranks are too few for stages of several.
+    # Two ranks are too few for stages of several ranks.
     assert not any("share tensors" in label for label in labels)
 
 
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_tensor_parallel_stages_are_found() -> None:
-    """Of three samples there are no equal shares for four ranks."""
+    """Three samples have no equal shares for four ranks."""
     found = layouts(5e7, ranks=4, size=3).find(Budget())
     assert ParallelLayout.of(found.rules) == ParallelLayout(pipeline=2, tensor=2)
     assert [taken.trade for taken in found.taken] == ["shard_tensor", "shard_pipeline"]
@@ -256,7 +258,7 @@ def test_tensor_parallel_stages_are_found() -> None:
 
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 def test_stages_with_a_small_gain_are_not_taken() -> None:
-    """What they wait for is known least."""
+    """The predicted waits of stages are the least certain part."""
     ways = layouts(1e8, ranks=4, size=3)
     found = ways.find(Budget())
     assert ParallelLayout.of(found.rules).pipeline == 1
@@ -309,7 +311,7 @@ def test_the_leanest_of_indistinguishable_schedules_is_chosen_unless_time_is_bou
     assert found.prediction.peak.nbytes < fastest.memory_bytes
     seconds = found.prediction.metrics.step_seconds.value
     assert fastest.step_seconds < seconds < 1.06 * fastest.step_seconds
-    # Nothing that fits is refused, and nothing slower taken than what was found elsewhere.
+    # Nothing that fits is refused, and nothing slower is taken than what another search found.
     for one in (bounded, quicker):
         assert one.prediction.metrics.step_seconds.value == fastest.step_seconds
     told = [r.reason for r in found.refused if "cannot be distinguished" in r.reason]

@@ -1,4 +1,4 @@
-"""Weights in shares in the search of layouts: several gathered at once, ahead of their readers."""
+"""Sharded weights in the search over layouts: gathered in buckets, ahead of their readers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trial() -> Trial:
 def test_a_faster_gathering_is_found_within_the_memory_of_one_by_one() -> None:
     trades: tuple[Trade, ...] = tuple(t for t in TRADES if t.name != "shard_pipeline")
     plain, source = trial().plain, trial().source
-    # Of half as many messages a gradient as around a ring, each waits twice as long.
+    # A gradient has half as many messages as around a ring, so each gets twice the latency.
     waits = replace(LINK, latency_seconds=2 * LINK.latency_seconds)
     costs = replace(COSTS, links={DATA: waits})
 

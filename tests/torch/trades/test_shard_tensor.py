@@ -1,6 +1,6 @@
-"""Parts of a model on ranks: what is offered, what a plan may say of it, what is chosen.
+"""Tensor parallelism: the offers, the rules of a plan, and the choice.
 
-What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+For the results of such programs on live ranks, see tests/system/dist/test_planned.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_regions_are_offered_as_a_whole_cheapest_first() -> None:
     assert any(heads <= offer for offer in found), found
     assert any(("token.weight", 0, 1) in offer for offer in found), "a vocabulary"
     assert all(rule.count == 2 for o in offers for rule in o.rules if "*" in rule.parameter)
-    # Each can be applied by itself, and leaves less of the weights on a rank.
+    # Each offer can be applied alone, and leaves fewer bytes of weights on a rank.
     whole = trial().plain.graph.resident_bytes(Role.PARAMETER)
     for offer in offers:
         program = trial().apply_rules(offer.rules)
@@ -93,7 +93,7 @@ def test_sharded_weights_are_gathered_and_their_gradients_reduce_scattered() -> 
     up = 4 * 32 * 128
     resident = [p.graph.resident_bytes(Role.PARAMETER) for p in (plain, some)]
     assert resident[0] - resident[1] == 2 * up // 2
-    # What was summed around a ring is gathered and scattered: half and half.
+    # The all-reduce around a ring becomes a gather and a scatter, half each.
     assert some.sent_bytes == plain.sent_bytes
     kinds = [node.collective.kind for node in some.graph.nodes if node.collective is not None]
     assert (kinds.count(Exchange.ALL_GATHER), kinds.count(Exchange.REDUCE_SCATTER)) == (2, 2)
@@ -166,7 +166,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused() -> None:
             trade.rewrite(program, rules, source)
 
 
-# The layers, too, could lie on ranks: see test_shard_pipeline.py.
+# The layers could also be split over ranks: see test_shard_pipeline.py.
 WITHOUT_STAGES = tuple(trade for trade in TRADES if trade.name != "shard_pipeline")
 
 
@@ -222,14 +222,15 @@ def _gathers(rules: tuple[Rule, ...]) -> int:
 
 
 def test_rows_that_divide_only_before_tensor_parallelism_are_not_sharded_again() -> None:
-    """A classifier's ten, among two ranks; five are left of them where two more share tensors."""
+    """A classifier has ten rows; two ranks that shard tensors leave five, which two more ranks
+    do not divide."""
     layers = nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
     batch = torch.randn(256, 512), torch.randint(10, (256,))
     model = Trial(
         nn.Sequential(*layers), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batch
     )
     model.source.optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
-    # Where updates take longer than what is sent.
+    # Here updates take longer than the exchanges.
     among_four = layouts(costs(1e12), model, num_ranks=4, update=model.source.update())
     fastest = min(among_four.candidates.of(ParallelLayout(data=2)), key=lambda way: way.seconds)
     assert "4.weight" in _named(fastest.rules, "shard_states")
@@ -246,8 +247,10 @@ def _named(rules: tuple[Rule, ...], trade: str) -> set[str]:
 
 
 def test_replica_groups_on_separate_hosts_reduce_over_the_link_between_hosts() -> None:
-    """Of four ranks two to a host, those that share the batch are on different ones, and their
-    bucket is what is best there; what that pays is told so, too."""
+    """With four ranks on two hosts, the ranks that share the batch are on different hosts.
+
+    Their bucket is the best one for that link, and the saving is reported, too.
+    """
     near = Link(kind="near", latency_seconds=1e-6, bytes_per_second=1e12)
     price = replace(costs(1e7), spread=RanksPerHost(num_ranks=4, each=2, near=near))
     gradients = sum(

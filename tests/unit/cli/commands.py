@@ -1,4 +1,4 @@
-"""Helpers that run commands and read what they did. Not tests."""
+"""Helpers that run commands and read their results. Not tests."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from steelyard.cli import main
 from tests.unit.cli import fake_api
 
 ROOT = Path(__file__).resolve().parents[3]
-# Processes import this checkout, whatever is installed.
+# Child processes import this checkout, whatever is installed.
 PYTHONPATH = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
 
 
 def write_scripts(folder: Path) -> None:
-    """Python, which the fake api never runs."""
+    """Write Python scripts, which the fake api never runs."""
     for name in ("train.py", "my train.py", "other.py"):
         (folder / name).write_text("def workload(): ...\n")
 
@@ -29,7 +29,7 @@ def arguments_of(name: str) -> dict[str, Any]:
 
 
 def failure_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
-    """Return the message of a command that fails; with --json it must fail alike."""
+    """Return the message of a command that fails; with --json it must fail in the same way."""
     assert main(arguments) == code
     said = capsys.readouterr().err
     lines = said.splitlines()

@@ -18,7 +18,7 @@ from tests.unit.cli.commands import write_scripts
 
 @pytest.fixture(autouse=True)
 def _heed_ctrl_c() -> Iterator[None]:
-    """Shells start what runs in the background with Ctrl-C ignored, and children inherit that."""
+    """Shells start background processes with Ctrl-C ignored, and children inherit this."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -86,7 +86,8 @@ class Fake(ModuleType):
     def meeting(
         self, words: dict[str, str], *, speeds: Sequence[float] = ()
     ) -> Iterator[SimpleNamespace]:
-        """Of two hosts, of which this is the one that the environment says."""
+        """Simulate the meeting of two hosts; the environment determines which of them this
+        process is."""
         self._asked("meeting", words=words)
 
         @contextlib.contextmanager
@@ -120,7 +121,7 @@ class Fake(ModuleType):
         self._asked(
             "load_planned", path=path, cluster=cluster, title=title, predict_anew=predict_anew
         )
-        # Decisions that are predicted anew come without the reasons of the search.
+        # A plan that is predicted from decisions has no reasons of the search.
         bare = replace(PLAN, taken=(), refused=(), num_offers=0, frontier=(), next_cent=None)
         return Planned(replace(bare, decisions=read_decisions(path)))
 
@@ -209,7 +210,7 @@ def install(outcome: Callable[[], None] | None = None) -> Fake:
 
 
 if __name__ == "__main__":
-    # ``python -m tests.unit.cli.fake_api wait|answer plan train.py ...``
+    # Run as ``python -m tests.unit.cli.fake_api wait|answer plan train.py ...``.
     from steelyard.cli import command
 
     install(wait_for_ever if sys.argv.pop(1) == "wait" else None)

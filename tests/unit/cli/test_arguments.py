@@ -1,4 +1,5 @@
-"""Wrong arguments, scripts and files of every verb: refused by name, before any work is done."""
+"""Invalid arguments, scripts and files of every command are refused by name, before any work is
+done."""
 
 import os
 import subprocess

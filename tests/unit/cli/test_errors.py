@@ -55,7 +55,7 @@ def test_an_error_in_the_users_script_names_their_line(
     script = tmp_path / "train.py"
     script.write_text(USERS.format(body))
     scope: dict[str, Any] = {}
-    exec(compile(script.read_text(), str(script), "exec"), scope)  # as api.load_workload does
+    exec(compile(script.read_text(), str(script), "exec"), scope)  # api.load_workload does the same
     api.outcome = scope["workload"]
     lines = failure_of(capsys, "plan", "train.py", code=2)
     assert "planning failed at train.py:6 in prepare" in lines

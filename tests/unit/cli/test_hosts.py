@@ -110,7 +110,7 @@ def test_a_plan_for_several_hosts_is_not_started_by_one(
 def test_independently_started_ranks_run_a_plan_for_one_rank_each(
     api: fake_api.Fake, as_host: Callable[[int], Path]
 ) -> None:
-    """A plan that one process made for itself knows of no others."""
+    """A plan that one process made alone does not know about other ranks."""
     for rank in (0, 1):
         as_host(rank)
         write_plan(Path("train.plan.toml"), PLAN)
@@ -145,7 +145,7 @@ def test_a_plan_that_uses_one_host_is_started_there_alone(planned: Path) -> None
 
 
 def test_extra_ranks_in_an_edited_plan_do_not_count_as_hosts(planned: Path) -> None:
-    """Somebody edited it; that is said where it is loaded."""
+    """Somebody has edited the plan; loading it reports this."""
     write_plan(planned, _among_hosts(1, ShardBatchRule(ranks=4, bucket=1), each=2))
     laid = LaunchSpec.of(planned)
     assert (laid.ranks, laid.hosts, laid.planned_ranks) == (4, 1, 2)
@@ -205,7 +205,7 @@ def test_plan_covers_all_ranks_of_all_hosts(
 def test_an_unused_rank_does_nothing(
     api: fake_api.Fake, as_host: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The plan was made for two ranks, and lies on one."""
+    """The plan was made for two ranks, and uses one."""
     for rank in (0, 1):
         as_host(rank)
         write_plan(Path("train.plan.toml"), _among_hosts(2))

@@ -116,7 +116,7 @@ def test_run_finds_the_script_of_a_plan_file(
     assert arguments_of("load_workload") == {"train": "other.py"}
     assert arguments_of("load_planned")["path"] == Path("x.plan.toml")
     assert read_plan(Path("x.plan.toml")).measured == MEASURED
-    # From another folder the script is found beside its plan.
+    # Run from another folder, the command finds the script beside its plan.
     (tmp_path / "elsewhere").mkdir()
     os.chdir(tmp_path / "elsewhere")
     fake_api.CALLS.clear()
@@ -130,7 +130,7 @@ def test_run_of_a_plan_without_a_script_is_refused_in_three_lines(
     def said(*more: str) -> str:
         return failure_of(capsys, "run", *more, code=2)
 
-    # As it was saved by a program, which has no script.
+    # The plan was saved by a program, so it names no script.
     assert "does not name its script" in said("train.plan.toml")
     assert "steelyard run train.py --plan train.plan.toml" in said("train.plan.toml")
     assert "is a plan file, and --plan names one too" in said(

@@ -40,7 +40,7 @@ def test_a_closed_stdout_is_no_error(planned: Path) -> None:
 def test_redirected_stdout_gets_the_result_and_the_terminal_the_progress(
     on_two_ranks: Path, arguments: str, said: str, in_json: bool, out: str
 ) -> None:
-    """Progress is drawn on the terminal behind stderr, and nothing else is."""
+    """Only progress is drawn on the terminal behind stderr."""
     planned = on_two_ranks
     reader, terminal = pty.openpty()
     path = planned.with_name("out")
@@ -72,7 +72,7 @@ def test_redirected_stdout_gets_the_result_and_the_terminal_the_progress(
 
 def _until_closed(reader: int) -> str:
     found = b""
-    # Linux says EIO once nobody holds the terminal's other end.
+    # Linux reports EIO when the terminal's other end is closed.
     with contextlib.suppress(OSError):
         while more := os.read(reader, 65536):
             found += more
@@ -95,7 +95,7 @@ def test_output_to_a_full_disk_is_an_error(planned: Path) -> None:
 
 
 def test_json_is_printed_when_stderr_is_full(planned: Path) -> None:
-    """As of a terminal that was closed while a run went on."""
+    """This is the state of stderr after its terminal was closed during a run."""
     with Path("/dev/full").open("w") as full:
         found = subprocess.run(
             [sys.executable, "-m", "steelyard", "explain", "none.toml", "--json"],
@@ -140,8 +140,10 @@ sys.exit(main())
 def test_a_command_exits_without_python_teardown(
     planned: Path, how: str, arguments: str, code: int
 ) -> None:
-    """Threads, executors and all that is registered for the end are waited for; the rest is left to
-    the operating system. Whoever calls main() has Python's own end."""
+    """Threads, executors and exit handlers are waited for; the operating system frees the rest.
+
+    A caller of main() gets Python's normal exit.
+    """
     found = subprocess.run(
         [sys.executable, "-c", ENDING, how, *arguments.split()],
         cwd=planned.parent,

@@ -44,7 +44,7 @@ from tests.unit.graphs.stored import (
 from tests.zoo.case import class_loss, images, next_token_loss, tokens
 from tests.zoo.own import GPT
 
-# Paths and numbers, without quotes: of nodes, and in reasons.
+# Paths and line numbers, without quotes: those of nodes, and those in reasons.
 _LINE = re.compile(r'(?<="line": ")[^"]*| \([\w./]+\.py:\d+\)')
 _ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 _PUBLISHED = Shape(hidden=256, heads=8, layers=3, sequence=128, vocabulary=512)
@@ -60,8 +60,9 @@ def _step(
     shards: int = 0,
     optimizer: OptimizerFactory | None = None,
 ) -> StoredStep:
-    """Capture the whole batch, one of each of ``counts`` equal parts, and ``shares``, each several
-    of so many; with ``shards``, also each rank's graph with all regions sharded over so many."""
+    """Capture the whole batch, one of each of ``counts`` equal parts, and ``shares``: several of
+    a number of equal parts. With ``shards``, also capture each rank's graph with all regions
+    sharded over this number."""
     model, loss, batch = make()
     source = CapturedStep(model=model, loss=loss, batch=batch, optimizer=optimizer)
     parts = [

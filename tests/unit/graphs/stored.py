@@ -1,7 +1,6 @@
-"""Captured training steps from files: sources for tests that must not capture, nor import torch.
-
-Not for making them: ``python -m tests.unit.graphs.record`` captures all of record.py anew.
-"""
+"""Captured training steps from files: sources for tests that capture nothing and do not import
+torch. Not for making them: ``python -m tests.unit.graphs.record`` captures all of record.py
+again."""
 
 from __future__ import annotations
 
@@ -229,7 +228,7 @@ def names() -> tuple[str, ...]:
 
 
 def write(name: str, text: str) -> None:
-    """Write a file that is the same whenever the text is."""
+    """Write a file whose bytes depend on the text alone."""
     data = gzip.compress(text.encode(), compresslevel=9, mtime=0)
     (_FOLDER / f"{name}.json.gz").write_bytes(data)
 
@@ -240,7 +239,7 @@ def read(name: str) -> str:
 
 @cache
 def stored(name: str) -> Any:
-    """The step, the templates or the graph of that name."""
+    """Return the step, the templates or the graph of that name."""
     return from_json(read(name), kinds=_KINDS)
 
 

@@ -1,4 +1,5 @@
-"""What a calibration says of a plan: inside or outside, by how much it may be off, and in words."""
+"""The statements of a calibration about a plan: inside or outside, the possible error, and the
+text."""
 
 from __future__ import annotations
 
@@ -71,13 +72,13 @@ def test_the_extrapolation_error_applies_outside_the_fitted_range_only() -> None
     assert known.doubt_of(_CASE) == 0.03
     assert known.doubt_of(replace(_CASE, devices=1024)) == 0.25
     assert known.doubt_of(replace(_CASE, kind=Parallelism.TENSOR)) == 0.4
-    # No published step says how fast single precision is, or stages alone.
+    # No published step has single precision, or pipeline stages alone.
     assert known.doubt_of(replace(_CASE, precision="float32")) == DECLARED_DOUBT
     assert known.doubt_of(replace(_CASE, kind=Parallelism.PIPELINE)) == DECLARED_DOUBT
 
 
 def test_too_few_measured_steps_narrow_no_interval() -> None:
-    """Two steps within 2 % do not say that the next one is."""
+    """Two steps within 2 % do not imply that the next one is."""
     few = _score("", inside=True, doubt=None, rows=2)
     assert _calibration(few).doubt_of(_CASE) == DECLARED_DOUBT
     outside = _score("", inside=False, doubt=0.25)
@@ -116,7 +117,7 @@ def test_layouts_are_of_four_kinds(layout: ParallelLayout, kind: Parallelism) ->
 
 
 def test_every_preset_states_the_error_of_its_share() -> None:
-    """Rows, software, models, layouts and precision; nothing of it in the code."""
+    """The text has rows, software, models, layouts and precision; none of them is in the code."""
     named = [name for name, table in preset_tables()["device"].items() if "reached" in table]
     assert named
     for name in named:
@@ -131,7 +132,7 @@ def test_every_preset_states_the_error_of_its_share() -> None:
 
 
 def test_a_user_share_has_no_calibration() -> None:
-    """Nothing of a preset's fit holds for it."""
+    """No part of a preset's fit applies to it."""
     text = """
     [device.mine]
     preset = "H100-SXM5"

@@ -1,4 +1,4 @@
-"""The cluster file: what people write is what is read, and anything else is one short error."""
+"""Cluster files: valid ones are read as written, and all others give one short error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ ports = 2
 
 
 def refused(text: bytes | str) -> str:
-    """What is said of a file that must be refused: three lines or a few more, never long ones."""
+    """Return the message of a file that must be refused: three lines or a few more, never long
+    ones."""
     with pytest.raises(ClusterFileError) as caught:
         decode_tree(text)
     said = str(caught.value)
@@ -226,7 +227,7 @@ def test_the_reached_share_is_that_of_the_preset_unless_overridden() -> None:
     assert preset.reached == as_fitted.reached
     assert preset.reached is not None
     assert preset.reached.calibration is not None
-    # Nothing of a fit is left where another share is said.
+    # A declared share replaces the whole fit.
     assert mine.reached == AchievedFraction(share=0.55)
     assert unknown.reached is None
     assert "which was fitted on" in preset.rates_said
@@ -236,7 +237,7 @@ def test_the_reached_share_is_that_of_the_preset_unless_overridden() -> None:
     )
     assert "which programs do not reach" in unknown.rates_said
     assert mine.identity != replace(mine, reached=None).identity
-    # What nobody said of it changes no plan's fingerprint.
+    # A value that was not declared does not change the fingerprint of a plan.
     known = replace(unknown, reached=AchievedFraction(share=1.0)).identity
     assert known.startswith(unknown.identity.removesuffix(")"))
     for share in (0.0, 1.5):
@@ -284,7 +285,7 @@ def test_every_preset_names_its_sources(kind: str) -> None:
 
 
 def test_a_newer_generation_is_no_slower() -> None:
-    """A digit that slipped shows here."""
+    """This detects a wrong digit."""
     devices = ("K80", "T4", "V100-SXM2-16GB", "A100-SXM4-40GB", "H100-SXM5", "B200")
     trees = [decode_tree(f"[scope.x]\nmembers = {{ {name} = 1 }}") for name in devices]
     rates = [tree.device_of(0).flops_per_second for tree in trees]

@@ -12,7 +12,7 @@ CAPACITY = "system/cpu/cpu{}/cpu_capacity"
 
 
 def under(limit: str) -> dict[str, int]:
-    """What a process says that was started with that limit."""
+    """Return the figures of a process that was started with that limit."""
     probe = (
         "import resource\n"
         f"resource.setrlimit(resource.{limit}, ({GIB}, {GIB}))\n"

@@ -1,4 +1,4 @@
-"""Links: a curve over size, of which two figures are the plain case."""
+"""Links: a curve over size, of which two figures are the simple case."""
 
 from __future__ import annotations
 

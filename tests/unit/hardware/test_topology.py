@@ -1,4 +1,4 @@
-"""Trees of scopes: what is counted is what one finds who writes every device out."""
+"""Trees of scopes: their counts equal those of a list of all devices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_smallest_scope_that_holds_two_ranks(tree: TopologyLevel, data: st.D
     first, last = sorted((data.draw(ranks), data.draw(ranks)))
     place = tree.holding(first, last)
     ways = flat(tree)
-    # The devices whose way begins as both do, up to where these part.
+    # Find the devices whose path begins with the common part of both paths.
     shared = 0
     while first != last and ways[first][shared] == ways[last][shared]:
         shared += 1
@@ -134,7 +134,7 @@ def test_an_unknown_rank_is_refused() -> None:
 
 
 def test_one_device_keeps_its_fingerprint() -> None:
-    """Plans were written with it; a hash of name, threads and 1."""
+    """Existing plans contain it: a hash of name, threads and 1."""
     device = Device(
         kind="cpu x", flops_per_second=1, bytes_per_second=1, memory_bytes=1, threads=2
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Clusters that are made up, small enough to count by hand. Not for what presets say."""
+"""Artificial clusters that are small enough to count by hand. Not for the figures of presets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def member(of: Device | TopologyLevel, count: int, link: Link, ports: int = 1) -
 
 
 def even(*counts: int, links: tuple[Link, ...], ports: tuple[int, ...] = ()) -> TopologyLevel:
-    """Equal members all the way: ``even(8, 4, ...)`` is four nodes of eight devices."""
+    """Return a tree with equal members on each level: ``even(8, 4, ...)`` is four nodes of eight
+    devices."""
     of: Device | TopologyLevel = DEVICES[0]
     for level, (count, link) in enumerate(zip(counts, links, strict=True)):
         many = ports[level] if ports else 1
@@ -66,7 +67,7 @@ ANY = _scopes(st.sampled_from(DEVICES) | _scopes(st.sampled_from(DEVICES) | _sco
 
 
 def flat(scope: TopologyLevel) -> list[tuple[tuple[str, int], ...]]:
-    """Each device by rank, as the way to it: written out, where the code counts."""
+    """Return the path to each device by rank, as a list, where the code only counts."""
     found: list[tuple[tuple[str, int], ...]] = []
     for nth_class, inner in enumerate(scope.members):
         for nth in range(inner.count):

@@ -1,4 +1,4 @@
-"""The house rules that neither ruff, mypy nor import-linter can hold alone."""
+"""House rules that neither ruff, mypy nor import-linter can check alone."""
 
 import ast
 import os
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_importing_does_not_import_torch(module: str) -> None:
     probe = (
         f"import sys, pkgutil, importlib, {module} as room\n"
-        # Each module of a room, not only what its __init__ happens to pull in.
+        # Import each module of the package, not only those that its __init__ imports.
         f"if {module!r} != 'steelyard':\n"
         "    for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
         "        importlib.import_module(found.name)\n"
@@ -55,7 +55,7 @@ def test_importing_does_not_import_torch(module: str) -> None:
     ],
 )
 def test_processes_that_measure_and_step_do_not_import_dynamo(module: str) -> None:
-    """It takes as long as all else that they import; capture alone has a use for it."""
+    """Importing it takes as long as all other imports together; only capture needs it."""
     probe = f"import sys, {module}; print('torch._dynamo' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     assert run.stdout.split() == ["False"], run.stderr
@@ -72,11 +72,11 @@ def test_importing_does_not_change_the_garbage_collector(collects: bool) -> None
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
     enabled, num_seen, called = run.stdout.split()
     assert (enabled, called) == (str(collects), "plan"), run.stderr
-    # Half a million objects would be looked through hundreds of times.
+    # Otherwise the collector would scan half a million objects hundreds of times.
     assert int(num_seen) < 20
 
 
-# --- what torch keeps private enters through _torch/ ---------------------------------------------
+# --- private names of torch enter only through _torch/ -------------------------------------------
 
 REFUSED = (
     "import torch._dynamo",
@@ -112,7 +112,7 @@ ALLOWED = (
 
 
 def ruff(rule: str, name: str, snippet: str) -> bool:
-    """Whether ruff, as this project sets it up, would let the snippet pass in that file."""
+    """Return whether ruff, with this project's settings, accepts the snippet in that file."""
     run = subprocess.run(
         [
             sys.executable,
@@ -153,9 +153,9 @@ def test_ruff_refuses_module_level_torch_imports_in_trades() -> None:
 
 
 def private_torch_names(source: str) -> Iterator[str]:
-    """Every dotted name below torch with a private part, by import or by attribute.
+    """Yield every dotted name below torch with a private part, by import or by attribute.
 
-    Operators are no Python names: what is below `torch.ops` belongs to graphs and is left alone.
+    Operators are not Python names: names below `torch.ops` belong to graphs and are ignored.
     """
     tree = ast.parse(source)
     bound: dict[str, str] = {}
@@ -186,7 +186,8 @@ def private_torch_names(source: str) -> Iterator[str]:
 
 
 def test_no_private_name_of_torch_outside_its_folder() -> None:
-    # ruff holds the modules it is told of; this holds the rest, such as torch._foreach_add.
+    # ruff checks the modules that are configured; this test checks the rest, such as
+    # torch._foreach_add.
     assert [line for line in REFUSED if not list(private_torch_names(line))] == []
     assert [line for line in ALLOWED if list(private_torch_names(line))] == []
     assert list(private_torch_names("import torch as t\nt._foreach_add([], 1)"))
@@ -194,7 +195,7 @@ def test_no_private_name_of_torch_outside_its_folder() -> None:
         f"{path.relative_to(ROOT)}: {name}"
         for folder in ("src", "tests", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
-        # The canaries have to touch what they watch.
+        # The tests of private names have to use those names.
         if path.parent != ROOT / "src/steelyard/_torch"
         and path != ROOT / "tests/torch/test_private_names.py"
         for name in private_torch_names(path.read_text(encoding="utf-8"))
@@ -202,14 +203,13 @@ def test_no_private_name_of_torch_outside_its_folder() -> None:
     assert sorted(found) == []
 
 
-# --- what a room offers is not hidden by a file of the same name ----------------------------------
+# --- an exported name is not hidden by a file of the same name ------------------------------------
 
 
 def hidden(init: str, room: str, files: set[str]) -> list[str]:
-    """Names that a room's ``__init__`` takes from one of its files while another is called so.
-
-    Whoever imports that other file puts it in the name's place, and no checker of types sees it.
-    """
+    """Return names that a package's ``__init__`` takes from one of its files while another file
+    has the same name. An import of that other file replaces the name, and no type checker
+    notices it."""
     return [
         name.asname or name.name
         for node in ast.walk(ast.parse(init))
@@ -240,7 +240,7 @@ def test_no_exported_name_is_hidden_by_a_module() -> None:
     assert found == {}
 
 
-# --- what is in the repository works on every machine ---------------------------------------------
+# --- nothing in the repository depends on one machine ---------------------------------------------
 
 OF_ONE_MACHINE = re.compile(
     r"(?<![\w.~})*])/(?:work|opt|root|home|Users)/\w"
@@ -290,7 +290,7 @@ def test_scripts_are_executable_and_stop_at_the_first_error() -> None:
 
 
 def test_no_folder_with_tests_is_left_out(pytestconfig: pytest.Config) -> None:
-    """Pytest leaves out folders that are called so, without a word: ``dist`` was one of them."""
+    """Pytest silently skips folders with certain names: ``dist`` was one of them."""
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
     assert Path("tests/system/dist") in folders
     left_out = pytestconfig.getini("norecursedirs")
@@ -301,7 +301,10 @@ def test_no_folder_with_tests_is_left_out(pytestconfig: pytest.Config) -> None:
 
 @pytest.mark.xdist_group("together")
 def test_tests_of_a_group_run_on_one_worker(request: pytest.FixtureRequest) -> None:
-    """Or dear fixtures are made by each: groups were ignored in silence once."""
+    """Otherwise each worker would make the expensive fixtures.
+
+    In the past, groups were silently ignored.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ:
         assert request.node.nodeid.endswith("@together")
 
@@ -312,8 +315,8 @@ _UNPICKLING_CALLS = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
     "send_object_list", "recv_object_list",
 }  # fmt: skip
-# multiprocessing pickles what goes through its pipes and queues, and torch's checkpoints and remote
-# calls pickle what describes them.
+# multiprocessing pickles what goes through its pipes and queues; torch's checkpoints and remote
+# calls pickle their metadata.
 _UNPICKLING_MODULES = (
     "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve",
     "multiprocessing", "concurrent.futures.process", "torch.multiprocessing",
@@ -323,7 +326,7 @@ _UNPICKLING_NAMES = ("torch.load", "torch.save", "np.load", "numpy.load")
 
 
 def unpickling(text: str) -> list[str]:
-    """What in a source file pickles or unpickles, as far as names tell."""
+    """Yield the calls in a source file that pickle or unpickle, as far as names show."""
     found = []
     for node in ast.walk(ast.parse(text)):
         named = []
@@ -403,7 +406,7 @@ for path in sorted(Path("tests/unit").rglob("test_*.py")):
 
 
 def test_unit_tests_import_no_torch() -> None:
-    """At their top; a few commands that they run may."""
+    """This is checked for imports at the top; a few commands that they run may import it."""
     run = subprocess.run(
         [sys.executable, "-c", _IMPORTS_ALL], cwd=ROOT, capture_output=True, text=True, check=False
     )

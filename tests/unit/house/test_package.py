@@ -44,12 +44,12 @@ def test_every_source_file_and_the_licence_are_in_it(wheel: Path) -> None:
 
 
 def test_the_command_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
-    """With the dependencies that are installed here, and without this checkout."""
+    """It has the dependencies that are installed here, but not this checkout."""
     venv.create(tmp_path / "fresh", with_pip=False)
     python = tmp_path / "fresh" / "bin" / "python"
     _run("-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
     site = _run("-c", "import site; print(site.getsitepackages()[0])", python=python).strip()
-    # The path alone: files of the environment here that name this checkout are not read.
+    # Add only the path: .pth files of this environment that name this checkout are not read.
     Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     where = "import steelyard; print(steelyard.__file__)"
@@ -57,7 +57,7 @@ def test_the_command_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) ->
     command = str(python.with_name("steelyard"))
     explained = _run(command, "explain", "--help", python=python, folder=tmp_path)
     assert "Usage: steelyard explain" in explained
-    # Reads the machine with torch, and finds every dependency on the way.
+    # The command reads the machine with torch, so it needs every dependency.
     assert "torch" in _run(command, "doctor", python=python, folder=tmp_path)
 
 

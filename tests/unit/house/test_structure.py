@@ -1,4 +1,4 @@
-"""The shape of the source tree: imports go one way, and a folder can be taken in at a glance."""
+"""The shape of the source tree: imports have one direction, and each folder is small."""
 
 import ast
 import re
@@ -26,7 +26,8 @@ def test_there_are_no_import_circles() -> None:
     """
     modules = GRAPH.modules - {"steelyard"}
     rest = {module: set(GRAPH.find_modules_directly_imported_by(module)) for module in modules}
-    # What imports nothing that is left is in no circle; what stays is in one, or leads to one.
+    # A module that imports none of the remaining modules is in no circle; each module that remains
+    # is in one, or leads to one.
     while free := [module for module, imports in rest.items() if not imports & rest.keys()]:
         for module in free:
             del rest[module]
@@ -85,7 +86,7 @@ def _strings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def test_docstrings_open_with_a_subject_or_a_verb() -> None:
-    """Not in the grammar of an index: a noun or a verb comes first."""
+    """They do not read like an index entry: a noun or a verb comes first."""
     openers = re.compile(r"(What|Of|Whether|Where|From which|Which|How much|How many)\b")
     found = [
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0][:60]}"

@@ -1,4 +1,5 @@
-"""Exchanges in plain data: what a ring sends, and programs that read a result too early."""
+"""Exchanges in plain data: the bytes that a ring sends, and programs that read a result too
+early."""
 
 from __future__ import annotations
 
@@ -36,14 +37,15 @@ def test_one_rank_sends_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "nbytes", "said"),
     [
-        # As the kernel counted them, of float32; tests/system/dist/test_said.py counts again.
+        # The bytes that the kernel counted for float32; tests/system/dist/test_said.py counts them
+        # again.
         (Exchange.ALL_REDUCE, 2, 240, 576),
         (Exchange.ALL_REDUCE, 3, 240, 1152),
         (Exchange.ALL_REDUCE, 2, 24_000_000, 12 * 288),
         (Exchange.REDUCE_SCATTER, 4, 240, 432),
         (Exchange.ALL_GATHER, 4, 24_000_000, 432),
         (Exchange.ALL_TO_ALL, 4, 24_000_000, 432),
-        # Of a scalar one piece goes around; of two, two.
+        # A scalar is sent around the ring as one piece, two elements as two.
         (Exchange.ALL_REDUCE, 2, 4, 144),
         (Exchange.ALL_REDUCE, 2, 8, 288),
     ],

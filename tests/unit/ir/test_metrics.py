@@ -1,4 +1,4 @@
-"""Amounts that a program gets back behave as the numbers that they are, with their intervals."""
+"""Amounts behave like numbers, with their intervals."""
 
 import json
 import math
@@ -26,7 +26,7 @@ PLAIN = (operator.floordiv, operator.mod, divmod)
 
 
 def _within(data: st.DataObject, operand: Any) -> float:
-    """A number that the operand may turn out to be."""
+    """Return a number within the interval of the operand."""
     if isinstance(operand, Estimate):
         return data.draw(st.floats(operand.low, operand.high))
     return float(operand)
@@ -34,7 +34,7 @@ def _within(data: st.DataObject, operand: Any) -> float:
 
 def _nearly_contains(found: Estimate, value: float) -> bool:
     if found.low <= value <= found.high:
-        return True  # also where a quotient is infinite, which no slack is added to
+        return True  # this includes an infinite quotient, to which no slack can be added
     slack = 1e-9 * max(1.0, abs(value))
     return found.low - slack <= value <= found.high + slack
 

@@ -1,4 +1,5 @@
-"""Rules name exactly what they were made from, in any trace of the model, or say they do not."""
+"""Rules name exactly the values that they were made from, in any trace of the model, or raise an
+error."""
 
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ from steelyard.trades.recompute import RecomputeRule
 
 
 def model(lists: dict[str, int], *, ops: tuple[str, ...] = ("aten.mm", "aten.gelu")) -> Graph:
-    """Each list's modules call each operator once; the second operator gives two results."""
+    """Return a model in which each list's modules call each operator once; the second operator
+    has two results."""
     nodes, storages = [], []
 
     def tensor() -> Tensor:

@@ -210,14 +210,14 @@ def test_the_cache_path_follows_the_environment(
     assert default_path() == tmp_path / "mine"
 
 
-# --- another user's ---------------------------------------------------------------------------
+# --- a cache of another user ------------------------------------------------------------------
 
 ANOTHER = 12345
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
 def refused(path: Path) -> str:
-    """The note of a cache that is refused, and neither read nor written."""
+    """Return the note of a cache that is refused, and neither read nor written."""
     before = path.read_bytes() if path.is_file() else b""
     cache = CostCache(path)
     assert cache.read("here", ["relu"]) == {}

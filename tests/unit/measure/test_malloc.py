@@ -1,4 +1,7 @@
-"""What a step frees is kept for the next. Each case is a process: the heap is all of a process."""
+"""The heap keeps the memory that a step frees.
+
+Each case is a process, because the heap belongs to the whole process.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import sys
 
 import pytest
 
-# A step's worth of blocks, those of a megabyte and one that no process keeps by itself.
+# The blocks of a step: blocks of a megabyte, and one that is too large for any process to keep.
 _STEPS = """
 import ctypes, resource, sys
 from steelyard.measure.malloc import is_kept, keep_freed_memory

@@ -7,8 +7,8 @@ MIB = 1 << 20
 
 def test_resident_bytes_follow_what_is_held() -> None:
     before = rss_bytes()
-    # A mapping of its own: what malloc gives may be pages of the heap that others have freed, and
-    # in a worker that has run many tests all 256 MiB of them were.
+    # The test maps its own memory. malloc may return freed heap pages; in a worker that had run
+    # many tests, all 256 MiB were such pages.
     held = mmap.mmap(-1, 256 * MIB)
     for page in range(0, len(held), mmap.PAGESIZE):
         held[page] = 1

@@ -1,4 +1,4 @@
-"""The plan file: what is written is what is read, and anything else is one short error."""
+"""Plan files: written values are read back unchanged, and anything else gives one short error."""
 
 import json
 import os
@@ -78,7 +78,7 @@ BATCH = st.lists(
 
 
 def _on_hosts(target: Target) -> st.SearchStrategy[Target]:
-    """As many of its ranks on each."""
+    """Return a target with equal numbers of its ranks on each host."""
     divisors = [n for n in range(1, 13) if target.ranks % n == 0]
     return st.sampled_from(divisors).map(lambda hosts: replace(target, hosts=hosts))
 
@@ -103,7 +103,7 @@ ANY_DECISIONS = st.builds(
 
 
 def refused(raw: bytes | str, decode: Callable[[bytes | str], object] = decode_decisions) -> str:
-    """What is said of a file that must be refused, which is never long."""
+    """Return the message of a file that must be refused; it is never long."""
     with pytest.raises(PlanFileError) as caught:
         decode(raw)
     said = str(caught.value)
@@ -113,7 +113,7 @@ def refused(raw: bytes | str, decode: Callable[[bytes | str], object] = decode_d
     return said
 
 
-# --- what is written is what is read --------------------------------------------------------------
+# --- round trip of a plan file --------------------------------------------------------------------
 
 
 NAMES = (
@@ -219,7 +219,7 @@ def test_comments_order_and_layout_do_not_matter() -> None:
     assert decode_decisions(b"\xef\xbb\xbf" + moved.replace("\n", "\r\n").encode()) == DECISIONS
 
 
-# --- what is not one ------------------------------------------------------------------------------
+# --- files that are refused -----------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -373,12 +373,12 @@ def test_at_most_five_problems_are_listed_at_once() -> None:
     ids=lambda raw: str(raw[:12]),
 )
 def test_a_hostile_file_is_refused(raw: bytes | str) -> None:
-    # Some of these take the parser from minutes to days where nothing bounds them first.
+    # Without a bound, the parser would need minutes to days for some of these.
     refused(raw)
 
 
 def test_control_characters_never_reach_the_terminal() -> None:
-    # Written raw they are no TOML; as escapes they are keys and values like any other.
+    # As raw characters they are invalid TOML; as escapes they are valid in keys and values.
     said = refused(GOOD.replace("memory =", '"\\u001b[2J\\u202e" ='))
     assert "\\x1b[2J\\u202e is not a known key" in said
 
@@ -425,7 +425,7 @@ def test_stored_reasons_are_marked_and_dropped_for_another_budget(tmp_path: Path
     anew = replace(
         PLAN, predicted=slower, taken=(), refused=(), num_offers=0, next_cent=None, least_bytes=0
     )
-    for _ in range(2):  # what is written with the reasons of before hands on when those were
+    for _ in range(2):  # reading and writing again keeps the reasons of the earlier plan
         found = with_reasons(anew, path)
         assert (found.refused, found.next_cent) == (PLAN.refused, PLAN.next_cent)
         assert found.planned_seconds == PLAN.predicted.metrics.step_seconds.value
@@ -469,7 +469,7 @@ def test_the_json_can_never_replace_the_plan_file() -> None:
         explanation_path(Path("train.json"))
 
 
-# --- the JSON beside ------------------------------------------------------------------------------
+# --- the prediction file --------------------------------------------------------------------------
 
 EXPLANATION = encode_explanation(PLAN, MEASURED)
 

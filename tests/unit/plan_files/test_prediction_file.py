@@ -1,4 +1,4 @@
-"""Predictions beside a plan that somebody damaged: read as they were, or refused in a few lines."""
+"""Damaged predictions of a plan are read as they were, or refused in a few lines."""
 
 import copy
 import json
@@ -32,14 +32,14 @@ DOCUMENT = json.loads(encode_explanation(PLAN, MEASURED))
 
 
 def _places(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """The place of each value of the document, tables and arrays too."""
+    """Yield the place of each value of the document, including tables and arrays."""
     if place:
         yield place
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _places(inner, (*place, key))
     elif isinstance(value, list):
-        # The others are like the first.
+        # The other items are like the first.
         for index, inner in enumerate(value[:2]):
             yield from _places(inner, (*place, index))
 
@@ -66,12 +66,13 @@ def damaged(place: tuple[str | int, ...], value: object) -> str:
             inner.append(inner[place[-1]])
     else:
         inner[place[-1]] = value
-    # A wrong text may hold a lone surrogate; NaN and Infinity are written as Python does.
+    # An invalid text may contain a lone surrogate; NaN and Infinity are written as Python writes
+    # them.
     return json.dumps(document)
 
 
 def shown(found: PlanOnFile) -> None:
-    """All that explain draws; whatever was read must be able to be shown."""
+    """Render everything that explain shows; whatever was read must be renderable."""
     assert found.plan is not None
     subject = Receipt(plan=found.plan, measured=found.measured) if found.measured else found.plan
     tree = tree_of(subject)
@@ -207,7 +208,7 @@ def test_explain_refuses_other_json_files(
 
 
 def test_damaged_predictions_are_replaced_by_new_ones(tmp_path: Path) -> None:
-    """As the refusal advises."""
+    """This is what the refusal advises."""
     path = tmp_path / "train.plan.toml"
     write_plan(path, PLAN)
     explanation_path(path).write_text("{")

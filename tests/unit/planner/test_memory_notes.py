@@ -1,4 +1,4 @@
-"""A plan that holds more than eager PyTorch says so, and what holds it."""
+"""A plan that needs more memory than eager PyTorch says so, and names the cause."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a probe saw, in words, and whether a budget allows it."""
+"""The result of a probe in words, and whether a budget allows it."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_figures_are_plain(shares: tuple[float, ...], word: str) -> None:
         (EXACT, 0.5, True),
         (UNKNOWN, 0.0, False),
         (UNKNOWN, 0.5, None),
-        # The upper end of the interval is what has to be inside: 1 ± 0.5 % is not within 1.4 %.
+        # The upper end of the interval must be within the budget: 1 ± 0.5 % is not within 1.4 %.
         (str(Drift(shares=(0.0, 0.01), items=1)), 0.015, True),
         (str(Drift(shares=(0.0, 0.01), items=1)), 0.014, False),
         (str(Drift(shares=(0.01, 0.01), items=1)), 0.01, True),

@@ -1,4 +1,4 @@
-"""Plans that this machine cannot have the ranks of are refused before anything is started."""
+"""Plans whose ranks this machine cannot provide are refused before anything is started."""
 
 import os
 import resource
@@ -22,7 +22,7 @@ MOST = most_ranks_here()
 
 
 def on_ranks(ranks: int, *, target: int | None = None, hosts: int = 1) -> Decisions:
-    """A plan that lies on so many, and was made for so many."""
+    """Return a plan that was made for this many ranks and uses them all."""
     rule = ShardBatchRule(ranks=ranks, bucket=1 << 20)
     asked = replace(DECISIONS.target, ranks=target or ranks, hosts=hosts)
     return replace(DECISIONS, target=asked, rules=(rule,) if ranks > 1 else ())
@@ -96,14 +96,14 @@ def test_run_refuses_too_many_ranks_before_importing_torch(ranks: int, tmp_path:
         capture_output=True,
         text=True,
         check=False,
-        # What is in proportion to a count of 2**62 would not fit, nor would a process of its own.
+        # A process whose memory grows with a count of 2**62 would exceed this limit.
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)),
     )
     assert run.returncode == 2, run.stderr
     assert run.stdout == ""
     happened, *_, expected, remedy = run.stderr.splitlines()
     assert happened.startswith("steelyard: train.plan.toml "), run.stderr
-    # A count that no file may hold stands in it twice.
+    # If the count is not allowed in a file, the message has two parts.
     assert len(run.stderr.splitlines()) == (3 if 0 < ranks <= 1_000_000 else 5)
     assert "ranks" in run.stderr
     assert expected.startswith("expected: "), run.stderr

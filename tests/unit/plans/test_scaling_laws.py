@@ -1,4 +1,4 @@
-"""The laws of Amdahl and Gustafson, and the shares that fit what was found."""
+"""The laws of Amdahl and Gustafson, and the shares that fit the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_laws_at_their_ends() -> None:
     assert [amdahl(n, 0.0) for n in _TIMES] == pytest.approx(list(_TIMES))
     assert [gustafson(n, 0.0) for n in _TIMES] == pytest.approx(list(_TIMES))
     assert amdahl(1e9, 0.05) == pytest.approx(20, rel=1e-3)
-    # Ten devices, of which a tenth of the time is one's: Gustafson's own reckoning.
+    # Gustafson's own example: ten devices, and a serial share of a tenth.
     assert gustafson(10, 0.1) == pytest.approx(9.1)
 
 
@@ -90,7 +90,7 @@ def test_a_fitted_share_is_within_0_and_1_or_missing(same: list[float], grown: l
 
 
 def test_slower_scaling_is_described_in_words() -> None:
-    """A small step, of which exchanges take more than sharing the work saves."""
+    """In this small step, exchanges take more time than sharing the work saves."""
     scaling = _scaling([1.0, 1.01, 1.004], [1.0, 2.3, 3.9])
     said = " ".join(plain(rendered(scaling, width=100)).split())
     assert "2 devices take longer than 1, because of their communication" in said

@@ -1,4 +1,5 @@
-"""Unequal shares and speeds in plain data: one way of writing each, and no sense refused."""
+"""Unequal shares and speeds in plain data: there is one way of writing each, and invalid ones
+are refused."""
 
 from __future__ import annotations
 

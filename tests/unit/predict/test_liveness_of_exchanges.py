@@ -1,4 +1,4 @@
-"""What is held while an exchange is in flight: the argument, what comes of others, or neither."""
+"""The memory of an exchange in flight: its argument, the data of others, or neither."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ COSTS = costs(exchange_seconds=1.0)
 
 
 def scattered(transport: Transport, *, window: int | None, ranks: int = 2) -> Program:
-    """Three gradients; the first is reduced and scattered, its parameter gathered beforehand."""
+    """Return three gradients; the first one is reduce-scattered, and its parameter was gathered
+    before."""
     graph = gathered(chain(), ["parameter:p0"], num_ranks=ranks, transport=transport)
     return waits_within(Program.plain(graph), window)
 
@@ -32,7 +33,7 @@ def bytes_when(program: Program, value: str) -> int:
 
 
 def anyway(ranks: int) -> int:
-    """At work2: gradients 1 and 2, the share that is in flight, the loss."""
+    """Return the bytes at work2: gradients 1 and 2, the share in flight, and the loss."""
     return 2 * GRADIENT + GRADIENT // ranks + 4
 
 
@@ -43,7 +44,7 @@ def anyway(ranks: int) -> int:
         (KEEPS_NOTHING, 2, None, 0),
         (KEEPS_INPUT, 2, 0, 0),
         (KEEPS_INPUT, 2, None, GRADIENT),
-        # What comes first lies where the result will.
+        # The first part is stored where the result will be.
         (TAKES, 2, None, 0),
         (TAKES, 4, 0, 0),
         (TAKES, 4, None, 2 * GRADIENT // 4),

@@ -1,4 +1,4 @@
-"""Which ranks or hosts a step should lie on: the best joined of them, for each number."""
+"""The ranks or hosts that a step should use: the best-connected ones, for each number."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BATCH = ShardBatchRule(ranks=4, bucket=1 << 20)
 
 
 def _matrix(times: list[float]) -> list[list[float]]:
-    """Hosts that each have a link of their own: a pair is as slow as the slower of both."""
+    """Return message times of hosts with one link each: a pair is as slow as the slower of both."""
     hosts = range(len(times))
     return [[max(times[i], times[j]) if i != j else 0.0 for j in hosts] for i in hosts]
 
@@ -80,7 +80,7 @@ def test_the_larger_of_two_sites_is_kept_together() -> None:
     ]
     found = best_joined(seconds)
     assert (found[2], found[3]) == ((0, 1), (2, 3, 4))
-    # Once a site is whole, a smaller part of it is joined no better.
+    # If all ranks of a site are taken, a smaller part of it has no better links.
     assert better_joined(found, seconds) == (3,)
 
 

@@ -1,4 +1,4 @@
-"""Laws of the predictor on steps made up at random, and one step counted by hand."""
+"""Laws of the predictor on random steps, and one step counted by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Steps whose seconds can be counted on fingers: a second a line, and one link."""
+"""Steps whose seconds can be counted by hand: a second per line, and one link."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reduced(*, window: int | None, gradients: int = 3, after: int = 0) -> Progra
 
 
 # The loss takes one second too. Exchanges of gradients 0, 1, 2 are issued at 2, 3, 4 seconds, or
-# when the device gets there; the link carries one at a time.
+# when the device reaches them; the link carries one at a time.
 @pytest.mark.parametrize(
     ("exchange_seconds", "window", "after", "step", "exposed"),
     [
@@ -55,7 +55,7 @@ def test_each_message_costs_its_latency() -> None:
     price = costs(exchange_seconds=1.0)
     slow = replace(price.links["data"], latency_seconds=0.25)
     metrics = predict(reduced(window=0), replace(price, links={"data": slow})).metrics
-    # Around a ring of two, an all-reduce is two messages.
+    # An all-reduce around a ring of two is two messages.
     assert metrics.communication_seconds.value == pytest.approx(3 * (1.0 + 2 * 0.25))
 
 
@@ -63,7 +63,7 @@ def test_each_micro_batch_exchanges_its_own_values() -> None:
     once = reduced(window=None)
     price = costs(exchange_seconds=0.5)
     one, three = predict(once, price).metrics, predict(once.repeated(3), price).metrics
-    # With what gloo says of each bucket.
+    # The bytes include gloo's headers for each bucket.
     sent = 3 * (1024 + 576)
     assert three.communication_bytes.value == 3 * one.communication_bytes.value == 3 * sent
     assert three.step_seconds.value == pytest.approx(3 * one.step_seconds.value)
@@ -110,7 +110,7 @@ def test_waiting_later_never_takes_longer(
     assert later.step_seconds.value <= sooner.step_seconds.value * slack
     for metrics in (sooner, later):
         exposed, step = metrics.exposed_communication_seconds, metrics.step_seconds
-        # The interval is built from its two extremes; the sum holds in the middle.
+        # The interval comes from two extreme cases; in the middle, the sum is exact.
         assert step.value == pytest.approx(metrics.computation_seconds.value + exposed.value)
         assert step.value * slack >= max(
             metrics.computation_seconds.value, metrics.communication_seconds.value
@@ -122,7 +122,8 @@ def test_waiting_later_never_takes_longer(
 
 @pytest.mark.parametrize("speed", [1.0, 0.5, 0.25])
 def test_device_time_of_a_collective_is_longer_on_a_slow_device(speed: float) -> None:
-    """Where it is hidden, what goes on is slowed by all of it; of half a device by twice that."""
+    """If the collective is hidden, all of it slows the operators; on half of a device, twice as
+    much."""
     program = reduced(window=None, after=3)
     price = costs(exchange_seconds=0.5)
     slow = replace(price, device=price.device.at_speed(speed))
@@ -130,25 +131,25 @@ def test_device_time_of_a_collective_is_longer_on_a_slow_device(speed: float) ->
     alone = step_seconds(program, slow).value
     beside = step_seconds(program, replace(slow, links={"data": disturbing})).value
     assert beside - alone == pytest.approx(3 * 0.5 / speed)
-    # Waited for at once there is nothing that it could disturb.
+    # If it is waited for at once, there is no operator that it could slow.
     program = reduced(window=0)
     at_once = step_seconds(program, replace(slow, links={"data": disturbing})).value
     assert at_once == pytest.approx(step_seconds(program, slow).value)
 
 
 def test_at_each_collective_ranks_wait_for_the_last_one() -> None:
-    """The longer the ranks have computed since they were last in step, the longer."""
+    """The wait is longer the longer the ranks have computed since they were last synchronized."""
     tenth = Skew(short_seconds=1.0, short_wait=0.1, long_seconds=10.0, long_wait=1.0)
     price = replace(costs(exchange_seconds=0.5), skew=tenth)
     metrics = predict(reduced(window=0), price).metrics
-    # Exchanges are issued after 2, 1 and 1 seconds of computing.
+    # Exchanges are issued after 2, 1 and 1 seconds of computation.
     assert metrics.exposed_communication_seconds.value == pytest.approx(3 * 0.5 + 0.2 + 0.1 + 0.1)
     assert metrics.step_seconds.value == pytest.approx(5.5 + 0.4)
     assert metrics.communication_seconds.value == pytest.approx(3 * 0.5)
-    # Of the link itself half is doubted.
+    # The link itself has an uncertainty of one half.
     assert metrics.exposed_communication_seconds.low == pytest.approx(3 * 0.25)
     assert metrics.exposed_communication_seconds.high == pytest.approx(3 * 0.75 + 3 * 0.4)
-    # What is waited for later hides it, but for the last exchange, 4 seconds in.
+    # A later wait hides the delay, except that of the last exchange, after 4 seconds.
     late = predict(reduced(window=None), price).metrics
     assert late.exposed_communication_seconds.value == pytest.approx(0.5 + 0.4)
 

@@ -1,4 +1,4 @@
-"""A step drawn out ends when it is predicted to, and nobody does two things at once."""
+"""The trace of a step ends at its predicted end, and nothing does two things at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page: one file, no network, nothing that a name in it could start."""
+"""The page: one file, no network, and no name in it that could start anything."""
 
 import base64
 import re
@@ -18,11 +18,11 @@ from steelyard.report.html import to_html
 from steelyard.report.quantities import Quantity
 from tests.support.sample import MIB, PLAN, RECEIPT, hostile, timeline
 
-VOID = {"meta"}  # the drawings close theirs with a slash
+VOID = {"meta"}  # the drawings close their tags with a slash
 
 
 class Page(HTMLParser):
-    """Collects the tags and texts, and holds that every tag that opens is closed in order."""
+    """Collects tags and texts, and checks that every tag that opens is closed in order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_without_timeline_or_curve_the_page_still_stands() -> None:
         frontier=(),
     )
     page = page_of(bare)
-    assert "svg" in {tag for tag, _ in page.tags}  # the bars beside what is alive
+    assert "svg" in {tag for tag, _ in page.tags}  # the bars beside the live values
     assert not any(a.get("role") == "img" for _, a in page.tags)
 
 

@@ -1,4 +1,4 @@
-"""The JSON of every verb: its keys are a promise."""
+"""The JSON of every command: its keys are stable."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Memory of each rank in the receipt: all of few, and of many the worst and a range."""
+"""Memory of each rank in the receipt: all ranks if they are few, otherwise the worst and a
+range."""
 
 from __future__ import annotations
 

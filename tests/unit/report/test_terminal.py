@@ -1,4 +1,4 @@
-"""Where lines go out: colour only for whoever looks, progress for a person or a log, failures."""
+"""Output of lines: colour only on a terminal, progress for a person or a log, and failures."""
 
 import io
 import os
@@ -26,7 +26,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def on_a_terminal(columns: int, show: Callable[[TextIO], None], *, encoding: str = "utf-8") -> str:
-    """What ``show`` writes to a terminal of that width, escapes and all."""
+    """Return what ``show`` writes to a terminal of that width, including escapes."""
     reader, writer = pty.openpty()
     os.environ["COLUMNS"], os.environ["LINES"] = str(columns), "24"
     with os.fdopen(writer, "w", encoding=encoding, buffering=1) as stream:

@@ -1,4 +1,4 @@
-"""The plan and the receipt as text: golden, and laws that hold at every width."""
+"""The plan and the receipt as text: golden files, and laws that hold at every width."""
 
 import re
 from dataclasses import replace
@@ -169,7 +169,7 @@ def test_a_plan_without_anything_to_say_is_short() -> None:
     assert "no curve was computed" in shown(bare, zoom=Zoom.FRONTIER)
 
 
-# --- what is alive at the peak --------------------------------------------------------------------
+# --- live memory at the peak ----------------------------------------------------------------------
 
 
 def test_live_bytes_are_grouped_without_loss() -> None:
@@ -203,7 +203,7 @@ def test_names_are_shortened_only_where_nothing_is_lost() -> None:
     assert short_op("optimizer state") == "optimizer state"
     assert starred_path("blocks.3.mlp") == "blocks.*.mlp"
     assert starred_path("blocks.3") == "blocks.*"
-    # Layers of one nn.Sequential share a source line, and are not alike for that.
+    # Layers of one nn.Sequential share a source line, but are not grouped for that.
     assert starred_path("blocks.3.mlp.0") == "blocks.*.mlp.0"
     assert starred_path("layer1.conv2") == "layer1.conv2"
 
@@ -226,7 +226,7 @@ def test_a_plan_between_two_points_of_the_curve_is_drawn_as_one_more() -> None:
         (296 * MIB, 1.24, 2)
     ]
     assert shown(between, zoom=Zoom.FRONTIER) == shown(PLAN, zoom=Zoom.FRONTIER)
-    # Read from a file, rules are sorted; and times of then are another float.
+    # Rules read from a file are sorted, and old times may be slightly different floats.
     decisions = replace(PLAN.decisions, rules=tuple(reversed(PLAN.decisions.rules)))
     other = replace(PLAN, decisions=decisions, predicted=prediction(296, 1.2400001))
     assert [p.is_this_plan for p in tree_of(other).curve].count(True) == 1
@@ -240,7 +240,7 @@ def test_a_negative_payment_is_shown_as_a_saving() -> None:
 
 
 def test_a_codec_that_saves_computation_says_by_what() -> None:
-    """Bytes that are not exchanged take nothing of the processor: no riddle."""
+    """The text explains it: bytes that are not exchanged take no processor time."""
     coded = replace(PLAN.taken[0], trade="quantized_gradients", pays_seconds=-0.004, buys_bytes=0)
     text = " ".join(shown(replace(PLAN, taken=(coded,)), width=200).split())
     said = "saves ~4.00 ms computation (exchanging fewer bytes takes less processor time)"

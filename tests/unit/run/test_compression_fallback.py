@@ -1,4 +1,4 @@
-"""When gradients go in codes: not at first, and no longer where too much is held back."""
+"""When gradients are compressed: not at first, and no longer if the residual is too large."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from steelyard.run.compression_fallback import EVERY, MOST_HELD, CompressionFall
 
 
 def _taken(guard: CompressionFallback, losses: Iterable[float], held: float = 1.0) -> list[int]:
-    """In which codes each step went; after how many they were given up is not said."""
+    """Return the codec of each step; the number of steps before a fallback is not given."""
     rungs = []
     for loss in losses:
         rungs.append(guard.rung)
@@ -49,7 +49,7 @@ def test_a_rising_loss_falls_back_to_a_milder_codec(after: float) -> None:
     _taken(guard, [before] * EVERY + [after] * EVERY)
     assert guard.rung == 1
     assert "the loss rose" in guard.record().reasons[0]
-    # From there on it is another loss that it is compared with.
+    # From here on the loss is compared with the new, higher one.
     _taken(guard, [after] * (2 * EVERY))
     assert guard.rung == 1
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_keeps_its_fallback() -> None:
     assert _taken(again, [1.0] * 4) == [3, 3, 3, 0]
     again.load_state(0, 2)
     assert again.rung == 2
-    # Of a plan with more codes than this one.
+    # The state is from a plan with more codes than this one.
     fewer = CompressionFallback(2)
     fewer.load_state(0, 3)
     assert fewer.rung == 1

@@ -1,4 +1,5 @@
-"""Values that may lose accuracy make no plan slower, and none that may not changes any plan."""
+"""Values that may lose accuracy never make a plan slower, and if no value may, plans do not
+change."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_a_barred_lossy_trade_states_the_given_reason() -> None:
 
 
 def dear(graph: Graph) -> CostTable:
-    """Everything takes long to compute again, and next to nothing to write down in 8 bits."""
+    """Return costs with which recomputing takes long, and encoding to 8 bits takes next to
+    nothing."""
     quick = {"steelyard.encode8.default", "steelyard.decode8.default"}
     plain = Program.plain(graph)
     nodes = with_codes(plain, quantizable(plain)).graph.nodes

@@ -1,4 +1,4 @@
-"""The accumulate trade: where the batch may be cut, and what the step becomes."""
+"""The accumulate trade: where the batch may be split, and the resulting step."""
 
 from dataclasses import dataclass, field
 

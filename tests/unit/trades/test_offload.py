@@ -1,4 +1,5 @@
-"""What is sent to offload memory comes back before it is read, once, and nothing else changes."""
+"""Values sent to offload memory are fetched once, before they are read, and nothing else
+changes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ COSTS = CostTable(
 
 
 def moved(seed: int) -> tuple[Program, Program, dict[str, tuple[int, int]]]:
-    """A random step with some copies, without and with transfers."""
+    """Return a random step with some copies, without and with transfers."""
     rng = random.Random(seed)
     plain = Program.plain(random_step(seed, num_values=12))
     again = [v for v in sorted(recomputable(plain.graph)) if rng.random() < 0.3]

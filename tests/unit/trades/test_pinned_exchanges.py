@@ -1,4 +1,5 @@
-"""How many slots exchanges need, and what a plan without a link through memory is told."""
+"""The number of slots that exchanges need, and the refusal of a plan without a link through
+shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def _pinned(program: Program) -> Program:
 
 
 def _in_turn(graph: Graph) -> list[tuple[str, str]]:
-    """What a rank issues and waits for, one after the other."""
+    """Return what a rank issues and waits for, in order."""
     events = []
     for node in graph.nodes:
         if node.waits_for:
@@ -38,14 +39,14 @@ def _in_turn(graph: Graph) -> list[tuple[str, str]]:
 
 
 def _most_unread(events: list[tuple[str, str]], steps: int, drawn: random.Random) -> int:
-    """Of two ranks that go on in whatever turn, as far as each can: the most that one has written
-    and the other not read."""
+    """Return, for two ranks that run in any order as far as each can, the most messages that one
+    has written and the other has not read."""
     lists = [(step, *event) for step in range(steps) for event in events]
     place, issued = [0, 0], [set[object](), set[object]()]
     read, most = [set[object](), set[object]()], 0
     while min(place) < len(lists):
         rank = drawn.choice([r for r in (0, 1) if place[r] < len(lists)])
-        # One of them is let on as far as it comes, now and then.
+        # Now and then, one rank runs as far as it can.
         for _ in range(drawn.choice([1, 1, len(lists)])):
             if place[rank] == len(lists):
                 break
@@ -68,13 +69,13 @@ def test_no_rank_ever_waits_for_a_free_slot(seed: int, lag: int, ahead: int) -> 
     nodes = program.graph.by_name
     lines = (line.node for line in program.instructions if line.sink is None)
     graph = replace(program.graph, nodes=tuple(nodes[name] for name in lines))
-    assume(graph.collectives)  # of few a drawn graph has no gradient
+    assume(graph.collectives)  # few drawn graphs have no gradient
     ((axis, rounds),) = rounds_of(graph).items()
     assert axis == "data"
     events, drawn = _in_turn(graph), random.Random(seed)
     most = max(_most_unread(events, 3, drawn) for _ in range(5))
     assert 0 < most <= rounds.count
-    # And room for all that may lie in one.
+    # A part also has room for the largest exchange.
     largest = max(c.whole_bytes for n in graph.nodes if (c := n.collective))
     assert rounds.part_bytes >= largest // 2
     assert rounds.held_bytes == sum(e.nbytes for e in rounds.edges if e.target == 1)
@@ -89,7 +90,7 @@ def test_all_collectives_use_slots_and_send_no_more_bytes(seed: int) -> None:
     assert after.problems() == []
     assert all(n.collective.is_pinned for n in after.graph.nodes if n.collective)
     assert after.instructions == before.instructions
-    # A sum of which each rank reads its own rows is no sum of all of them here.
+    # A reduce-scatter, of which each rank reads its own rows, is not an all-reduce here.
     assert before.sent_bytes // 2 <= after.sent_bytes <= before.sent_bytes
 
 

@@ -1,4 +1,5 @@
-"""What waits in 8 bits is read back before it is read, and only gradients see what was lost."""
+"""Values in 8 bits are decoded before they are read, and only gradients are affected by the
+error."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ COSTS = CostTable(
 
 
 def coded(seed: int) -> tuple[Program, Program, frozenset[str]]:
-    """A random step with some copies, without and with codes."""
+    """Return a random step with some copies, without and with 8-bit values."""
     rng = random.Random(seed)
     plain = Program.plain(in_floats(random_step(seed, num_values=12)))
     again = [v for v in sorted(recomputable(plain.graph)) if rng.random() < 0.3]
@@ -104,7 +105,7 @@ def test_a_scale_is_shared_by_a_block() -> None:
 
 def test_integers_and_random_masks_are_not_quantized() -> None:
     plain = Program.plain(random_step(3, num_values=12))
-    assert not quantizable(plain)  # of bytes
+    assert not quantizable(plain)  # its values are bytes
     offers, (refusal,) = QuantizeActivations().offers(plain, Whole(plain.graph))
     assert not offers
     assert "no floating-point value" in refusal.reason

@@ -1,4 +1,4 @@
-"""The recompute trade on made-up graphs: what it writes, what it offers and what it refuses."""
+"""The recompute trade on artificial graphs: its programs, its offers and its refusals."""
 
 import random
 from collections import Counter
@@ -85,14 +85,16 @@ def test_repeated_recomputation_serves_the_reads_after_the_longest_gaps(
     assert originals == [i.node for i in plain.instructions if i.sink is None]
     made = Counter(i.node for i in program.recomputed)
     assert made.keys() == {i.node for i in once.recomputed}
-    # An operator of several results is called as often as the one that is to be made most often.
+    # An operator with several results is called as often as the result that is recomputed most
+    # often.
     most = {v: max(times[u] for u in _siblings(graph, v) & values) for v in values}
     assert all(made[v] <= most[v] for v in values & made.keys())
     read = {name for i in program.instructions for name in i.inputs}
     for instruction in program.recomputed:
         node = graph.by_name[instruction.node]
         assert not node.is_random
-        # Of an operator with several results, some may only be wanted of another call.
+        # If an operator has several results, a reader may need only some of them from a second
+        # call.
         assert instruction.value in read or graph.users[node.name]
     late = [i for i in program.instructions if i.phase is Phase.BACKWARD and i.sink is None]
     assert not values & {name for i in late for name in i.inputs}
@@ -104,7 +106,7 @@ def _siblings(graph: Graph, value: str) -> set[str]:
 
 
 def test_a_recomputed_copy_is_freed_over_the_longest_gap() -> None:
-    """Read late at 1, 2, 6 and, by a look that is read at 9, at 8."""
+    """The value is read late at lines 1, 2, 6 and, through a view that is read at 9, at 8."""
     reads = [(1, 1), (2, 2), (6, 6), (8, 9), (9, 9), (12, 12)]
     assert starts(reads, 1) == (1,)
     assert starts(reads, 2) == (1, 6)
@@ -146,7 +148,7 @@ def test_rewriting_twice_is_rewriting_once_with_both(seed: int) -> None:
     )
     program = trade.rewrite(plain, rules, Whole(graph))
     assert program.instructions == with_copies(plain, first, times=often).instructions
-    # What the first set asked for in vain may be wanted by the second.
+    # The second set may need a value that the first set requested in vain.
     assert {i.node for i in twice.recomputed} <= {i.node for i in once.recomputed}
     assert applied(once, first).instructions == once.instructions
 

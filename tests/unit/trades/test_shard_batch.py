@@ -1,6 +1,6 @@
-"""Sharing the batch among ranks, and waiting late for what they exchange: one rank's program.
+"""Batch sharding over ranks, with late waits: the program of one rank.
 
-What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+For the results of such programs on live ranks, see tests/system/dist/test_planned.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_a_rank_works_on_its_share_and_sends_each_gradient_once(ranks: int) -> N
     assert program.layout == ParallelLayout(data=ranks)
     assert batch_rows(program) == {8 // ranks}
     assert program.parts == ranks
-    # A ring passes every share but one's own twice; shares are rounded up.
+    # A ring sends every share but a rank's own twice; shares are rounded up.
     nbytes = [
         t.nbytes
         for node in program.graph.inputs()
@@ -59,7 +59,7 @@ def test_a_rank_works_on_its_share_and_sends_each_gradient_once(ranks: int) -> N
 def test_micro_batches_split_the_share_of_a_rank() -> None:
     program = shared(2, AccumulateRule(micro_batches=2))
     assert (program.repeats, program.parts, batch_rows(program)) == (2, 4, {2})
-    # Gradients, and the loss, are exchanged once, behind the last of them.
+    # Gradients and the loss are exchanged once, after the last micro-batch.
     assert program.sent_bytes == shared(2).sent_bytes
     assert not program.earlier.exchanges
     whole, share = (p.graph.resident_bytes(Role.BATCH) * p.parts for p in (STEP.plain, program))
@@ -67,7 +67,7 @@ def test_micro_batches_split_the_share_of_a_rank() -> None:
 
 
 def test_rules_that_name_the_models_calls_find_them_in_micro_batches_too() -> None:
-    """An addition of embeddings at the top of a model is none of losses."""
+    """An addition of embeddings at the top of a model is not an addition of losses."""
     parts = AccumulateRule(micro_batches=2)
     alone, program = STEP.apply_rules((parts,)), shared(2, parts)
     assert CallSite("", "aten.add.Tensor", 0) in spots(alone.graph)
@@ -101,7 +101,7 @@ def test_an_impossible_sharing_of_the_batch_is_refused(
 
 def test_batch_statistics_are_those_of_all_samples() -> None:
     offers, (refusal,) = ShardBatch().offers(NORMS.plain, NORMS)
-    # One sample a rank has no variance of its own.
+    # One sample per rank has no variance of its own.
     assert [offer.rules[0].ranks for offer in offers] == [2]
     assert refusal.label == "with BatchNorm statistics over each rank's own samples"
     assert "is lossy" in refusal.reason
@@ -109,7 +109,7 @@ def test_batch_statistics_are_those_of_all_samples() -> None:
     assert program.problems() == []
     graph = program.graph
     sent = [n.collective for n in graph.nodes if n.collective is not None and n.path == "1"]
-    # Mean and variance of 4 channels of both ranks; then the sums that their derivatives take.
+    # Mean and variance of 4 channels from both ranks; then the sums that their derivatives need.
     assert [(c.kind, c.axis, c.whole_bytes) for c in sent] == [
         (Exchange.ALL_GATHER, DATA, 2 * 2 * 4 * 4),
         (Exchange.ALL_REDUCE, DATA, 2 * 4 * 4),
@@ -156,7 +156,8 @@ def test_later_waits_hide_more_communication_and_compute_the_same() -> None:
 
 
 def test_sent_gradients_are_computed_first() -> None:
-    """A layer's own gradients before that of what it was given, where that is no new peak."""
+    """A layer's own gradients are computed before that of its input, if that does not raise the
+    peak."""
     plain = shared(2, bucket_bytes=KIB)
     assert sum(map(len, _unsent(plain))) > 10
     assert not any(_unsent(sent_first(plain)))
@@ -165,7 +166,8 @@ def test_sent_gradients_are_computed_first() -> None:
 
 
 def _unsent(program: Program) -> list[list[str]]:
-    """Before each issue of the backward pass, since the last one, what it sends nothing of."""
+    """Return the nodes before each issue of the backward pass, since the last one, that it does
+    not send."""
     nodes, found, since = program.graph.by_name, list[list[str]](), list[Instruction]()
     for line in program.instructions:
         node = nodes[line.node]

@@ -1,6 +1,6 @@
-"""Layers on ranks: what is offered, what the plan says, what it is predicted to take.
+"""Pipelines: the offers, the text of the plan, and the predictions.
 
-What such programs compute on live ranks: see tests/system/dist.
+For the results of such programs on live ranks, see tests/system/dist.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def test_each_schedule_is_offered_on_stages_of_its_own(ranks: int) -> None:
 
 
 def test_replica_groups_of_stages_reduce_after_all_micro_batches() -> None:
-    """Each sends on half as much as one group would; and then every gradient, with the loss."""
+    """Each group sends half as many activations as a single group would; then every gradient is
+    sent, with the loss."""
     rules = rules_for(["blocks.1"], schedule="1F1B", ranks=2)
     shared = ShardBatchRule(ranks=2, bucket=1024)
     one, two = (applied(*more, *rules, micro_batches=2) for more in ((), (shared,)))
@@ -58,11 +59,11 @@ def test_replica_groups_of_stages_reduce_after_all_micro_batches() -> None:
     gradients = [sum(sizes[n] for n in own if n.startswith("parameter:")) for own in held]
     alone = predict(one, costs()).metrics.communication_bytes.value
     sent = predict(two, costs()).metrics.communication_bytes.value
-    # The tied weight's gradient goes between both stages once, however many samples there are; and
-    # of two ranks a ring sends as much as there is.
+    # The stages exchange the gradient of the tied weight once, for any number of samples; a ring of
+    # two ranks sends exactly its bytes.
     (tied,) = (sizes[name] for name in held[0] & held[1] if name.startswith("parameter:"))
-    # Besides, gloo says 576 bytes of each gradient; of two messages there and two back, as many as
-    # without groups, what it says of one; and of the loss, which one rank sums up and hands on.
+    # Gloo's headers are added: 576 bytes for each gradient; for two messages in each direction, the
+    # same as without groups; and for the loss, which one rank sums and sends on.
     messages, told = 2 * (GLOO_SENDS + GLOO_GETS), 4 + GLOO_SENDS
     handed = (alone - (tied + 576) - messages - told) // 2 + messages + tied + 576
     named = [sum(name.startswith("parameter:") for name in own) for own in held]
@@ -89,7 +90,7 @@ def test_stages_refuse_to_gather_weights_twice_or_in_buckets(otherwise: dict[str
 
 
 def test_stages_execute_every_instruction_once() -> None:
-    """By the stages together, also what is computed again."""
+    """The stages together execute them, including recomputed ones."""
     again = RecomputeRule(module="blocks.*.mlp.act", op="aten.gelu.default", count=4)
     for more in ((), (again,)):
         rules = rules_for(["blocks.0", "blocks.2"], schedule="Interleaved1F1B", ranks=2)
@@ -102,9 +103,9 @@ def test_stages_execute_every_instruction_once() -> None:
         nodes = alone.graph.by_name
         lines = [nodes[i.node] for i in alone.instructions if i.sink is None]
         expected = Counter(n.op for n in lines if not n.is_free)
-        # The sum of what two stages find of one weight's gradient is made by an exchange.
+        # An exchange adds up the gradients of one weight from two stages.
         expected["aten.add.Tensor"] -= len(program.pipeline.stages.shared)
-        # What costs next to nothing, such as masks, each stage may make for itself.
+        # Each stage may compute cheap values, such as masks, for itself.
         for op, count in expected.items():
             assert done[op] >= count, op
         assert sum(n.flops for p in parts for n in p.nodes) == sum(n.flops for n in lines)
@@ -113,7 +114,8 @@ def test_stages_execute_every_instruction_once() -> None:
 
 
 def test_only_results_read_later_are_kept_between_stages() -> None:
-    """A norm gives gradients of its input and of its weights in one; the former is read at once."""
+    """A norm returns the gradients of its input and of its weights together; the former is read
+    at once."""
     rules = rules_for(["blocks.0", "blocks.1", "blocks.2"], schedule="ZBVZeroBubble", ranks=2)
     program = applied(*rules)
     assert program.pipeline is not None

@@ -1,6 +1,6 @@
-"""Weights in shares: gathered several at once, and ahead of their readers, at no higher a peak.
+"""Sharded weights: gathered in buckets, and ahead of their readers, without raising the peak.
 
-What such programs compute on live ranks: see tests/system/dist/test_planned.py.
+For the results of such programs on live ranks, see tests/system/dist/test_planned.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tests.unit.graphs.stored import stored_step
 
 STEP = stored_step("gpt-fused")
 DEVICE = Device(kind="declared", flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1 << 40)
-# As gloo's is: what each message waits takes longer than many of these weights.
+# The link is like gloo: the latency of a message is longer than the transfer of many of these
+# weights.
 LINK = Link(kind="declared", latency_seconds=1e-3, bytes_per_second=1e8)
 COSTS = CostTable(device=DEVICE, links={DATA: LINK})
 BATCH = (
@@ -53,7 +54,8 @@ def test_larger_buckets_send_the_same_bytes_in_fewer_collectives() -> None:
     programs = [gathered((*BATCH, *rules)) for rules in ways]
     counts = [len(program.exchanges) for program in programs]
     assert counts == sorted(counts, reverse=True)
-    # All at once: a gather for each pass, what is scattered, the loss, and what stays whole.
+    # All in one bucket: a gather for each pass, a reduce-scatter, the loss, and the unsharded
+    # gradients.
     assert counts[0] > 40
     assert counts[-1] == 5
     assert len({program.sent_bytes for program in programs}) == 1
@@ -95,7 +97,8 @@ def test_sharded_states_combine_with_micro_batches_and_recomputation() -> None:
         program = gathered(rules, *more)
         assert program.problems() == []
         assert len(program.exchanges) == len(gathered(rules).exchanges)
-        # What lies in shares, in every micro-batch; other gradients and the loss, in the last.
+        # Sharded gradients are exchanged in every micro-batch, other gradients and the loss in the
+        # last one.
         whole = (n for n in program.graph.inputs() if n.name.startswith(WEIGHT))
         once = 4 + sum(n.outputs[0].nbytes for n in whole if n.name not in program.in_shares)
         rounds = program.repeats

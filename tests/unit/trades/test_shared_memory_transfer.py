@@ -1,6 +1,6 @@
-"""Messages through slots: when they are chosen, what the plan says, how many slots there are.
+"""Messages through slots: when they are chosen, the text of the plan, and the number of slots.
 
-What live ranks send each other so: see tests/system/dist/test_slots.py and test_pipelines.py.
+For messages between live ranks, see tests/system/dist/test_slots.py and test_pipelines.py.
 """
 
 from __future__ import annotations
@@ -100,14 +100,15 @@ def test_a_refused_shared_memory_transfer_has_a_reason() -> None:
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_there_are_as_many_slots_as_simultaneous_messages(schedule: str) -> None:
-    """And two for what is sent ahead, where more are to come than those."""
+    """There are two more for messages sent ahead, if there are more messages than that."""
     program = stages("blocks.1", schedule=schedule, micro_batches=8)
     assert program.pipeline is not None
     pipeline = program.pipeline
     back, forward = edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph)
     assert (forward.source, forward.target, forward.is_back) == (0, 1, False)
     assert (back.source, back.target, back.is_back) == (1, 0, True)
-    # 1F1B is back with the second stage's first at once; under GPipe all wait there.
+    # In 1F1B the second stage sends back its first micro-batch at once; in GPipe all of them wait
+    # there.
     assert forward.count == {"GPipe": 8, "1F1B": 1 + AHEAD}[schedule]
     assert forward.holds_all == (schedule == "GPipe")
     assert back.count == 1 + AHEAD
@@ -117,7 +118,7 @@ def test_there_are_as_many_slots_as_simultaneous_messages(schedule: str) -> None
 
 
 def test_no_more_messages_are_read_at_once_than_there_are_slots() -> None:
-    """By what actions read and keep, for schedules whose stages lie to and fro."""
+    """The number follows from the messages that actions read and keep, for V-shaped schedules."""
     for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B"):
         ends = ("blocks.0", "blocks.1", "blocks.2")
         pipeline = stages(*ends, schedule=schedule, micro_batches=8).pipeline
@@ -127,7 +128,7 @@ def test_no_more_messages_are_read_at_once_than_there_are_slots() -> None:
 
 
 def _most_held(actions: tuple[Action, ...], edge: SlotSpec) -> int:
-    """At most: until the last pass over that micro-batch."""
+    """Return the most messages held: until the last pass over a micro-batch."""
     reads = (
         {ActionKind.BACKWARD, ActionKind.BACK_TO_INPUTS} if edge.is_back else {ActionKind.FORWARD}
     )
@@ -143,14 +144,15 @@ def _most_held(actions: tuple[Action, ...], edge: SlotSpec) -> int:
 
 
 def test_slots_are_resident_memory() -> None:
-    """What is read and sent is counted there, and not in the passes a second time."""
+    """Values read and sent are counted there, and not a second time in the passes."""
     price = with_slots(costs())
     program = stages("blocks.1", schedule="GPipe", micro_batches=8)
     assert program.pipeline is not None
     pipeline = program.pipeline
     edges = edges_of(pipeline.order, pipeline.stages.stages, pipeline.stages.graph)
     before, after = (peak_bytes(each, price) for each in (program, pinned(program)))
-    # Of eight micro-batches that stay with the second stage each is a slot, and one was under way.
+    # Each of the eight micro-batches that stay with the second stage has a slot; one had been in
+    # transit.
     assert abs(after - before) <= max(sum(e.nbytes for e in edges if e.target == r) for r in (0, 1))
     resident = [predict(each, price).peak.resident_bytes for each in (program, pinned(program))]
     assert resident[1] > resident[0]

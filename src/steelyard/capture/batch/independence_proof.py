@@ -268,7 +268,7 @@ def sketch(gradient: torch.Tensor) -> torch.Tensor:
     weights = torch.cos(2 * math.pi * phases.frac())
     unpack_rows = flat[: flat.numel() // width * width].view(-1, width)
     rest = flat[unpack_rows.numel() :]
-    # A few rows at a time, so that no full float64 copy of the gradient is made.
+    # Multiply a few rows at a time, so that no full float64 copy of the gradient is made.
     sums = [rows.double() @ weights for rows in unpack_rows.split(max(1, _CHUNK_ELEMENTS // width))]
     return torch.cat([*sums, (rest.double() @ weights[: len(rest)]).reshape(1)])
 

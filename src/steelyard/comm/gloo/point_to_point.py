@@ -94,7 +94,7 @@ def hand_over(
     tag = tags.next()
     words = f"{kind} {str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
     LATELY.append(note := Note(group.group_name, tags.issued, words, time.time_ns()))
-    # In rotated order, so that not all ranks send to the same one first.
+    # Use a rotated order, so that not all ranks send to the same one first.
     others = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
     works = [dist.irecv(buffers[r], group=group, group_src=r, tag=tag) for r in others]
     works += [dist.isend(parts[r], group=group, group_dst=r, tag=tag) for r in others]

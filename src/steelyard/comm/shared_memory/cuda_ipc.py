@@ -59,7 +59,7 @@ class CudaIpcTransport(SharedMemoryTransport):
         self.held_bytes = evenly_held_bytes(self._edges)
         try:
             return self._allocate_on_gpu(files)
-        except RuntimeError as error:  # the driver's own, or an allocator's
+        except RuntimeError as error:  # an error of the driver, or of an allocator
             size = format_bytes(self.held_bytes)
             raise NotReachable(
                 f"{size} of its GPU cannot be shared: {_first_line(error)}"

@@ -75,9 +75,7 @@ def latency_and_rate(
 def _largest_slowdown(
     name: str, rank_figures: Sequence[Mapping[str, float]], speeds: Sequence[float]
 ) -> float:
-    """Return the largest slowdown, times the rank's speed, since costs of slow ranks are scaled up
-    later.
-    """
+    """Return the largest slowdown of any rank, scaled to the speed of the fastest rank."""
     most = max(one[name] * speed for one, speed in zip(rank_figures, speeds, strict=True))
     return min(1.0, max(most, ALMOST_ZERO))
 

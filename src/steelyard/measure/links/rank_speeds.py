@@ -89,7 +89,7 @@ def gpu_product_seconds() -> float:
 
 
 def work_until(is_over: Callable[[], bool]) -> None:
-    """Run the products and memory passes of a step on all cores of this process until stopped."""
+    """Run matrix products and passes over memory on all cores of this process until stopped."""
     matrix, large = ones(MATRIX, MATRIX), ones(SIZES["cpu"].large // 4)
     while not is_over():
         _compute(matrix, large)

@@ -47,7 +47,7 @@ _ROUNDS_SECONDS = 2.0
 # operator.
 _SHARE_OF_GROUP = 0.3
 _SHARE_ALONE = 0.6
-# With more argument bytes than this, a round is no more like a step; they only take time to fill.
+# More argument bytes than this do not make a round more similar to a step, and take time to fill.
 _MOST_GROUP_BYTES = 4 << 30
 # Smaller differences are rounding inside the kernel.
 _PAGE_BYTES = 4096

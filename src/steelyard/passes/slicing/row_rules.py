@@ -77,7 +77,7 @@ def acts(
     if rule is None or node.mutates or len(node.outputs) != 1:
         raise Unsliceable(f"{node.op} is not known to work row by row")
     if layout := unusual_layout(node):
-        raise Unsliceable(f"{node.op} lays out its result by {layout}")
+        raise Unsliceable(f"{node.op} returns its result in another memory format: {layout}")
     found = rule(_Call(graph=graph, node=node, known=known, rows=rows))
     for name, kind in known.items():
         if found.inputs[name] is not kind:

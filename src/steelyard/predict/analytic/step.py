@@ -408,7 +408,7 @@ class LayoutCost:
         return min(layout.micro_batches * layout.virtual, ahead) / layout.virtual
 
     def _around_run(self, number: int, run: int) -> list[Section]:
-        """Return the sections besides blocks that belong to one of a stage's runs of blocks."""
+        """Return the sections outside of the blocks that belong to one run of blocks of a stage."""
         before, after = self._parts.before, self._parts.after
         first, last = (0, 0), (self._layout.pipeline - 1, self._layout.virtual - 1)
         found = [before] if (number, run) == first else []

@@ -127,5 +127,5 @@ def _table(num_ranks: int, virtual: int, micro_batches: int) -> tuple[tuple[int,
                 actions.pop()
                 found.append((2 * action.stage + is_back, before[rank], source))
                 before[rank] = number_of[action] = len(found)
-        assert len(found) > size, "the table never ends"
+        assert len(found) > size, "actions of the schedule wait for each other"
     return tuple(found)

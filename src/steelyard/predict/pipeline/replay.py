@@ -178,7 +178,7 @@ class _MessagesInFlight:
             if share * (until - start) >= seconds:
                 return start + seconds / share if seconds else start
             seconds = max(0.0, seconds - share * (until - start))
-        raise AssertionError("the last share is one, without an end")
+        raise AssertionError("the last interval has no end")
 
     def _shares(self, rank: int, since: float) -> Iterator[tuple[float, float, float]]:
         """Yield intervals of time, with the share of this rank's time that is left for its own

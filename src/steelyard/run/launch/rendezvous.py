@@ -1,4 +1,4 @@
-"""Inside a rank: finds the other ranks, checks consistency, and leaves without cutting them off.
+"""Inside a rank: finds the others, checks consistency, and exits when no rank needs it any more.
 
 Not for the collectives of a step, which are nodes of its graph.
 """

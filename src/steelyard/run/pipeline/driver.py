@@ -288,7 +288,7 @@ class _ScheduledStage(PipelineStage):
         return []  # receives are posted ahead, by Messages
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:  # noqa: ARG002
-        return []  # the same
+        return []  # receives are posted ahead, by Messages
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._p2p_ops(self._pop_outputs(fwd_chunk_id), fwd_chunk_id, +1)

@@ -33,7 +33,7 @@ class ShardedLayers:
             n: min(r for r, own in enumerate(owned_names) if n in own)
             for n in set().union(*owned_names)
         }
-        # In the order of the model, which is the same on all ranks.
+        # The tensors are in the order of the model, which is the same on all ranks.
         self._owned = [(t, owners[name]) for name, t in tensors.items() if name in owners]
         self._unowned = [
             t

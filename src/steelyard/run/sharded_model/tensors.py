@@ -121,7 +121,7 @@ class ShardedTensors:
         """Apply ``change`` to the optimizer state that has the shape of its weight."""
         if optimizer is None:
             return
-        # In the order of the model, which is the same on all ranks.
+        # Parameters are in the order of the model, which is the same on all ranks.
         for parameter in self._sharded:
             state = optimizer.state.get(parameter, {})
             for key in sorted(state):

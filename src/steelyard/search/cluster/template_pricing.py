@@ -136,7 +136,7 @@ class TemplatePricing:
         if key not in self._blocks:
             block = self._sections_of(tensor, samples, policy.recomputed, device).block
             if policy.is_offloaded:
-                assert device.host_link is not None, "what is moved has a way"
+                assert device.host_link is not None, "a device that offloads has a link to its host"
                 block = with_offload(block, device.host_link)
             self._blocks[key] = block
         return self._blocks[key]

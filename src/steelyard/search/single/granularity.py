@@ -16,7 +16,7 @@ from steelyard.ir.rule_kinds import SlicedComputation, StateOffload
 # finer ones.
 _COARSEST, _FINER = 5, 3
 _OPTIMIZER, _GRADIENT, _WEIGHT = "optimizer", "gradient", "weight"
-# Shares of the bytes of each kind that are offloaded before all of them are.
+# The shares of the bytes of each kind that are tried between none and all.
 _SHARES: Mapping[str, tuple[float, ...]] = {
     _OPTIMIZER: (0.25, 0.5, 0.75), _GRADIENT: (), _WEIGHT: (0.5,)
 }  # fmt: skip

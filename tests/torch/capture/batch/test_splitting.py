@@ -1,4 +1,4 @@
-"""The batch is cut only where the parts train what the whole would have trained."""
+"""The batch is split only if its parts train what the whole batch would train."""
 
 from typing import Any
 
@@ -41,7 +41,8 @@ def test_a_batch_of_coupled_samples_cannot_be_split(loss: Any) -> None:
 
 @pytest.mark.parametrize("name", ["moe", "hf_mixtral"])
 def test_a_balance_loss_over_the_batch_is_noticed(name: str) -> None:
-    """It is a hundredth of the loss and hardly differs from the mean of the samples'."""
+    """The term is a hundredth of the loss, which hardly differs from the mean of the samples'
+    losses."""
     assert "samples are not independent" in verdict(zoo.case(name).make()).reason
 
 
@@ -53,7 +54,8 @@ def test_rounding_differences_do_not_count_as_coupling(name: str) -> None:
 
 
 class Choices(nn.Module):
-    """A bias that all choices share takes no gradient but rounding: the softmax is over them."""
+    """A model with a bias that all choices share: its gradient is zero up to rounding, because
+    the softmax is over the choices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +69,8 @@ class Choices(nn.Module):
 
 
 def lookalike_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Samples look each other up, in the small gradient of one parameter and nowhere else."""
+    """Return a loss in which samples look each other up, in the small gradient of one parameter
+    only."""
     h = model[0](batch["x"]).detach()
     others = h[batch["y"] % len(h)]
     return class_loss(model, batch) + 1e-4 * (model.get_parameter("small") * h * others).mean()
@@ -89,11 +92,12 @@ def test_a_gradient_that_is_small_is_compared_all_the_same(dtype: torch.dtype) -
     assert "the gradient of small" in verdict((model.to(dtype), lookalike_loss, batch)).reason
 
 
-# --- parameters and precisions that hide what is looked for ---------------------------------------
+# --- parameters and precisions that hide a dependence ---------------------------------------------
 
 
 def with_zeros(model: nn.Module) -> nn.Module:
-    """As many start: a head of zeros makes every class as likely, whatever the sample."""
+    """Return the model with a head of zeros, as many start: every class is equally likely for
+    any sample."""
     for parameter in model[-1].parameters():
         nn.init.zeros_(parameter)
     return model
@@ -105,7 +109,7 @@ def autocast_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def low_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean itself is taken in half precision."""
+    """Return a loss whose mean is taken in half precision."""
     each = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
     return each.to(torch.bfloat16).mean()
 
@@ -124,7 +128,7 @@ def test_a_half_precision_model_can_be_split() -> None:
 
 
 def test_a_zero_gate_does_not_hide_coupled_samples() -> None:
-    """Experts choose samples by what the batch says, which no operator shows."""
+    """Experts choose samples by values of the batch, which no operator shows."""
     model = net()
     model.register_parameter("gate", nn.Parameter(torch.zeros(())))
 
@@ -138,7 +142,7 @@ def test_a_zero_gate_does_not_hide_coupled_samples() -> None:
 
 
 def test_half_precision_hides_no_small_term_of_all_samples() -> None:
-    """One that moves gradients by less than bfloat16 rounds them."""
+    """The term moves gradients by less than bfloat16 rounds them."""
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         h = model[0](batch["x"]).float()
@@ -157,7 +161,7 @@ def test_noise_outside_the_domain_of_the_loss_is_left_out() -> None:
     model.register_parameter("shift", nn.Parameter(torch.zeros(())))
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """The root of a negative number, wherever the shift is more than zero."""
+        """Return the root of a number, which is negative wherever the shift is above zero."""
         return class_loss(model, batch) * (1e-4 - model.get_parameter("shift").abs()).sqrt()
 
     torch.manual_seed(0)
@@ -174,7 +178,7 @@ def test_samples_are_compared_by_sketches_that_are_linear_and_as_large() -> None
     a, b = torch.randn(300, 701), torch.randn(300, 701)
     assert torch.allclose(sketch(a + 2 * b), sketch(a) + 2 * sketch(b), atol=1e-2)
     assert 0.5 < float(sketch(a).norm() / a.norm()) < 1.5
-    assert torch.equal(sketch(a[0])[:701], a[0].double())  # a small one is compared as it is
+    assert torch.equal(sketch(a[0])[:701], a[0].double())  # small: compared without a sketch
 
 
 def test_a_loss_that_is_no_number_tells_nothing() -> None:
@@ -203,7 +207,7 @@ def test_checking_a_split_leaves_no_trace() -> None:
         assert torch.equal(tensor, before[name]), name
 
 
-# --- losses whose samples are weighed by what is in the batch -------------------------------------
+# --- losses whose weights are in the batch --------------------------------------------------------
 
 
 def masked_mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -266,7 +270,8 @@ def test_targets_chosen_by_the_model_cannot_be_counted_in_advance() -> None:
 
 @pytest.mark.parametrize("counting", [(1, 4), (1,), (0, 4, 5), ()])
 def test_counted_samples_are_found_anywhere_in_the_batch(counting: tuple[int, ...]) -> None:
-    """Of twelve, the first, the last and two between are: none, one or two of them count."""
+    """Of twelve samples, the first, the last and two between are compared; none, one or two of
+    them count."""
     batch = data(12)
     batch["y"] = torch.tensor([i % 3 if i in counting else -100 for i in range(12)])
     reason = verdict((net(), class_loss, batch)).reason
@@ -283,7 +288,7 @@ def two_means(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def two_means_and_another(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The other is of no weight as yet."""
+    """Return a loss with two means and another term, which has no weight yet."""
     return two_means(model, batch) + 0.0 * model(batch["x"]).square().mean()
 
 

@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint`` in the user's model: the same as eager PyTorch, or refused."""
+"""``torch.utils.checkpoint`` in the user's model gives eager PyTorch's results, or is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 
 
 class Wrapped(nn.Module):
-    """The first of two parts is checkpointed."""
+    """A model of two parts, the first of which is checkpointed."""
 
     def __init__(self, inner: nn.Module, **settings: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Operators show that samples are not independent where the numbers of the planned batch do not."""
+"""Operators show that samples are not independent if the numbers of the planned batch do not."""
 
 from typing import Any
 
@@ -68,7 +68,8 @@ def distances(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     ],
 )
 def test_coupling_that_the_first_batch_hides_is_found_from_operators(loss: Any) -> None:
-    """Every class once, nothing masked, no reward but one, no target missing, all active."""
+    """The batch has every class once, nothing masked, only one reward, no missing target, and
+    all samples active."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     batch = {"x": torch.randn(3, 3), "y": torch.arange(3), "mask": torch.ones(3, 3)}
@@ -79,7 +80,8 @@ def test_coupling_that_the_first_batch_hides_is_found_from_operators(loss: Any) 
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    """For its sizes, which samples are told apart from; the terms below bring no others."""
+    """Return a graph for its sizes, by which samples are recognized; the terms below add no
+    other sizes."""
     return CapturedStep(model=net(), loss=class_loss, batch=data()).graph(micro_batches=1)
 
 
@@ -148,7 +150,7 @@ def test_per_sample_lookups_sorts_and_draws_can_be_split() -> None:
             self.words, self.out = nn.Embedding(7, 8), nn.Linear(8, 3)
 
         def forward(self, ids: Tensor, y: Tensor) -> Tensor:
-            noise = torch.rand(ids.shape)  # as masked autoencoders choose what to keep
+            noise = torch.rand(ids.shape)  # masked autoencoders choose what to keep in this way
             h = self.words(ids).gather(1, noise.argsort(1)[:, :4, None].expand(-1, -1, 8))
             h = (h + h.roll(1, 1)).sort(1)[0] + self.words(torch.randint(7, (len(ids), 1)))
             experts = nn.functional.dropout(h.detach(), 0.5)[:, 0].argmax(1)
@@ -178,7 +180,8 @@ def test_frequency_scaled_gradients_prevent_splitting(words: Any) -> None:
 
 
 class Clip(torch.autograd.Function):
-    """The gradient of the batch is clipped by its norm, or that of each sample by its own."""
+    """A function that clips the gradient of the batch by its norm, or that of each sample by its
+    own norm."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, is_of_all: bool) -> Tensor:
@@ -215,7 +218,8 @@ def test_samples_may_not_see_each_other_in_a_backward_pass_of_the_users_own(
 
 
 class Sign(torch.autograd.Function):
-    """Weights of one bit: the gradient goes straight through where the weight is small."""
+    """A function with weights of one bit: the gradient passes unchanged where the weight is
+    small."""
 
     @staticmethod
     def forward(context: Any, weight: Tensor) -> Tensor:
@@ -229,7 +233,7 @@ class Sign(torch.autograd.Function):
 
 
 class Rows(torch.autograd.Function):
-    """An embedding."""
+    """A model with an embedding."""
 
     @staticmethod
     def forward(context: Any, weight: Tensor, ids: Tensor) -> Tensor:
@@ -253,12 +257,13 @@ def test_gradients_of_weights_may_be_made_in_a_backward_pass_of_the_users_own() 
 
 
 def own_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Everything put together from samples is added up, weighed by what no sample gives."""
+    """Return a loss whose aggregates over samples are only added up, with weights that no sample
+    determines."""
     out = model(batch["x"])
     by_class = torch.stack([out[:, i].square().sum() for i in range(3)]).to(torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     total += by_class.dot(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)) / len(out)
-    metric = (out.argmax(1) == batch["y"]).sum() / batch["y"].max()  # reaches nothing
+    metric = (out.argmax(1) == batch["y"]).sum() / batch["y"].max()  # does not reach the loss
     return total.float() + 0.1 * model[0].weight.norm() / 2 + torch.zeros_like(metric)
 
 

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused with its true reason, and a remedy that is one."""
+"""What cannot be captured is refused with its true reason, and a remedy that works."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ LOSSES: dict[str, tuple[Any, str, str]] = {
         "draw before the step",
     ),
     "a distribution": (
-        # By default, but for whoever has used torch.compile in this process before.
+        # This is torch's default, unless torch.compile was used in this process before.
         lambda m, b: Normal(m(b), 1.0, validate_args=True).rsample().mean(),
         "a number is read from a tensor",
         "validate_args=False",
@@ -155,7 +155,7 @@ def test_an_uninitialized_lazy_layer_is_refused() -> None:
     source.graph(micro_batches=1)
 
 
-# --- refusals in our words ------------------------------------------------------------------------
+# --- messages of refusals -------------------------------------------------------------------------
 
 
 def gradient_penalty(model: nn.Module, batch: Any) -> Any:
@@ -223,11 +223,11 @@ def test_a_torch_error_is_never_truncated_within_a_word() -> None:
     assert set(short.split()) == {"alpha", "bravo", "charlie", "..."}
 
 
-# --- enable_input_require_grads(), as LoRA with checkpointing needs it ----------------------------
+# --- enable_input_require_grads(), which LoRA with checkpointing needs ----------------------------
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained detour of low rank."""
+    """A frozen layer with a trained low-rank adapter."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class FrozenWithAdapters(nn.Module):
         self.words = nn.Embedding(16, 8).requires_grad_(False)
         self.blocks = nn.ModuleList(Adapted() for _ in range(3))
         self.use_reentrant = use_reentrant
-        # What transformers' and PEFT's enable_input_require_grads() registers.
+        # transformers' and PEFT's enable_input_require_grads() registers this hook.
         self.words.register_forward_hook(lambda module, given, made: made.requires_grad_(True))
 
     def forward(self, ids: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Modules and tensors that a loss function brings along are called by the user's own names."""
+"""Modules and tensors that only the loss function uses are called by the user's own names."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_tensors_are_found_wherever_a_loss_function_has_them() -> None:
 
 
 class LookedInto(nn.Module):
-    """As PEFT's models are: what they do not have they look for in the model that they hold."""
+    """A model like PEFT's, which looks up missing attributes in the model that it contains."""
 
     def __init__(self, base_model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the step's code has read from outside is part of it; a change of that is refused."""
+"""The step includes the outside state that its code has read; a change of this state is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEEN = SimpleNamespace(steps=0)
 
 
 class Annealed:
-    """A schedule as people write them: a method, a call, a property."""
+    """A schedule with a method, a call and a property."""
 
     def __init__(self) -> None:
         self.rate = self.gain = self.bias = 1.0
@@ -53,7 +53,8 @@ ANNEALED = Annealed()
 
 
 class Layered(nn.Module):
-    """Reads a global, a dict, an object in an object, a list; is given more than it reads."""
+    """A model that reads a global, a dict, an object in an object and a list, and gets more than
+    it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Classed:
 
 
 class Trainer:
-    """Its loss is a method of it; it counts steps, which the loss does not read."""
+    """A trainer whose method is the loss; it counts steps, which the loss does not read."""
 
     def __init__(self) -> None:
         self.global_step = 0
@@ -201,7 +202,7 @@ def test_changing_python_state_that_was_not_read_is_allowed(
     model.table["unread"] = model.config.unread = 2.0
     LEVELS["unread"] = TABLE["unread"] = 2.0
     SEEN.steps += 1
-    trainer.rate = float("1.0")  # an equal value is the same value
+    trainer.rate = float("1.0")  # an equal value passes the guard
     BETAS[:] = 2.0
     with torch.no_grad():
         WEIGHTS[0].fill_(3.0)
@@ -287,7 +288,7 @@ LISTED, KEYED = [1.0], {"k": 1.0}
 
 
 class OfDefaults(nn.Module):
-    """Its forward pass reads default arguments that can change."""
+    """A model whose forward pass reads default arguments that can change."""
 
     def __init__(self) -> None:
         super().__init__()

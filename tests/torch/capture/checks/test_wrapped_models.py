@@ -1,4 +1,4 @@
-"""Models that another tool has wrapped are refused by its name, with what to pass instead."""
+"""Models wrapped by another tool are refused by its name, with what to pass instead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_compiled_modules_are_refused_anywhere_in_the_model(wrapped: str, said: 
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A process group of this process alone, over no network."""
+    """Make a process group of this process alone, without a network."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

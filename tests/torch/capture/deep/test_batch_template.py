@@ -1,4 +1,5 @@
-"""One capture for every number of samples: what it says of another is what a capture there says."""
+"""One capture for every number of samples: its figures for another number equal those of a
+capture there."""
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ def test_a_template_has_the_operators_of_a_capture_with_as_many_samples(
     assert [s.nbytes for s in said.storages] == [s.nbytes for s in captured.storages]
 
 
-# Numbers that no size in the step is a multiple of, so that a capture tells the batch from the
-# sequence, which is cut; of fewer samples the gradient of the words would be sent otherwise.
+# No size in the step is a multiple of these numbers, so a capture can tell the batch from the
+# sequence, which is split. With fewer samples, the gradient of the words would be sent in another
+# way.
 @torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 @pytest.mark.parametrize("samples", [11, 13])
 def test_sharded_templates_exchange_the_bytes_of_a_capture_with_as_many_samples(
@@ -62,7 +64,7 @@ def test_sharded_templates_exchange_the_bytes_of_a_capture_with_as_many_samples(
     other = TruncatedStep(
         model=_gpt(7), loss=next_token_loss, batch=tokens(samples, 16, 64), optimizer=None
     )
-    other.__dict__["_samples"] = samples  # captured at just so many
+    other.__dict__["_samples"] = samples  # captured with exactly this number of samples
     captured = other.in_parts(2).graph
     sent = [[n.collective.sent_bytes for n in g.nodes if n.collective] for g in (said, captured)]
     assert sent[0] == sent[1]

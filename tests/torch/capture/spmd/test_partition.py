@@ -1,7 +1,7 @@
-"""Steps in parts on several ranks: equal by value to the whole step, however the parts lie.
+"""Sharded steps on several ranks equal the whole step by value, for any placement.
 
-All ranks in one process (see in_step.py); in double precision, so that a wrong sum cannot pass for
-rounding. Real processes are in tests/dist.
+All ranks are in one process (see in_step.py), in double precision, so that a wrong sum cannot pass
+for rounding. Real processes are in tests/system/dist.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from tests.support.torch_since import torch_since
 
 pytestmark = torch_since((2, 12), "DTensor has rules without a mesh since torch 2.12")
 
-# What computes in single precision inside, whatever its weights are, rounds as single does.
+# Models that compute in single precision inside, whatever their weights are, are compared with the
+# larger tolerance.
 ROUNDING, ROUNDING_SINGLE = 1e-12, 1e-6
 _MODELS = ("gpt", "gpt_sdpa", "moe", "resnet_bn", "hf_llama", "hf_mixtral")
 
 
 class Whole:
-    """A case of the zoo in double precision, what one device makes of it, and of its parts."""
+    """A case of the zoo in double precision, with the results of one device and of its parts."""
 
     @staticmethod
     def named(name: str) -> Whole:
@@ -62,7 +63,7 @@ class Whole:
         return [partition(self.graph, choice, rank=rank, transport=GLOO) for rank in ranks]
 
     def error(self, choice: ShardingChoice, graphs: list[Graph]) -> float:
-        """The largest difference of what leaves the step, as a share of the largest there is."""
+        """Return the largest difference of the step's outputs, relative to the largest output."""
         placed: dict[str, Placement] = dict(choice.inputs)
         inputs = [
             {
@@ -77,13 +78,15 @@ class Whole:
         for key, expected in self.left.values.items():
             parts = [rank.values[key] for rank in left]
             got = in_step.joined(parts, placed.get(key[1], REPLICATE))
-            # A gradient that is zero but for rounding (of a bias before BatchNorm) has no scale.
+            # A gradient that is zero up to rounding (of a bias before BatchNorm) has no scale of
+            # its own.
             scale = max(float(expected.abs().max()), largest / 100)
             worst = max(worst, float((got - expected).abs().max()) / scale)
         return worst
 
     def at_random(self, seed: int, num_ranks: int) -> ShardingChoice:
-        """Any placement of most parameters and buffers, and of some values on their way."""
+        """Return random placements of most parameters and buffers, and of some intermediate
+        values."""
         chance = random.Random(seed)
         inputs, values = [], []
         for node in self.graph.nodes:
@@ -112,7 +115,7 @@ class Whole:
 
 @functools.cache
 def _whole_of(name: str) -> Whole:
-    """One capture for all tests of a model."""
+    """Return one cached capture for all tests of a model."""
     return Whole(*zoo.case(name).make())
 
 
@@ -140,18 +143,19 @@ def test_columns_then_rows_cost_one_exchange_forward_and_one_backward() -> None:
     assert whole.error(choice, graphs) < ROUNDING
     nodes = [graphs[0].by_name[name] for name in graphs[0].collectives]
     kinds = Counter((n.phase, n.collective.kind) for n in nodes if n.collective)
-    # In each of two blocks one for attention and one for the MLP; Shoeybi et al. 2019, figure 4.
+    # Each of two blocks has one for attention and one for the MLP; Shoeybi et al. 2019, figure 4.
     assert kinds == {
         (Phase.FORWARD, Exchange.ALL_REDUCE): 4,
         (Phase.BACKWARD, Exchange.ALL_REDUCE): 4,
     }
-    # All products are in halves, but those with the head, which is left whole.
+    # All products are halved, except those with the head, which stays whole.
     head = sum(n.flops for n in whole.graph.nodes if n.path == "head")
     assert graphs[0].flops == (whole.graph.flops - head) // 2 + head
 
 
 def test_a_residual_stream_in_parts_spreads_by_itself() -> None:
-    """Chosen for two values only, sequence parallelism follows (Korthikanti et al. 2022)."""
+    """It is chosen for two values only, and sequence parallelism follows (Korthikanti et al.
+    2022)."""
     whole = Whole.named("gpt")
     weights = tuple(_columns_then_rows(layers=2))
     plain = ShardingChoice(axis="tensor", num_ranks=2, inputs=weights)
@@ -182,12 +186,12 @@ def test_a_split_vocabulary_never_gathers_its_scores() -> None:
         for n in graphs[0].nodes
         if n.collective is not None and n.collective.kind is Exchange.ALL_GATHER
     ]
-    # Of each of 64 rows one number a rank: the logarithm of its sum of exponentials.
+    # Each rank sends one number for each of 64 rows: the logarithm of its sum of exponentials.
     assert [n.outputs[0].shape for n in gathered] == [(2, 64)]
 
 
 class Masked(nn.Module):
-    """Scores are written over where they lie, through a view of what made them."""
+    """A model whose scores are overwritten in place, through a view of the product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +210,7 @@ class Masked(nn.Module):
 
 
 def test_values_overwritten_in_place_stay_sharded() -> None:
-    """Its gradient is copied over a tensor of its form that holds nothing yet."""
+    """The gradient is copied over an empty tensor of the same shape."""
     batch = torch.randn(2, 6, 16)
     whole = Whole(Masked(), lambda model, x: model(x).square().sum(), batch)
     columns = [(f"parameter:{n}.weight", Shard(0)) for n in ("query", "key", "value")]
@@ -222,7 +226,7 @@ def test_values_overwritten_in_place_stay_sharded() -> None:
     assert any(n.op == "aten.copy.default" for n in whole.graph.nodes), "nothing is copied over"
     for graph in graphs:
         exchanged = [n for n in graph.nodes if n.collective is not None]
-        # What the rows of the last product add up to: nothing reads a gradient of the batch.
+        # The only exchange is the sum of the last product: nothing reads a gradient of the batch.
         assert [n.collective.kind for n in exchanged if n.collective] == [Exchange.ALL_REDUCE]
         assert not any(n.op == "aten.new_empty_strided.default" for n in graph.nodes)
 
@@ -288,13 +292,15 @@ def _widened(leaf: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["gpt", "hf_llama", "moe"])
 def test_a_gpu_step_is_sharded_like_a_cpu_step(name: str) -> None:
-    """What it makes of nothing, like places and masks, it makes there. No GPU is needed to say so:
-    nothing is computed."""
+    """Tensors that the step creates, such as positions and masks, are created on the GPU.
+
+    This test needs no GPU, because nothing is computed.
+    """
     whole = Whole.named(name)
     there = replace(whole.graph, nodes=tuple(map(_on_a_gpu, whole.graph.nodes)))
     assert there != whole.graph, "nothing was made of nothing"
     choice, gpu = whole.at_random(1, 2), torch.device("cuda", 0)
-    # A copy that lies otherwise asks for the driver, also where nothing is copied.
+    # A copy with other strides needs the driver, even where nothing is copied, so it is replaced.
     laid_out = {"steelyard.copy_strided": lambda x, *laid: x.new_empty_strided(*laid)}
     with mock.patch.dict("steelyard.operators._OWN", laid_out):
         graph = partition(there, choice, rank=1, transport=GLOO, device=gpu)

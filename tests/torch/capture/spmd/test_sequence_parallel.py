@@ -1,4 +1,4 @@
-"""Sequence parallelism: the same step by value, norms in parts, hardly a byte more exchanged."""
+"""Sequence parallelism: the same step by value, sharded norms, and hardly more bytes exchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _RANKS = 2
 
 
 def _choices(graph: Graph, samples: int) -> tuple[ShardingChoice, ShardingChoice]:
-    """Tensor parallelism without and with sequence parallelism; no tensor is cut twice."""
+    """Return tensor parallelism without and with sequence parallelism; no tensor is sharded
+    twice."""
     found = regions(graph, num_ranks=_RANKS)
     lies = {name: at for region in reversed(found) for name, at in region.inputs}
     values = sequence_placements(
@@ -42,7 +43,8 @@ def test_the_step_is_the_same_and_activations_are_not_all_reduced(name: str) -> 
     graphs = whole.in_parts(along)
     assert whole.error(along, graphs) < ROUNDING_SINGLE
     before = partition(whole.graph, plain, rank=0, transport=GLOO)
-    # An all-reduce is a reduce-scatter and an all-gather; either end gathers once more.
+    # An all-reduce becomes a reduce-scatter and an all-gather; there is one more gather at either
+    # end.
     assert _sent_bytes(graphs[0]) < 1.15 * _sent_bytes(before)
     counts = _counts(graphs[0])
     assert counts[Phase.FORWARD, Exchange.REDUCE_SCATTER] >= 4  # two in each of two blocks
@@ -69,7 +71,7 @@ def _sent_bytes(graph: Graph) -> int:
 
 
 def _norms(graph: Graph) -> int:
-    """Elements that norms of blocks give in the forward pass."""
+    """Return the number of elements that the norms of blocks return in the forward pass."""
     ops = ("aten.native_layer_norm.default", "aten.rsqrt.default")
     return sum(
         node.outputs[0].numel
@@ -79,7 +81,7 @@ def _norms(graph: Graph) -> int:
 
 
 def test_a_model_without_a_sequence_is_unchanged() -> None:
-    """Rows of features alone have no dim to cut but samples and features."""
+    """Rows of features have no dim besides samples and features that could be sharded."""
     whole = Whole.named("mlp")
     found = regions(whole.graph, num_ranks=_RANKS)
     values = sequence_placements(

@@ -1,4 +1,4 @@
-"""Where a step could be cut: what is found, and that the parted step is as good as said."""
+"""Shardable regions of a step, and the costs of the sharded step compared with the stated ones."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def test_a_sharded_region_sends_its_stated_bytes_and_computes_the_same(name: str
         assert whole.error(choice, graphs) < bound, region
         exchanges = [graphs[0].by_name[n].collective for n in graphs[0].collectives]
         sent = sum(e.sent_bytes for e in exchanges if e is not None)
-        # An all-reduce over two ranks sends what is reduced. A vocabulary exchanges some numbers
-        # for each row besides, of which this loss has at most 64.
+        # An all-reduce over two ranks sends as many bytes as it reduces. A sharded vocabulary also
+        # exchanges a few numbers for each row; this loss has at most 64 rows.
         assert 0 <= sent - region.exchanged_bytes <= 64 * 3 * 8, region
-        # Each product of the forward pass has two in the backward pass, but those with the batch.
+        # Each product of the forward pass has two in the backward pass, except those with the
+        # batch.
         divided = whole.graph.flops - graphs[0].flops
         assert 0.9 * 3 * region.flops / 2 <= divided <= 3 * region.flops / 2, region
 
@@ -42,7 +43,7 @@ def test_attention_and_mlp_are_found_in_every_block() -> None:
             f"parameter:{at}.mlp.up.bias": Shard(0),
             f"parameter:{at}.mlp.down.weight": Shard(1),
         }
-        # Queries, keys and values lie in one weight: three groups of heads.
+        # One weight holds queries, keys and values: three groups of heads.
         assert found[f"{at}.attention"] == {
             f"parameter:{at}.attention.qkv.weight": Shard(0, 3),
             f"parameter:{at}.attention.qkv.bias": Shard(0, 3),
@@ -61,9 +62,9 @@ def test_a_tied_vocabulary_is_one_region_from_its_table_to_the_loss() -> None:
 
 
 def test_heads_are_not_sharded_over_more_ranks_than_heads() -> None:
-    graph = Whole.named("gpt").graph  # of two heads
+    graph = Whole.named("gpt").graph  # the model has two heads
     attention = [r for r in regions(graph, num_ranks=4) if r.path.endswith("attention")]
     two = [r for r in regions(graph, num_ranks=2) if r.path.endswith("attention")]
     assert len(two) == 2
-    # What is left is to cut each head, where the scores are a sum.
+    # The remaining choice is to split each head, which makes the scores a sum.
     assert all(len(r.sums) > len(two[0].sums) for r in attention)

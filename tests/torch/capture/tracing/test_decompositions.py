@@ -1,4 +1,4 @@
-"""The tables that the Python runner can run give the same bits; the newer one takes less memory."""
+"""The tables of the Python runner give the same bits; the newer one takes less memory."""
 
 from __future__ import annotations
 

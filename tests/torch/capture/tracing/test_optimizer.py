@@ -1,4 +1,4 @@
-"""The optimizer's step as planned beside the live one: bytes of state and of temporaries."""
+"""The planned optimizer step compared with the live one: bytes of state and of temporaries."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def updated(make: Callable[..., Any]) -> tuple[Program, CostTable]:
 
 
 def stepped(make: Callable[..., Any]) -> tuple[int, int]:
-    """Bytes of the live state, and those that its third step adds at most."""
+    """Return the bytes of the live state, and the most bytes that its third step adds."""
     model = small()
     optimizer = make(model.parameters())
     for parameter in model.parameters():
@@ -98,7 +98,8 @@ def test_predicted_state_and_temporaries_equal_the_measured_ones(
 
 
 def test_temporaries_of_the_last_update_live_until_the_optimizer_returns() -> None:
-    """As what any other holds, until the next begins: here a decayed gradient."""
+    """Like those of other updates, they live until the next update begins: here it is a decayed
+    gradient."""
     model = nn.Linear(64, 64, bias=False)
     program = capture_update(model, OPTIMIZERS["adam maximizing"])
     assert liveness(program, CostTable(device=DEVICE)).peak_bytes == 3 * model.weight.nbytes
@@ -122,7 +123,7 @@ def test_frozen_and_unused_parameters_cost_no_state() -> None:
     trained = sum(
         p.numel() for n, p in model.named_parameters() if p.requires_grad and n != "3.bias"
     )
-    # Two moments a parameter, and a step counter of four bytes for each tensor.
+    # Two moments for each parameter, and a step counter of four bytes for each tensor.
     assert program.graph.resident_bytes(Role.STATE) == 2 * 4 * trained + 4 * 3
 
 
@@ -208,7 +209,7 @@ def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_captured
     ("make", "settings"),
     [
         (partial(AdamW, foreach=True), ("foreach=False", "fused=True")),
-        (AdamW, ("fused=True",)),  # on a CPU foreach is off unless asked for
+        (AdamW, ("fused=True",)),  # on a CPU, foreach is off by default
         (partial(AdamW, fused=True), ()),
         (partial(NAdam, foreach=True), ("foreach=False",)),
         (NAdam, ()),

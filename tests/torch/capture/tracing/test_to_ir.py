@@ -1,4 +1,4 @@
-"""What a captured graph says of a step: whose each node is, what it lies on, what it costs."""
+"""A captured graph: the module of each node, its storage, and its costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.zoo import Sample, case
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
-# All ask the same few graphs.
+# All tests use the same few graphs.
 pytestmark = pytest.mark.xdist_group("plain graphs")
 
 NAMED = ("gpt", "moe", "resnet_bn", "hf_t5", "hf_llama", "edge_tied_module")
@@ -33,13 +33,13 @@ def graph_of(sample: Sample) -> Graph:
 
 @cache
 def named(name: str) -> Graph:
-    """One trace for all that is asked of it."""
+    """Return one cached trace for all tests of this model."""
     return graph_of(case(name).make())
 
 
 @cache
 def small_graph(**config: Any) -> Graph:
-    """Likewise."""
+    """Return one cached graph."""
     return graph_of(small_gpt(**config))
 
 
@@ -48,13 +48,13 @@ def small_gpt(*, width: int = 32, dropout: float = 0.1, batch: int = 4, layers: 
     return model, next_token_loss, tokens(batch, 16, 64)
 
 
-# --- whose is it ----------------------------------------------------------------------------------
+# --- the module of a node -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_only_loss_nodes_have_no_module(name: str) -> None:
-    """Nodes without a path are the loss function's own: they come after every module, or lead back
-    from the loss into the first one."""
+    """Nodes without a path belong to the loss function: they come after every module, or lead
+    from the loss back to the first module of the backward pass."""
     model, _, _ = case(name).make()
     graph = named(name)
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
@@ -138,7 +138,7 @@ def test_a_forward_node_is_named_by_module_operator_and_count() -> None:
         assert len(keys) == len(set(keys))
 
 
-# --- what it lies on ------------------------------------------------------------------------------
+# --- storages -------------------------------------------------------------------------------------
 
 
 class Views(nn.Module):
@@ -188,7 +188,8 @@ def test_random_nodes_are_marked_and_only_they() -> None:
         return sum(n.is_random for n in graph.nodes)
 
     random = graph_of(small_gpt(dropout=0.1))
-    # Embeddings once; attention, its output and the feedforward part in each of two blocks.
+    # One for the embeddings; for each of two blocks one for attention, its output, and the
+    # feedforward part.
     assert count(random) == 1 + 2 * 3
     assert all(n.op.split(".")[1] == "bernoulli" for n in random.nodes if n.is_random)
     assert count(graph_of(small_gpt(dropout=0.0))) == 0
@@ -238,11 +239,11 @@ def test_batchnorm_statistics_leave_as_updates_of_their_buffers() -> None:
     assert updated == {f"buffer:{n}" for n, _ in model.named_buffers()}
 
 
-# --- what it costs --------------------------------------------------------------------------------
+# --- FLOPs and bytes ------------------------------------------------------------------------------
 
 
 def counted_flops(sample: Sample) -> tuple[int, int]:
-    """Forward and whole step, as torch's own counter says."""
+    """Return the FLOPs of the forward pass and of the whole step, by torch's own counter."""
     model, loss, batch = sample
     with FlopCounterMode(display=False) as forward:
         value = loss(model, batch)
@@ -259,7 +260,7 @@ def test_flops_equal_the_published_counts(name: str, published_gflop: float) -> 
     with _torch.FakeTensorMode(allow_non_fake_inputs=True):
         model, loss, batch = case(name).make(0, "small")
     sample = _on_meta(model), loss, _torch.tree_map(_meta, batch)
-    # As a step that nobody runs is planned: of many blocks a few are traced, and all are counted.
+    # A step is planned without running it: a few of many blocks are traced, and all are counted.
     graph = source_of(sample, for_planning=True).graph(micro_batches=1)
     forward = sum(n.flops for n in graph.forward())
     assert forward / 1e9 == pytest.approx(published_gflop, abs=0.05)
@@ -301,7 +302,7 @@ def test_fused_attention_is_counted_as_if_spelled_out() -> None:
 
     spelled, fused = flops(fused=False), flops(fused=True)
     assert fused[0] == spelled[0]
-    # The fused kernel keeps no scores and computes them a second time: one product more.
+    # The fused kernel keeps no scores and computes them a second time, which is one more product.
     scores = 2 * 2 * 2 * 16 * 16 * 16
     assert fused[1] == spelled[1] + scores
 
@@ -320,7 +321,7 @@ def test_an_operator_given_one_tensor_twice_is_measured_apart() -> None:
     assert different <= twice
 
 
-# --- by what it is known --------------------------------------------------------------------------
+# --- fingerprints ---------------------------------------------------------------------------------
 
 
 def test_a_fingerprint_survives_retracing() -> None:
@@ -355,7 +356,7 @@ def test_the_models_fingerprint_is_the_same_at_every_batch_size() -> None:
 
 
 def test_a_gradient_never_shares_memory_with_another() -> None:
-    """``a + b`` hands both the same gradient; clipping one in place must leave the other alone."""
+    """``a + b`` gives both the same gradient; clipping one in place must not change the other."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""What is said of GPUs where there is none: which backend carries what lies there, what time counts
-as waiting, and which groups of ranks cannot speak of it."""
+"""GPU communication without a GPU: the backend for GPU tensors, the time that counts as waiting,
+and groups of ranks that cannot use GPU memory."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_step_that_fails_leaves_no_negative_waiting() -> None:
 
 
 class _Event:
-    """Of a GPU that does one thing a second."""
+    """An event of a GPU that does one operation per second."""
 
     told = over = 0
 
@@ -153,9 +153,9 @@ def test_a_gpu_computes_while_its_watch_is_stopped(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     _Event.told = _Event.over = 0
     watch = Stopwatch(GPU)
-    with watch.running():  # 1 to 6
+    with watch.running():  # from 1 to 6
         for _ in range(2):
-            with watch.stopped():  # 2 to 3, 4 to 5
+            with watch.stopped():  # from 2 to 3, and from 4 to 5
                 pass
     _Event.over = 5
     assert watch.seconds == 0.0, "of what goes on nothing is taken away"

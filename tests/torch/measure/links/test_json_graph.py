@@ -1,4 +1,4 @@
-"""Graphs and devices that go to another process as JSON come back as they were."""
+"""Graphs and devices that are sent to another process as JSON arrive unchanged."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""Times of exchanges become the figures of the link that took them."""
+"""Times of exchanges are converted to the figures of their link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZES = SIZES["cpu"]._asdict()
 
 
 def said_of(link: Link, num_ranks: int, *, sizes: ExchangeSizes = SIZES["cpu"]) -> dict[str, float]:
-    """What a rank measures on a link that is just as it is described."""
+    """Return the measurements of a rank on a link exactly as it is described."""
     timed = {}
     for name, nbytes in sizes._asdict().items():
         made = GLOO.collective(Exchange.ALL_REDUCE, axis="", num_ranks=num_ranks, nbytes=nbytes)

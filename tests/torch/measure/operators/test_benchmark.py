@@ -81,8 +81,8 @@ def test_known_operators_are_not_measured_again(tmp_path: Path) -> None:
 def test_measurements_of_another_process_meanwhile_are_used(tmp_path: Path) -> None:
     first, _ = measure_operators([some_graph()], DEVICE, cache=CostCache(tmp_path / "costs.sqlite"))
 
-    class BackwardRewriter(CostCache):
-        """Looked when nothing was there yet."""
+    class EarlyCache(CostCache):
+        """A cache whose first read finds nothing, as if it came too early."""
 
         looked = False
 
@@ -92,7 +92,7 @@ def test_measurements_of_another_process_meanwhile_are_used(tmp_path: Path) -> N
             return found
 
     second, survey = measure_operators(
-        [some_graph()], DEVICE, cache=BackwardRewriter(tmp_path / "costs.sqlite")
+        [some_graph()], DEVICE, cache=EarlyCache(tmp_path / "costs.sqlite")
     )
     assert (survey.measured, survey.known) == (3, 0)
     assert second.operators == first.operators
@@ -132,7 +132,7 @@ def test_too_large_operators_are_not_run() -> None:
 
 
 def test_results_larger_than_in_the_graph_are_reported() -> None:
-    # torch 2.13: the scalar lies on the storage of the losses it was reduced from.
+    # In torch 2.13 the scalar shares the storage of the losses from which it was reduced.
     y = X.clone()
     graph = graph_of(("aten.mse_loss.default", [X, y], [torch.zeros(())]))
     _, survey = measure_operators([graph], DEVICE)
@@ -153,7 +153,7 @@ def test_collectives_are_not_measured_as_operators() -> None:
     waited = ("_c10d_functional.wait_tensor.default", [X], [X.clone()])
     _, survey = measure_operators([graph_of(sent, waited)], DEVICE)
     assert survey.count(Missing.EXCHANGES) == 2
-    # Its link is measured, so that nobody need be told.
+    # Its link is measured, so no note is needed.
     assert not any("operators not measured" in note for note in survey.notes)
 
 

@@ -40,7 +40,7 @@ def chain() -> Graph:
 def test_reuse_distance_is_the_bytes_moved_since_the_last_use() -> None:
     found = distances([chain()])
     assert found["b"] == (0,)
-    # x was last read by a, and b moved 10 bytes since; the view moved nothing.
+    # a was the last reader of x, and b has moved 10 bytes since then; the view moved nothing.
     assert found["c"] == (10, 0)
     assert found["a"][0] > 1 << 60
 

@@ -32,7 +32,7 @@ def test_an_input_has_the_strides_of_the_graph(like: torch.Tensor) -> None:
     assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
     assert made.untyped_storage().nbytes() <= like.untyped_storage().nbytes()
     if made.dtype.is_floating_point and made.numel():
-        # Valid as a probability, a variance, a divisor and under a logarithm.
+        # These values are valid as probability, variance, divisor, and argument of a logarithm.
         assert 0 < made.min() <= made.max() <= 1
 
 

@@ -63,7 +63,8 @@ def test_errors_inside_the_meter_are_raised() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 1000)), max_size=40))
 def test_replaying_allocations_gives_the_peak(steps: list[tuple[int, int]]) -> None:
-    """Address by address: allocate where nothing is, else free; half of them began before."""
+    """Each address is allocated if it is free, and freed otherwise; half of the blocks existed
+    before."""
     alive = dict.fromkeys((0, 1, 2), 64)
     before, events, levels = dict(alive), [], [0]
     freed = 0
@@ -96,7 +97,7 @@ def test_a_trace_has_every_level_in_the_order_of_time() -> None:
 
 
 def test_live_allocations_never_overlap() -> None:
-    """As a thread that is not watched has freed it."""
+    """An unobserved thread may have freed the earlier block."""
     events = [(1, 100), (1, 60), (2, 30), (1, -60), (2, -30)]
     assert replay(events) == Metered(peak_bytes=100, left_bytes=0, freed_bytes=0)
 

@@ -1,4 +1,4 @@
-"""The optimizer's own Python: never negative, and more where there is more of it."""
+"""The Python time of the optimizer is never negative, and larger if there is more of it."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Gradients in codes, as graphs: what is exchanged instead, what stays, when it is waited for."""
+"""Graphs with compressed gradients: the new exchanges, the unchanged ones, and their waits."""
 
 from __future__ import annotations
 
@@ -118,8 +118,10 @@ def test_empty_tensors_are_encoded_as_nothing() -> None:
 @pytest.mark.parametrize("codec", [TERNARY, INT8], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("rows", [2, 5, 9])
 def test_rows_are_summed_in_rank_order(codec: Codec, rows: int) -> None:
-    """Few are written down one by one, of many there is a loop: the same bits on every rank. Five
-    are as many as the blocks that were traced once."""
+    """Few rows are unrolled, many are a loop: all ranks get the same bits.
+
+    Five rows equal the number of blocks with which the loop was traced.
+    """
     each = [encode_gradients([torch.randn(3 * BLOCK)], None, codec.name, 1) for _ in range(rows)]
     total = torch.zeros(3 * BLOCK)
     for one in each:
@@ -131,7 +133,8 @@ def test_rows_are_summed_in_rank_order(codec: Codec, rows: int) -> None:
 
 
 def _stretches(values: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """What is coded at once: quarters, in which a block is some elements of each."""
+    """Return the chunks that are encoded together: quarters, of each of which a block has some
+    elements."""
     every = (x for part in values.chunk(parts) for x in part.split(512 * BLOCK))
     return [x.view(4, -1, BLOCK // 4) for x in every]
 
@@ -148,10 +151,10 @@ def test_top_k_sends_the_largest_of_each_quarter_and_keeps_the_rest(numel: int) 
         least = sizes.topk(LARGEST.num_largest, dim=2).values[..., -1:]
         assert ((read != 0) <= (sizes >= least)).all()
         scale = sizes.amax((0, 2), keepdim=True) / 127
-        # Of several elements that equal the least one, not all are sent.
+        # If several elements equal the smallest one that is sent, not all of them are sent.
         assert ((read - values).abs() <= scale * 0.51)[sizes > least].all()
         assert ((read - values).abs() <= scale * 0.51)[read != 0].all()
-    # Sent when it has grown: nothing waits for ever.
+    # A residual is sent when it has grown, so every element is sent at last.
     for _ in range(BLOCK):
         encode_gradients([torch.zeros(numel)], lost, LARGEST.name, 1)
     assert lost.norm() < 0.01 * whole.norm()
@@ -174,7 +177,7 @@ def test_non_finite_values_reach_all_ranks_and_leave_no_residual(bad: float, cod
     back = decode_sum(coded, codec)
     assert not back[3].isfinite()
     assert lost.isfinite().all()
-    assert back.isfinite().sum() == BLOCK  # the other block
+    assert back.isfinite().sum() == BLOCK  # only the other block is finite
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -192,7 +195,7 @@ def test_compressed_collectives_replace_the_all_reduces_of_the_named_parameters_
     expected = {Exchange.ALL_REDUCE, Exchange.ALL_GATHER}
     assert set(kinds) == (expected if ranks == 2 else expected | {Exchange.ALL_TO_ALL})
     assert kinds.count(Exchange.ALL_GATHER) == coded
-    # Every gradient still leaves, as it lay.
+    # The step still returns every gradient, with the same strides.
     for before, after in zip(plain.graph.outputs, graph.outputs, strict=True):
         assert (before.kind, before.target) == (after.kind, after.target)
         one, other = plain.graph.by_name[before.node], graph.by_name[after.node]
@@ -224,7 +227,7 @@ def test_bfloat16_gradients_are_all_reduced_and_waited_for_as_late(
     coded = [node for node in graph.nodes if node.op == ENCODE]
     assert coded
     assert all(node.outputs[0].dtype == "bfloat16" for node in coded)
-    # Ranks send twice (n - 1) of n parts of what they sum up.
+    # Ranks send twice (n - 1) of n parts of what they sum.
     saved = sum(node.outputs[0].nbytes for node in coded) * 2 * (ranks - 1) / ranks
     assert plain.sent_bytes - program.sent_bytes == pytest.approx(saved, rel=1e-3)
     sent = {f"{node.name}_sent" for node in coded}
@@ -232,7 +235,7 @@ def test_bfloat16_gradients_are_all_reduced_and_waited_for_as_late(
         e for e in program.exchanges
         if graph.by_name[program.instructions[e.issue].node].name in sent and e.wait != e.issue + 1
     ]  # fmt: skip
-    assert len(late) >= len(coded) - 1  # nothing is computed behind the last
+    assert len(late) >= len(coded) - 1  # nothing is computed after the last
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -240,17 +243,18 @@ def test_bfloat16_gradients_are_all_reduced_and_waited_for_as_late(
 def test_compressed_sums_are_waited_for_as_late_as_others(
     source: CapturedStep, ranks: int, lag: int
 ) -> None:
-    """Both exchanges of one: behind the issue of the ``lag``-th one after it, or at the end."""
+    """Both exchanges of a compressed sum wait until the ``lag``-th exchange after them is
+    issued, or until the end."""
     later = issued_meanwhile(_applied(source, _rules(ranks, bucket=1 << 14, lag=lag)))
     assert len(later) >= 3
-    assert max(later) <= 2 * lag  # what is sent on behind a wait is one more
+    assert max(later) <= 2 * lag  # an exchange that is issued after a wait is one more
     at_once = _applied(source, [r for r in _rules(ranks, bucket=1 << 14) if r.trade != "overlap"])
     assert all(e.wait == e.issue + 1 for e in at_once.exchanges if e.wait is not None)
     assert sum(later) >= len(later) // 2
 
 
 def issued_meanwhile(program: Program) -> list[int]:
-    """Of each exchange of codes, how many others are issued before it is waited for."""
+    """Return, for each exchange of codes, how many others are issued before its wait."""
     exchanges, nodes = program.exchanges, program.graph.by_name
     names = [nodes[program.instructions[e.issue].node].name for e in exchanges]
     found = []
@@ -288,7 +292,8 @@ def _step(source: CapturedStep, program: Program, together: SimulatedRanks, rank
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("others", [2, 3])
 def test_residuals_survive_a_checkpoint(source: CapturedStep, ranks: int, others: int) -> None:
-    """The same bits for as many ranks; for others shares of the same sum, in other buckets too."""
+    """The same number of ranks gets the same bits; another number gets shares of the same sum,
+    also in other buckets."""
     program = _applied(source, _rules(ranks))
     together = SimulatedRanks(ranks)
 
@@ -321,7 +326,7 @@ def test_residuals_survive_a_checkpoint(source: CapturedStep, ranks: int, others
 
 
 def _totals(saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What is still to be made up for, of each parameter."""
+    """Return the total residual of each parameter."""
     found: dict[str, torch.Tensor] = {}
     for key, value in saved.items():
         kind, _, name = key.partition("/")

@@ -1,4 +1,5 @@
-"""Gradients of tables as rows, as graphs: the same sums, fewer bytes, and why not elsewhere."""
+"""Graphs with sparse embedding gradients: the same sums, fewer bytes, and the reasons against it
+elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _BATCH, _LENGTH, _WORDS = 12, 6, 700
 
 
 class Words(nn.Module):
-    """Two tables: one of many words, and one of as many places as there are."""
+    """A model with two tables: one of many words, and one with as many rows as there are
+    positions."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def _source(model: nn.Module) -> CapturedStep:
     torch.manual_seed(1)
-    # Some more often than others, on several ranks, and the one that is padding.
+    # Some words occur more often than others, on several ranks, and one is padding.
     x = torch.randint(0, _WORDS // 4, (_BATCH, _LENGTH)).square() % _WORDS
     batch = {"x": x, "y": torch.randint(0, _WORDS, (_BATCH, _LENGTH))}
     return CapturedStep(

@@ -1,4 +1,4 @@
-"""Operators of torch write their result into a buffer that is given to them."""
+"""Operators of torch write their result into a given buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or refused, and a run resumed from it is the run that was never stopped."""
+"""A checkpoint is complete or refused, and a resumed run equals one that was never stopped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 class Odd(nn.Module):
-    """Tensors of every kind that a model may have."""
+    """A model with tensors of every kind."""
 
     def __init__(self, *, fill: float = 0.5) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_every_optimizer_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> 
     assert isinstance(theirs.get("betas", ()), tuple)
 
 
-# --- damage ---------------------------------------------------------------------------------------
+# --- damaged checkpoints --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def test_a_hostile_manifest_is_refused(whole: Path, tmp_path: Path, text: bytes)
 
 
 def resigned(copy: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change state.json, and make the manifest agree: someone who means it."""
+    """Change state.json and adjust the manifest, as an attacker would."""
     from steelyard.run.checkpoint.directory import _write_manifest
 
     state = json.loads((copy / "state.json").read_bytes())
@@ -348,7 +348,8 @@ def test_an_impossible_position_in_a_run_is_refused_with_exit_code_2(
     model = Small()
     attempts: list[Callable[[], object]] = [
         lambda: checkpoint.load(copy, model=model, optimizer=None),
-        # Without torch, before anything is planned; the newest of a folder, and one that is named.
+        # The check needs no torch and runs before planning; it covers the newest checkpoint of a
+        # folder and a named one.
         lambda: refuse_impossible(True, tmp_path),
         lambda: refuse_impossible(copy, None),
     ]
@@ -558,9 +559,9 @@ def child(source: str, *arguments: Any) -> subprocess.Popen[str]:
 
 
 def test_killed_while_saving_the_latest_is_whole(tmp_path: Path) -> None:
-    """Saves are made without a pause, so that nearly every moment is one in the midst of a save."""
+    """The process saves without a pause, so that nearly every kill interrupts a save."""
     interrupted = 0
-    # Whoever is killed is forked by one that has imported torch.
+    # The killed process is a fork of one that has imported torch.
     process = child(
         """
         import os

@@ -1,4 +1,4 @@
-"""Ranks that know one secret meet; whoever does not is told apart, and is not believed."""
+"""Ranks that know the same secret meet; a rank that does not is recognised and not believed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def all_meet(
     tokens: Sequence[bytes], sizes: Sequence[int] = (), *, store: Store | None = None,
     seconds: float = 5.0,
 ) -> list[Store | SteelyardError]:  # fmt: skip
-    """What each rank has then, or says is wrong."""
+    """Return, for each rank, its store or its error."""
     place = store or HashStore()
     found: list[Store | SteelyardError] = [place] * len(tokens)
 
@@ -68,7 +68,7 @@ def test_values_from_a_stranger_are_refused() -> None:
         with pytest.raises(RankFailed, match="that no rank of this run wrote") as refused:
             first.get("a")
         assert len(str(refused.value).splitlines()) == 3
-    # Another key, a byte more: the HMAC is over both.
+    # Another key or one more byte is refused, because the HMAC covers both.
     for key, said in (("d", written), ("a", written + b"x"), ("a", written[:-1])):
         place.set(key, said)  # type: ignore[arg-type]  # torch's stub knows no bytes
         with pytest.raises(RankFailed):
@@ -104,7 +104,7 @@ def test_a_different_secret_is_detected_on_both_sides(wrong: int) -> None:
 
 
 def test_a_proof_of_another_rendezvous_is_refused() -> None:
-    """All that was said between two ranks, said again to a rank that begins anew."""
+    """Everything that two ranks wrote is replayed to a rank that starts again."""
     before, now = HashStore(), HashStore()
     stores(all_meet([TOKEN] * 2, store=before))
     for key in ("challenge/1", "proof/1"):
@@ -123,7 +123,8 @@ def test_a_proof_of_another_rendezvous_is_refused() -> None:
 
 
 def test_a_reflected_proof_is_refused() -> None:
-    """The two sides do not prove the same, or one could be made to answer for the other."""
+    """The two sides prove different things, because otherwise one could be made to answer for
+    the other."""
     place, refused = HashStore(), []
 
     def come() -> None:

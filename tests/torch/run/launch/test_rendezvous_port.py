@@ -1,4 +1,4 @@
-"""Where ranks meet nobody listens on more interfaces than the one that leads to the others."""
+"""A rendezvous port listens only on the interface that leads to the other ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_store_listens_on_the_rendezvous_address_only() -> None:
         assert store.get("a") == b"b"
         new = listened_at([os.getpid()]) - before
         assert new <= {socket.inet_aton(address)[::-1].hex().upper()}, address
-    # 0.0.0.0 and ::, as /proc/net has them.
+    # 0.0.0.0 and ::, in the format of /proc/net.
     assert not {"0" * 8, "0" * 32} & listened_at([os.getpid()])
 
 
@@ -119,7 +119,7 @@ def test_no_source_file_listens_on_all_interfaces() -> None:
         ("127.0.0.1", 2, "", False),
         ("::1", 1, "", False),
         ("localhost", 1, "", False),
-        # Each host calls its own loopback so; the others came to this one by another way.
+        # On each host this name means its own loopback; ranks of other hosts need another address.
         ("localhost", 2, "", True),
         ("10.0.0.1", 1, "", True),
         ("10.0.0.1", 2, "", True),

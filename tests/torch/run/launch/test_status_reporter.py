@@ -1,4 +1,4 @@
-"""What a rank writes down of what ended it, and answers when asked; no other rank is there."""
+"""The report of a rank on the exception that ended it, and its answers; there is no other rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline draw is what one device would, whoever comes to which stage when."""
+"""Ranks of a pipeline draw the numbers that one device would, in any order of ranks and stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_stage_starts_with_the_random_state_of_one_device() -> None:
     for schedule, stages, order in pipelines():
         everywhere = Draws(stages, own=())
         torch.manual_seed(_SEED)
-        torch.randn(3)  # one number is left over
+        torch.randn(3)  # leaves one drawn number unused
         begun = torch.get_rng_state()
         expected = {}
         for micro_batch in range(order.num_micro_batches):

@@ -1,4 +1,4 @@
-"""What comes back in slices counts in the search as the predictor says."""
+"""The search prices sliced fetches as the predictor does."""
 
 import random
 from dataclasses import replace
@@ -39,7 +39,7 @@ def priced(graph: Graph, rng: random.Random) -> CostTable:
     )
     links = {OFFLOAD_OUT: link, OFFLOAD_IN: link}
     costs = costs or CostTable(device=DEVICE)
-    # So much that it sets the peak, in slices or whole.
+    # The workspace is so large that these products set the peak, in slices or whole.
     products = (n for n in graph.nodes if n.op in ("aten.mm.default", FETCH_MATMUL))
     more = {
         n.signature: OperatorCost(
@@ -52,7 +52,8 @@ def priced(graph: Graph, rng: random.Random) -> CostTable:
 
 
 def test_only_values_read_at_the_peak_are_considered_for_slicing() -> None:
-    """In a perceptron that is where a gelu's gradient is made; before a single layer is none."""
+    """In a perceptron these are read where a gelu's gradient is computed; before a single layer
+    there are none."""
     layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     perceptron = Trial(layers, square, torch.randn(600, 64)).plain
     alone = Trial(bare(512, 64), dropped, torch.randn(600, 512)).plain

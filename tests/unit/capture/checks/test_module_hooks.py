@@ -1,3 +1,3 @@
-"""What a captured step could not honour is refused by the name of the module that has it."""
+"""What a captured step could not honour is refused by the name of its module."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Carriers of several hosts find each other, and whoever is none of them is sent away."""
+"""Proxies of several hosts find each other, and reject any other process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steelyard.comm.shared_memory.nixl_proxy import NixlProxy
 
 
 def made(rank: int) -> NixlProxy:
-    """One that knows how to meet others, and has no NIXL."""
+    """Make a proxy that can connect to others, without NIXL."""
     own = object.__new__(NixlProxy)
     own._rank, own._sockets, own._cookie = rank, {}, f"cookie of {rank}"
     own._listening = socket.create_server(("127.0.0.1", 0))
@@ -28,7 +28,7 @@ def offered(own: NixlProxy) -> dict[str, Any]:
 
 
 def meet(carriers: list[NixlProxy], said: list[dict[str, Any]]) -> list[str]:
-    """What was in the way of each, by rank."""
+    """Return the error of each rank, if any."""
     wrong = [""] * len(carriers)
 
     def one(own: NixlProxy) -> None:
@@ -105,7 +105,7 @@ def test_a_stranger_that_connects_first_is_rejected(
 
 
 def test_a_proxy_without_the_cookies_is_rejected() -> None:
-    """Somebody else listens where rank 1 was said to."""
+    """Another process listens where rank 1 was announced."""
     own = made(0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address, port = listening.getsockname()

@@ -1,4 +1,4 @@
-"""Buckets of all-reduces put into a graph: each gradient once, in order, nothing else changed."""
+"""Buckets of all-reduces in a graph: each gradient once, in order, and nothing else changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_buckets_are_filled_in_the_order_of_the_backward_pass(
         assert collective.kind is Exchange.ALL_REDUCE
         assert collective.sent_bytes == 1024 * len(bucket)
         assert Axis("data") in graph.by_name[issued].args
-        # Issued behind the bucket's last gradient, before anything else is computed.
+        # The exchange is issued after the bucket's last gradient, before anything else is computed.
         last = names.index(bucket[-1])
         between = graph.nodes[last + 1 : names.index(issued)]
         assert all(n.is_free or n.op == "aten.cat.default" for n in between)
@@ -138,19 +138,19 @@ def test_every_gradient_is_sent_once(seed: int, bucket_bytes: int, ranks: int) -
         for i in after.by_name[name].inputs
     )
     assert reduced_bytes == nbytes
-    # A ring of n sends 2 (n - 1) / n of it, in equal shares that may have to be filled up.
+    # A ring of n sends 2 (n - 1) / n of the bytes, in equal shares that may have to be padded.
     hops = 2 * (ranks - 1)
     assert hops * nbytes / ranks <= program.sent_bytes <= hops * (nbytes / ranks + len(gradients))
     for exchange in program.exchanges:
         assert exchange.wait is not None
     _assert_nothing_reads_what_is_overwritten(after)
-    # What was computed before is computed still, from the same values but for the tangent.
+    # All values are still computed, from the same values except for the tangent.
     for node in before.nodes:
         assert after.by_name[node.name].op == node.op
 
 
 def _assert_nothing_reads_what_is_overwritten(graph: Graph) -> None:
-    """But the exchange, who waits for it, and who looks at what has arrived."""
+    """Check all readers except the exchange, its wait, and views of the result."""
     for name in graph.collectives:
         issued = graph.by_name[name]
         lying = {s for written in issued.mutates for s in graph.storages_of(written)}
@@ -178,7 +178,7 @@ def test_accumulated_gradients_are_sent_with_the_last_micro_batch(
     assert program.sent_bytes == once.sent_bytes
     assert program.earlier.exchanges == ()
     assert program.passes == (program.earlier,) * (parts - 1) + (program,)
-    # Those before it compute what one device does, and what their loss weighs.
+    # The earlier micro-batches compute what one device computes, and the weight of their loss.
     computed = {i.node for i in program.earlier.instructions if i.sink is None}
     assert computed - {i.node for i in Program.plain(before).instructions} == {program.earlier.loss}
     given = [o.target for o in before.outputs if o.kind is OutputKind.GRADIENT]
@@ -188,7 +188,7 @@ def test_accumulated_gradients_are_sent_with_the_last_micro_batch(
 
 
 def test_a_single_accumulated_gradient_is_sent_as_a_view() -> None:
-    """Whoever waits for it sees that nobody else holds it."""
+    """The wait can see that nothing else holds the tensor."""
     graph = bucketed_all_reduce(
         chain(gradients=1), bucket_bytes=1, num_ranks=2, transport=GLOO, repeats=2
     )

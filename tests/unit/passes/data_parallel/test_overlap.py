@@ -1,4 +1,5 @@
-"""Lines moved within a program: still valid, the same lines, and waits no later than allowed."""
+"""Lines moved within a program: it stays valid, has the same lines, and waits no later than
+allowed."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ from tests.support.graphs import random_step
 from tests.support.made_up import chain, costs
 
 _COSTS = costs(exchange_seconds=1.0)
-# What is sent so far ahead there, one by one and together, would be a new peak.
+# With one exchange this far ahead, or all together, the peak would rise.
 TOO_SOON = ((18, 20, 0), (25, 20, 0))
 _WINDOWS = st.none() | st.integers(0, 8)
 
 
 def exchanging(seed: int, *, again: bool) -> Program:
-    """A random step whose parameters all lie in shares, and whose other gradients are reduced."""
+    """Return a random step whose parameters are all sharded, and whose other gradients are
+    reduced."""
     graph = random_step(seed, num_values=12)
     weights = [
         n.name for n in graph.inputs()
@@ -43,7 +45,8 @@ def exchanging(seed: int, *, again: bool) -> Program:
 
 
 def in_shares(seed: int) -> Program:
-    """A random step whose parameters are gathered for each pass, on odd seeds several at once."""
+    """Return a random step whose parameters are gathered for each pass; with odd seeds in
+    buckets."""
     graph = random_step(seed, num_values=40)
     weights = [n.name for n in graph.inputs() if n.name.startswith("parameter:")]
     together = dict.fromkeys(weights, 4096) if seed % 2 else {}
@@ -109,7 +112,7 @@ def test_prefetched_collectives_fit_into_the_free_memory(seed: int, count: int, 
     assert liveness(within, None).peak_bytes <= most
     if (seed, count, spare) in TOO_SOON:
         assert liveness(freely, None).peak_bytes > most
-    # With room everywhere, it goes as far as it may.
+    # If there is room everywhere, the exchange moves as far ahead as possible.
     assert lines(issued_ahead(program, count, [1 << 40] * len(room))) == lines(freely)
 
 
@@ -130,13 +133,14 @@ def test_no_wait_comes_after_a_reader_of_its_result() -> None:
     program = Program.plain(gathered(chain(), ["parameter:p1"], num_ranks=2, transport=GLOO))
     late = lines(waits_within(program, None))
     assert late.index("parameter:p1_gathered_waited") == late.index("work1") - 1
-    # Nothing is computed between the two; ahead of it, the gather has company.
+    # Nothing is computed between the gather and its wait; when issued earlier, the gather overlaps
+    # an operator.
     early = lines(issued_ahead(program, 1))
     assert early.index("parameter:p1_gathered") == early.index("work0") - 1
 
 
 def renamed(graph: Graph) -> Graph:
-    """So that it can be given buckets once more."""
+    """Rename the collectives, so that the program can get buckets again."""
     names = {node.name: f"first_{node.name}" for node in graph.nodes if not node.is_input}
     nodes = (replace(n.reading(names), name=names.get(n.name, n.name)) for n in graph.nodes)
     outputs = (replace(o, node=names.get(o.node, o.node)) for o in graph.outputs)
@@ -144,7 +148,8 @@ def renamed(graph: Graph) -> Graph:
 
 
 def test_a_sum_is_never_sent_before_the_last_part_of_it() -> None:
-    """Not ahead of what makes that part, nor while it is in flight itself."""
+    """The exchange is not issued before that part is computed, nor while the part itself is in
+    flight."""
     graph = bucketed_all_reduce(
         chain(gradients=3), bucket_bytes=1, num_ranks=2, transport=GLOO, repeats=2
     )

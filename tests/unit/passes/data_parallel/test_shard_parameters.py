@@ -1,4 +1,4 @@
-"""A parameter in shares: gathered before its first reader, again where that is asked for."""
+"""A sharded parameter is gathered before its first reader, and again if requested."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_step_on_sharded_parameters_gathers_them() -> None:
     waited = graph.by_name[f"{NAME}_gathered_waited"]
     assert waited.outputs[0].shape == (256,)
     assert graph.users[waited.name] == ("loss", "work0")
-    # Gloo needs the share until the gather is over.
+    # Gloo needs the share until the gather has finished.
     assert waited.inputs == (f"{NAME}_gathered", NAME)
 
 
@@ -38,7 +38,8 @@ def test_the_gradient_of_a_sharded_parameter_is_reduce_scattered() -> None:
     assert graph.by_name[output.node].outputs[0].shape == (64,)
     kinds = [graph.by_name[name].collective for name in graph.collectives]
     assert [c.kind for c in kinds if c] == [Exchange.ALL_GATHER, Exchange.REDUCE_SCATTER]
-    # Of four ranks each sends three a quarter, both times; one that comes lies where the sum will.
+    # Each of four ranks sends three quarters, both times; one received quarter is stored where the
+    # sum will be.
     assert [c.sent_bytes for c in kinds if c] == [3 * 256, 3 * 256]
     assert [c.held_bytes for c in kinds if c] == [0, 2 * 256]
 
@@ -58,7 +59,7 @@ def test_a_gradient_is_kept_until_its_reduce_scatter_ends() -> None:
 
 
 def test_a_non_contiguous_gradient_is_copied_before_its_reduce_scatter() -> None:
-    """What is sent to a rank lies side by side."""
+    """The data that is sent to a rank must be contiguous."""
     graph = chain()
     turned = replace(graph.by_name["work0"].outputs[0], shape=(16, 16), stride=(1, 16))
     whole = replace(graph.by_name[NAME].outputs[0], shape=(16, 16), stride=(16, 1))
@@ -83,7 +84,7 @@ def test_gathering_twice_recomputes_the_all_gather() -> None:
     assert again.problems() == []
     assert len(again.exchanges) == len(plain.exchanges) + 1
     assert again.sent_bytes == plain.sent_bytes + 512
-    # No one computes it again unasked: every rank would have to.
+    # It is not recomputed without a rule, because every rank would have to do so.
     assert not recomputable(plain.graph) & {i.node for i in again.recomputed}
 
 
@@ -158,20 +159,21 @@ def test_consecutive_parameters_share_a_bucket() -> None:
     apart = gathered(wide, names, num_ranks=2, transport=GLOO, regathered=names)
     assert graph.problems() == []
     kinds = [graph.by_name[name].collective for name in graph.collectives]
-    # Three of a kilobyte at once, and what is left; only the first is read by both passes.
+    # One bucket of three weights of a kilobyte, and the rest; only the first is read in both
+    # passes.
     sent = [(c.kind, c.sent_bytes) for c in kinds if c]
     assert sorted(sent) == sorted([
         *[(Exchange.ALL_GATHER, nbytes // 2) for nbytes in (3072, 1024, 1024)],
         *[(Exchange.REDUCE_SCATTER, nbytes // 2) for nbytes in (3072, 1024)],
     ])  # fmt: skip
     assert Program.plain(graph).sent_bytes == Program.plain(apart).sent_bytes
-    # Each is taken out in front of what reads it, and gone behind it.
+    # Each weight is copied out of the bucket before its reader, and freed after it.
     (whole,) = (n for n in graph.by_name["work1"].inputs if n.endswith("_whole"))
     assert graph.by_name[whole].outputs[0].shape == (256,)
     assert graph.users[whole] == ("work1",)
     order = [node.name for node in graph.nodes]
     assert order.index(whole) == order.index("work1") - 1
-    # Views of one's own rows are what leaves, and are not summed over the ranks again.
+    # The outputs are views of the rank's own rows, which are not summed over the ranks again.
     outputs = {o.target: graph.by_name[o.node] for o in graph.outputs if o.target in names}
     assert [outputs[name].outputs[0].offset for name in names[:3]] == [0, 128, 256]
     assert len({outputs[name].outputs[0].storage for name in names[:3]}) == 1
@@ -192,7 +194,7 @@ def test_bucketed_parameters_are_neither_recomputed_nor_offloaded() -> None:
 
 
 def _read_twice(graph: Graph, names: list[str]) -> Graph:
-    """By the loss, and by the backward pass."""
+    """Return a step in which the loss and the backward pass read the parameter."""
     loss = graph.by_name["loss"]
     reads = replace(loss, args=tuple(map(Ref, names)), inputs=tuple(names))
     return replace(graph, nodes=tuple(reads if n is loss else n for n in graph.nodes))

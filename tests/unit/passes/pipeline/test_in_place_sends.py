@@ -1,4 +1,4 @@
-"""Values that are computed directly in the buffer in which they are sent."""
+"""Values that are computed directly in the buffer from which they are sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steelyard.passes.pipeline.in_place_sends import written_in_place
 
 
 def node(name: str, op: str, storage: int, *reads: str, view: bool = False, **how: Any) -> Node:
-    """That makes 24 numbers, or a part of them."""
+    """Return a node that makes 24 numbers, or a part of them."""
     shape = how.get("shape", (4, 6))
     stride = how.get("stride", (shape[-1], 1)[-len(shape) :])
     made = Tensor(shape=shape, stride=stride, dtype=how.get("dtype", "float32"), storage=storage)
@@ -21,7 +21,7 @@ def node(name: str, op: str, storage: int, *reads: str, view: bool = False, **ho
 
 
 def written(*nodes: Node, sent: Sequence[str], kept: Sequence[str] = ()) -> dict[str, str]:
-    """Of a part that begins with ``x``."""
+    """Return the values written in place in a part that begins with ``x``."""
     outputs = [Output(kind=OutputKind.CARRIED, node=n, target=n) for n in (*sent, *kept)]
     graph = Graph(
         nodes=(node("x", "input", 0), *nodes),

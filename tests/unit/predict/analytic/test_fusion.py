@@ -1,4 +1,4 @@
-"""What kernels move when a stack fuses, and what they take: laws on blocks and on drawn graphs."""
+"""Traffic and time of kernels under fusion: laws on blocks and on random graphs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_inner_value_that_is_read_elsewhere_is_written() -> None:
     product = _node("p", "a", number=3, flops=1)
     kernels = _kernels(_graph(x, a, b, product))
     assert kernels["a"] is kernels["b"]
-    # What nobody reads is not written: b is not.
+    # A value that nothing reads is not written, such as b.
     assert kernels["a"].moved_bytes == 2 * _BYTES
 
 
@@ -86,7 +86,7 @@ def test_nothing_is_fused_around_a_product() -> None:
     product = _node("p", "a", number=2, flops=1)
     both = _node("b", "a", "p", number=3)
     kernels = _kernels(_graph(x, a, product, both))
-    # They are neighbours, but what the later one waits for waits for the earlier one.
+    # They are neighbours, but an input of the later one depends on the earlier one.
     assert kernels["a"] is not kernels["b"]
 
 
@@ -157,7 +157,7 @@ def test_a_software_stack_with_higher_shares_is_never_slower(name: str) -> None:
 
 
 def test_summing_compute_and_traffic_takes_one_to_two_rooflines() -> None:
-    # Roofline's bound is the larger of computing and moving; theirs is the sum.
+    # The roofline is the larger of compute and traffic; this model takes their sum.
     costs = CostTable(device=replace(_MACHINE.device, call_seconds=0.0))
     stack = SoftwareStack(fuses=False)
     for kernel in unfused(_captured(1).nodes):
@@ -167,7 +167,7 @@ def test_summing_compute_and_traffic_takes_one_to_two_rooflines() -> None:
 
 
 def test_call_overhead_is_hidden_by_running_kernels() -> None:
-    """It is made while the one before it runs."""
+    """The call is made while the previous kernel runs."""
     kernels = [k for k in unfused(_captured(1).nodes) if k.nodes[0].collective is None]
     costs = tensor_costs(_MACHINE, ParallelLayout())
     for kernel in kernels:
@@ -183,7 +183,8 @@ def test_call_overhead_is_hidden_by_running_kernels() -> None:
 
 def test_attention_computes_whole_blocks_along_its_diagonal() -> None:
     long, short = (stored_graph(f"published-gpt-flash-{sequence}") for sequence in (1024, 64))
-    # Of 8 by 8 blocks of 128 queries 36 are there; fewer than 128 queries are one block.
+    # A causal kernel computes 36 of 8 by 8 blocks of 128 queries; fewer than 128 queries are one
+    # block.
     for graph, share in ((long, 36 / 64), (short, 1.0)):
         kernels = [n for n in graph.nodes if n.op.startswith("aten._scaled_dot_product")]
         assert len(kernels) == 6
@@ -210,6 +211,6 @@ def test_overlapping_tensor_parallel_exchanges_is_never_slower(along: bool) -> N
     )
     assert beside.backward_seconds < plain.backward_seconds
     assert beside.forward_seconds == plain.forward_seconds
-    # Not more than all that is exchanged is hidden.
+    # At most the whole exchange time is hidden.
     hidden = plain.backward_seconds - beside.backward_seconds
     assert hidden <= plain.exchange_seconds

@@ -1,4 +1,5 @@
-"""What a block keeps, in the memory of the host: beside computing, as far as that lasts."""
+"""Offload of a block's activations to host memory: it overlaps with computation as far as
+possible."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Steps of deep models on declared clusters, from a capture of three blocks: laws, and published
-counts.
-"""
+figures."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ def test_a_block_along_the_sequence_keeps_what_korthikanti_counts(t: int) -> Non
         graph, policy = _graph(t, along=True), _recomputing(*again)
         costs = tensor_costs(_MACHINE, layout)
         block = sections(graph, costs, layout, policy, blocks=_BLOCKS).block
-        # Equation 4 and table 2, the last row but one.
+        # Equation 4 and the last row but one of table 2.
         assert block.saved_bytes / _SBH == pytest.approx(kept + _NORMS / t, abs=1e-6)
         kept_gathered = replace(layout, regathers_activations=False)
         whole = sections(graph, costs, kept_gathered, policy, blocks=_BLOCKS).block
@@ -95,7 +94,8 @@ def test_the_sections_of_three_blocks_are_the_whole_step() -> None:
     parts, costs = _parts(ParallelLayout()), tensor_costs(_MACHINE, ParallelLayout())
     whole = predict(Program.plain(_graph()), costs).metrics.computation_seconds
     total = parts.before.seconds + 3 * parts.block.seconds + parts.after.seconds
-    # Where gradients of neighbours meet, the ends of a run of blocks have an operator more or less.
+    # The first and the last block of a run have an operator more or less, because neighbours'
+    # gradients are added there.
     assert total == pytest.approx(whole.value / costs.whole_step.value, rel=0.02)
     flops = parts.before.flops + 3 * parts.block.flops + parts.after.flops
     assert flops == sum(n.flops for n in _graph().nodes)
@@ -146,7 +146,7 @@ def test_each_state_stage_holds_less() -> None:
 def test_virtual_stages_wait_less_and_hold_more() -> None:
     layout = ParallelLayout(pipeline=4, micro_batches=8)
     plain, virtual = _step(layout), _step(replace(layout, virtual=3))
-    # Korthikanti et al., section 4.2.3: 1 + (p - 1) / (p v) times as much.
+    # Korthikanti et al., section 4.2.3: activations grow by the factor 1 + (p - 1) / (p v).
     more = virtual.stages[0].activation_bytes / plain.stages[0].activation_bytes
     assert more == pytest.approx(1 + 3 / 12, rel=0.02)
 
@@ -165,7 +165,7 @@ def test_spared_modules_are_kept_and_not_recomputed() -> None:
     spared = _parts(ParallelLayout(), policy=_recomputing("", spared=("up",))).block
     plain = _parts(ParallelLayout()).block
     assert whole.recompute_seconds > spared.recompute_seconds > plain.recompute_seconds
-    # What the product gives, 4 s b h values of two bytes, stays as well.
+    # The result of the product, 4 s b h values of two bytes, is saved as well.
     assert spared.saved_bytes == whole.saved_bytes + 8 * _SBH < plain.saved_bytes
 
 
@@ -208,7 +208,7 @@ def test_stage_messages_wait_according_to_the_send_mode() -> None:
     def handed(stages: int) -> float:
         layout = ParallelLayout(pipeline=stages, micro_batches=8)
         once = LayoutCost(_parts(layout), _MACHINE, layout, MIXED).message_seconds
-        # Of all stages for the first micro-batch, and of the slowest for each that follows.
+        # All stages for the first micro-batch, and the slowest stage for each further one.
         return (stages + 8 - 1) * once
 
     for stages, ways in ((2, 2), (4, 4)):
@@ -235,6 +235,6 @@ def test_an_update_takes_the_time_of_its_known_traffic() -> None:
             _parts(layout), _MACHINE, layout, formats, num_blocks=24
         ).update_seconds
 
-    # Gradient and weight once, what is kept there and back.
+    # Gradient and weight are moved once, the optimizer state is moved in both directions.
     assert took(replace(MIXED, update_bytes=2 + 2 + 2 * 12)) == took(MIXED)
     assert took(replace(MIXED, update_bytes=56)) == pytest.approx(2 * took(MIXED))

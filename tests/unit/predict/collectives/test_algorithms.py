@@ -1,4 +1,4 @@
-"""What an exchange takes: closed forms where there are any, laws everywhere else."""
+"""The time of an exchange: closed forms where they exist, and laws everywhere else."""
 
 from __future__ import annotations
 
@@ -80,10 +80,11 @@ def test_all_traffic_of_the_through_one_algorithm_passes_one_rank() -> None:
 
 
 def test_a_ring_over_nodes_waits_for_the_network_only_between_them() -> None:
-    """NCCL's reckoning: of 2 (n - 1) steps, 2 (nodes - 1) are between nodes."""
+    """NCCL's formula: of 2 (n - 1) steps, 2 (nodes - 1) are between nodes."""
     found = all_reduce(route(NODES, range(128)), 128)
     waits = 2 * (15 * 10e-6 + 112 * 3e-6)
-    # Four rings, one for each port; inside, a device passes on what they carry together.
+    # There are four rings, one for each port; inside a node, a device passes on the data of all
+    # four.
     moves = 2 * 127 * max(1 / (4 * 24e9), 1 / 240e9)
     assert by(found, Algorithm.RING).seconds == pytest.approx(waits + moves)
 
@@ -92,7 +93,7 @@ def test_in_scopes_each_level_has_its_share() -> None:
     nbytes = 128 << 20
     found = by(all_reduce(route(NODES, range(128)), nbytes), Algorithm.IN_SCOPES)
     inside = 7 * (3e-6 + (nbytes / 8) / 240e9)
-    # Eight rings, one for each device of a node, over four ports.
+    # There are eight rings, one for each device of a node, over four ports.
     outside = 15 * (10e-6 + 8 * (nbytes / 128) / (4 * 24e9))
     assert found.seconds == pytest.approx(2 * (inside + outside))
     assert found.sent_bytes == 2 * (7 * nbytes // 8 + 15 * nbytes // 128)
@@ -118,13 +119,13 @@ def test_a_wide_uplink_does_not_hide_a_narrow_port() -> None:
     racks = even(8, 4, 2, links=(INSIDE, OUTSIDE, uplink), ports=(1, 8, 1))
     (far,) = send(route(racks, [0, 63]), 10**9)
     assert far.seconds == pytest.approx(10e-6 + 1e9 / 24e9)
-    # One rank in each rack: neither rack nor node joins two of them, and yet they are passed.
+    # One rank in each rack: no rack or node holds both, but the message still passes through them.
     found = by(all_reduce(route(racks, [0, 32]), 10**9), Algorithm.RING)
     assert found.seconds == pytest.approx(2 * (10e-6 + 0.5e9 / 24e9))
 
 
 def test_groups_that_share_a_port_divide_it() -> None:
-    """Eight groups of one rank a node each: two to each of four ports."""
+    """Eight groups with one rank on each node: two share each of four ports."""
     nbytes = 16 << 30
     ranks = range(0, 128, 8)
     taken = [
@@ -133,7 +134,7 @@ def test_groups_that_share_a_port_divide_it() -> None:
     ]
     assert taken[0] == taken[1]
     assert taken[2] == pytest.approx(2 * taken[0], rel=1e-3)
-    # No more than eight of such groups have a rank in one node.
+    # At most eight of these groups have a rank in the same node.
     assert taken[3] == taken[2]
 
 
@@ -274,7 +275,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(
 def test_no_algorithm_beats_the_lower_bound_of_received_bytes(
     counts: list[int], links: list[Link], nbytes: int
 ) -> None:
-    """A rank has its own share and needs the others: over its own link, or its node's."""
+    """A rank has its own share and receives the others over its own link or its node's."""
     tree = even(*counts, links=tuple(links[: len(counts)]))
     n = tree.num_devices
     fastest = max(link.bytes_per_second for link in links)

@@ -1,4 +1,5 @@
-"""Curves of what exchanges take in a declared cluster: what the algorithms say, and between."""
+"""Curves of exchange times in a declared cluster equal the algorithms, and are interpolated in
+between."""
 
 from __future__ import annotations
 

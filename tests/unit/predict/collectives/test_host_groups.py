@@ -1,4 +1,4 @@
-"""Ranks of several hosts: what of an exchange leaves the busiest, and what carries it."""
+"""Ranks of several hosts: the bytes that leave the busiest host, and the link that carries them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,19 @@ SUM, GATHER = Exchange.ALL_REDUCE, Exchange.ALL_GATHER
     ("ranks", "each", "kind", "count", "stride", "leaving"),
     [
         (4, 2, SUM, 4, 1, 1),  # one rank of each host sends to the next host
-        (4, 2, SUM, 2, 2, 2),  # two rings, each of a rank of either host
-        (4, 2, SUM, 2, 1, 0),  # within each host
-        (4, 2, GATHER, 4, 1, 4 / 3),  # of three others two are elsewhere, for both ranks
+        (4, 2, SUM, 2, 2, 2),  # two rings, each with one rank of either host
+        (4, 2, SUM, 2, 1, 0),  # the groups are within a host
+        (
+            4,
+            2,
+            GATHER,
+            4,
+            1,
+            4 / 3,
+        ),  # two of three other ranks are on the other host
         (6, 3, GATHER, 6, 1, 9 / 5),
-        (6, 3, SUM, 2, 1, 1),  # ranks 2 and 3
-        (6, 2, SUM, 3, 1, 2),  # ranks 2 and 3 of the middle host, of a ring each
+        (6, 3, SUM, 2, 1, 1),  # ranks 2 and 3 form the group between hosts
+        (6, 2, SUM, 3, 1, 2),  # ranks 2 and 3 of the middle host, each in its own ring
         (6, 2, GATHER, 3, 2, 2),
         (3, 1, SUM, 3, 1, 1),
         (3, 1, GATHER, 3, 1, 1),
@@ -68,8 +75,10 @@ def test_nccl_collectives_use_a_ring(kind: Exchange, leaving: float) -> None:
 def test_stage_messages_to_the_next_host_leave_the_host(
     stages: int, each: int, stride: int, leaving: float
 ) -> None:
-    """Of three to a host and two to a stage: rank 1 to 3, and then 2 to 4. Where the plan lies on
-    the ranks of one host nothing leaves it, however many others met."""
+    """With three ranks on each host and two in each stage, rank 1 sends to 3, and then 2 to 4.
+
+    If all ranks of a plan are on one host, nothing leaves it, however many others met.
+    """
     one = message_of(ParallelLayout(pipeline=stages, data=stride), 1 << 20)
     assert RanksPerHost(num_ranks=24, each=each, near=NEAR).leaving(one) == leaving
 
@@ -77,7 +86,12 @@ def test_stage_messages_to_the_next_host_leave_the_host(
 @pytest.mark.parametrize(
     ("layout", "ranks", "each", "leaving"),
     [
-        (ParallelLayout(pipeline=4), {0, 3}, 2, 1),  # a tied embedding, on the first and the last
+        (
+            ParallelLayout(pipeline=4),
+            {0, 3},
+            2,
+            1,
+        ),  # a tied embedding, on the first and last stage
         (ParallelLayout(pipeline=4, data=2), {0, 3}, 4, 2),
         (ParallelLayout(pipeline=4), {1, 2}, 2, 1),
         (ParallelLayout(pipeline=4), {0, 1}, 2, 0),
@@ -101,7 +115,7 @@ def test_reductions_among_stages_leave_the_hosts_of_their_ranks(
 def test_weights_of_stages_are_gathered_within_their_replica_groups(
     transport: Transport, leaving: float
 ) -> None:
-    """Four that share a stage, on two hosts; the loss lies on the host, and gloo sums it up."""
+    """Four ranks share a stage, on two hosts; the loss is on the host, and gloo sums it."""
     layout = ParallelLayout(pipeline=2, data=4)
     trained = ((Trained(1 << 20, is_shared=True),), ())
     sums = GradientReductions(
@@ -114,7 +128,7 @@ def test_weights_of_stages_are_gathered_within_their_replica_groups(
 
 
 def test_tensor_parallel_groups_have_the_stride_of_their_size() -> None:
-    """Of a program that does not know of them."""
+    """The program itself does not know about them."""
     one = GLOO.collective(SUM, axis=DATA, num_ranks=2, nbytes=1 << 20)
     assert RanksPerHost(num_ranks=4, each=2, near=NEAR).leaving(one) == 0
     assert RanksPerHost(num_ranks=4, each=2, near=NEAR, group=2).leaving(one) == 2
@@ -134,7 +148,7 @@ def test_a_collective_takes_the_time_of_the_busiest_hosts_uplink() -> None:
 
 
 def test_device_time_of_a_collective_is_for_its_own_bytes() -> None:
-    """However many others of its host wait for the same way out."""
+    """It does not depend on how many others of its host wait for the same uplink."""
     spread = RanksPerHost(num_ranks=4, each=2, near=NEAR)
     over, within = (
         GLOO.collective(SUM, axis=DATA, num_ranks=2, nbytes=1 << 20, stride=stride)

@@ -1,4 +1,4 @@
-"""The closed form and the compiled table take what the replay of the schedule takes."""
+"""The closed form and the compiled table equal the replay of the schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steelyard.predict.pipeline.duration import (
 )
 from steelyard.predict.pipeline.replay import StageCost, replay
 
-# Whole numbers, so that both add up to the bit; few of them make ties.
+# Integers, so that both sums are bitwise equal; a small range, so that there are ties.
 _SECONDS = st.integers(1, 4) | st.integers(1, 60)
 
 
@@ -69,7 +69,8 @@ def test_no_pipeline_takes_less_than_its_bound(
 
 @pytest.mark.parametrize("virtual", [1, 4])
 def test_equal_stages_take_what_the_textbook_says(virtual: int) -> None:
-    """Narayanan et al., SC 2021, section 2.2: (m + (p - 1) / v) times a stage; bounds are tight."""
+    """Narayanan et al., SC 2021, section 2.2: (m + (p - 1) / v) times a stage; the bounds are
+    tight."""
     layout = ParallelLayout(pipeline=4, virtual=virtual, micro_batches=8)
     passes = [(1 / virtual, 2 / virtual)] * 4 * virtual
     assert pipeline_seconds(layout, passes) == pytest.approx(3 * (8 + 3 / virtual))

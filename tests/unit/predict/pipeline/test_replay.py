@@ -1,4 +1,4 @@
-"""The real tables of torch's schedules, replayed with made-up durations: laws, and the textbook."""
+"""Torch's real schedule tables, replayed with artificial durations: laws, and the textbook."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _cost(forward: float, to_inputs: float, to_weights: float, *, sent: float = 
 
 
 def _equal(order: Order, *, share: float = 1.0) -> Replay:
-    """Forward 1, backward 2, of a rank's whole share."""
+    """Return equal stages: forward 1, backward 2, for a rank's whole share."""
     return replay(order, [_cost(share, share, share)] * order.num_stages)
 
 
@@ -98,7 +98,8 @@ def test_no_action_starts_before_its_inputs_have_arrived(
 def test_equal_stages_leave_the_textbook_bubble(
     schedule: str, num_ranks: int, micro_batches: int
 ) -> None:
-    """(p-1)/(m+p-1): Huang et al., GPipe, 2019, section 2.3; 1F1B leaves the same."""
+    """The bubble is (p-1)/(m+p-1): Huang et al., GPipe, 2019, section 2.3; that of 1F1B is the
+    same."""
     replayed = _equal(_order(schedule, num_ranks, micro_batches))
     expected = (num_ranks - 1) / (micro_batches + num_ranks - 1)
     assert replayed.bubble == pytest.approx(expected)
@@ -120,19 +121,20 @@ def test_interleaving_and_splitting_backward_shrink_the_bubble(
 
 
 def test_messages_slow_down_only_concurrent_work() -> None:
-    """GPipe's first rank works 1 and sends for 1; the second works 1 when the first has come. Of
-    the time that a message takes, half is taken of who works."""
+    """GPipe's first rank works for 1 and sends for 1; the second one works for 1 when the first
+    message has come. A message takes half of the time of a working rank."""
     order = _order("GPipe", 2, 2)
     once = _cost(1.0, 1.0, 1.0, sent=1.0)
     disturbed = replay(order, [once, replace(once, send_back_seconds=0.0)], disturbs=0.5)
     ends = {str(r.action): r.end_seconds for ranked in disturbed.ranks for r in ranked}
-    # The first message goes from 1 to 2, while the first rank works and the second waits. Half of
-    # what the first does next is done by 2, the rest by 2.5, and then the second goes, till 3.5.
+    # The first message takes from 1 to 2, while the first rank computes and the second waits. The
+    # first rank's next operator is half done at 2 and ends at 2.5; then the second message takes
+    # until 3.5.
     assert ends["0F0"] == 1.0
     assert ends["0F1"] == 2.5
-    # The second begins at 2, and from 2.5 on works at half its speed.
+    # It begins at 2, and from 2.5 on runs at half speed.
     assert ends["1F0"] == 3.5
-    # Nothing is under way any more.
+    # No message is in transit any more.
     assert ends["1F1"] == 4.5
 
 
@@ -143,8 +145,8 @@ def test_messages_slow_down_only_concurrent_work() -> None:
 def test_disturbed_pipelines_agree_with_an_exact_simulation(
     schedule: str, first: int, second: int, seconds: float
 ) -> None:
-    """Figures of a simulation by events, written apart from this one; the mirror image of a
-    pipeline of GPipe takes as long."""
+    """The figures come from an independent event simulation; the mirror image of a GPipe
+    pipeline takes as long."""
     order = _order(schedule, 2, 8)
 
     def taken(*widths: int) -> float:
@@ -192,8 +194,9 @@ def test_messages_slow_down_each_end_by_at_most_their_duration(
 
 @pytest.mark.parametrize(("num_ranks", "micro_batches"), _SIZES)
 def test_1f1b_holds_no_more_than_gpipe(num_ranks: int, micro_batches: int) -> None:
-    """GPipe's ranks all keep every micro-batch, and what they sent of it; 1F1B's those that are
-    under way from them on, one that they sent early, and what they sent last each way."""
+    """GPipe's ranks keep every micro-batch, and all that they sent. 1F1B's ranks keep the
+    micro-batches in flight from them on, one that was sent early, and the last one sent in each
+    direction."""
     gpipe = _equal(_order("GPipe", num_ranks, micro_batches)).peak_bytes
     other = _equal(_order("1F1B", num_ranks, micro_batches)).peak_bytes
     sends_on = [rank < num_ranks - 1 for rank in range(num_ranks)]
@@ -205,7 +208,7 @@ def test_1f1b_holds_no_more_than_gpipe(num_ranks: int, micro_batches: int) -> No
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_only_gradients_and_sent_buffers_remain_at_the_end(schedule: str) -> None:
-    """Each kept value is let go of: the last action finds nothing but its own."""
+    """Each saved value is freed: the last action finds only its own values."""
     order = _order(schedule, 2, 8)
     last = [ranked[-1] for ranked in _equal(order).ranks]
     for r in last:
@@ -219,13 +222,13 @@ def test_only_gradients_and_sent_buffers_remain_at_the_end(schedule: str) -> Non
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_values_kept_by_two_stages_of_a_rank_count_once(schedule: str) -> None:
-    """And until the later of both has done with it; on two ranks each has its own."""
+    """It is held until the later of both is done with it; on two ranks, each has its own."""
     order = _order(schedule, 2, 8)
     folded = schedule in ("ZBVZeroBubble", "DualPipeV")
     for for_weights in (False, True):
         found = []
         for same in (True, False):
-            # Each stage keeps 40 bytes besides, of a value that all have in common or of its own.
+            # Each stage keeps 40 more bytes: one value for all stages, or one for each.
             more = [{"all's" if same else f"{s}'s": 40} for s in range(order.num_stages)]
             found.append(
                 replay(
@@ -243,7 +246,8 @@ def test_values_kept_by_two_stages_of_a_rank_count_once(schedule: str) -> None:
         once, twice = found
         for rank, (one, other) in enumerate(zip(twice.ranks, once.ranks, strict=True)):
             less = [a.held_bytes - b.held_bytes for a, b in zip(one, other, strict=True)]
-            # Once less of each micro-batch that both stages of a rank have under way.
+            # The value is held once less for each micro-batch that both stages of a rank have in
+            # flight.
             assert {own % 40 for own in less} == {0}
             assert min(less) >= 0
             assert (max(less) > 0) == (folded and rank == 1)
@@ -251,7 +255,8 @@ def test_values_kept_by_two_stages_of_a_rank_count_once(schedule: str) -> None:
 
 
 def test_values_sent_kept_and_received_again_count_once() -> None:
-    """Rank 1 of a pipeline that folds: stages 1 and 2 keep one value that 2 also sends to 3."""
+    """On rank 1 of a V-shaped pipeline, stages 1 and 2 keep one value, which stage 2 also sends
+    to stage 3."""
     order = _order("ZBVZeroBubble", 2, 8)
     value = {"value": 50}
     stages = [
@@ -264,7 +269,7 @@ def test_values_sent_kept_and_received_again_count_once() -> None:
     keeping = replay(order, stages).ranks[1]
     sent = 0
     for plain, other in zip(sending, keeping, strict=True):
-        # Of the micro-batches that stage 2 has sent the value stays anyway.
+        # The value of the micro-batches that stage 2 has sent is kept in both cases.
         assert other.held_bytes - plain.held_bytes <= 50 * (8 - sent)
         sent += str(plain.action).startswith("2F")
     assert sending[-1].held_bytes == keeping[-1].held_bytes
@@ -299,7 +304,7 @@ def test_an_action_receives_from_the_adjacent_stage_on_another_rank() -> None:
     order = stored_order("ZBVZeroBubble", num_ranks=2, num_stages=4, micro_batches=8)
     sources = {str(a): source_of(a, order.rank_of) for a in order.ranks[1]}
     read = {sources[f"1{work}0"] for work in "FI"} | {sources[f"2{work}0"] for work in "FI"}
-    assert read == {0, None, 3}  # stages 1 and 2 lie on this rank
+    assert read == {0, None, 3}  # stages 1 and 2 are on this rank
     assert (sources["1F0"], sources["1I0"], sources["2F0"], sources["2I0"]) == (0, None, None, 3)
     assert sources["1W0"] is None
 

@@ -1,6 +1,6 @@
-"""What a step in stages is predicted to take: beside one rank, over slower links, by schedule.
+"""The predicted time of a pipelined step: compared with one rank, over slower links, by schedule.
 
-Not for what is offered and refused: see tests/unit/trades/test_shard_pipeline.py.
+Not for offers and refusals: see tests/unit/trades/test_shard_pipeline.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_a_slower_link_never_makes_the_step_faster() -> None:
 
 
 def test_each_schedule_has_its_advantage_in_time_or_memory() -> None:
-    """Zero bubbles wait less than 1F1B, and 1F1B holds less than all at once."""
+    """Zero-bubble schedules wait less than 1F1B, and 1F1B holds less than GPipe."""
     rules = offered(2)
     programs = {s: applied(*own, micro_batches=8) for s, own in rules.items()}
     takes = {s: step_seconds(p, costs()).value for s, p in programs.items()}
@@ -68,5 +68,5 @@ def test_call_overhead_of_pipeline_actions_is_priced(schedule: str) -> None:
         without, within = (
             step_seconds(program, each).value for each in (known, replace(known, links=links))
         )
-        # Some of it may be where a rank had nothing to do.
+        # Some of the calls may be in the idle time of a rank.
         assert within - without > 4 * call * most

@@ -1,4 +1,4 @@
-"""Who is blamed, from plain evidence: made-up ranks that no process has to act out."""
+"""The rank to blame, from plain evidence: artificial ranks that no process has to simulate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def at(
 
 
 def lost(seconds: float = 1.0, progress: RankProgress | None = None) -> dict[str, Any]:
-    """A rank that complains of another, and lives on for the moment."""
+    """Return a rank that complains about another one, and still runs."""
     said = RankStatus(
         kind="RuntimeError",
         text=GLOO,
@@ -66,7 +66,7 @@ def case(*ranks: Mapping[str, Any], oom_kills: int = 0) -> FailureCase:
     return FailureCase(ranks=evidence, timeout_seconds=9, logs="logs/run", oom_kills=oom_kills)
 
 
-# What befell the culprit, and what the two others say of it; how it is to be called.
+# The failure of the culprit, the reports of the two other ranks, and the expected cause.
 STORIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "raised": (raised(), lost(2.0), "exception"),
     "raised, seen later": (raised(2.0), lost(1.0), "exception"),
@@ -143,7 +143,7 @@ def refused(seconds: float = 1.0) -> dict[str, Any]:
 
 
 def test_a_request_impossible_on_one_rank_names_it() -> None:
-    """Once the others had time to say the same."""
+    """The verdict waits until the others had time to report the same."""
     assert certain_verdict(case(asked(at(5)), refused())) is None
     for other in (asked(at(5)), lost()):
         for place in (0, 1):
@@ -162,7 +162,8 @@ def test_who_exchanges_by_torch_while_another_waits_for_its_share_of_memory_is_n
     assert (found.rank, found.cause) == (1, "other exchange")
     assert "all_gather Byte [64], where rank 0 waited for its message through" in found.happened
     assert "batches of the same shapes" in found.remedy
-    # Who is stopped, or has ended by itself, is so named; two that miss each other are not told.
+    # A rank that is stopped or has exited is named as such; two ranks that wait for each other are
+    # not.
     assert getattr(verdict(case(waits, {"is_stopped": True})), "cause", "") == "stopped"
     other = {"statement": RankStatus(kind="RankFailed", text="", of_exchange=True, missed=0)}
     assert getattr(verdict(case(waits, other)), "cause", "") == "exchange"
@@ -220,7 +221,7 @@ def test_trouble_of_any_kind_has_a_verdict(facts: list[dict[str, Any]], oom_kill
         assert not isinstance(found, RankFailed) or 0 <= found.rank < len(facts)
 
 
-# --- what ranks write -----------------------------------------------------------------------------
+# --- files that ranks write -----------------------------------------------------------------------
 
 TEXT = st.text("a\n\x1b\u202e", max_size=5)
 JSON = st.recursive(
@@ -315,7 +316,8 @@ def not_finite(seconds: float) -> dict[str, Any]:
 
 
 def test_the_first_report_of_a_non_finite_loss_is_not_blamed() -> None:
-    """All ranks find it at once, and each names the one whose own values were so."""
+    """All ranks find it at the same time, and each names the rank whose own values were the
+    cause."""
     for evidence in (case(not_finite(1.0), not_finite(2.0)), case(not_finite(1.0), {})):
         found = certain_verdict(evidence)
         assert isinstance(found, NonFinite)

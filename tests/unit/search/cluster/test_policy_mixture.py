@@ -1,4 +1,5 @@
-"""Blocks given to stages and to kinds: held to every division there is, on small random cases."""
+"""Blocks assigned to stages and to kinds, compared with every possible assignment on small
+random cases."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _SEEDS = range(60)
 
 
 def _kinds(draw: random.Random) -> list[BlockKind]:
-    """The more is kept, the less is computed again; all kept first."""
+    """Return kinds of blocks: the more is saved, the less is recomputed; the first one saves
+    everything."""
     count = draw.randint(1, 4)
     kept = sorted((draw.randint(1, 40) for _ in range(count)), reverse=True)
     seconds = sorted(draw.uniform(1, 2) for _ in range(count))
@@ -106,8 +108,8 @@ def test_offloaded_activations_fit_into_host_memory(seed: int) -> None:
 
 
 def test_blocks_are_offloaded_only_as_far_as_memory_is_short() -> None:
-    """80 blocks of a 70B model: 3.3 GiB each as it is, 1.4 with 13 calls computed again, none
-    moved, which takes 5 % longer; and the memory of the host has room for all."""
+    """80 blocks of a 70B model take 3.3 GiB each, 1.4 with 13 recomputed calls, and nothing if
+    offloaded, which takes 5 % longer. The host memory has room for all of them."""
     kinds = [
         BlockKind(seconds=83.6, saved_bytes=3.3),
         BlockKind(seconds=85.6, saved_bytes=1.4, recompute_bytes=2, num_recomputed_calls=13),
@@ -129,7 +131,7 @@ def test_blocks_are_offloaded_only_as_far_as_memory_is_short() -> None:
 
 @pytest.mark.parametrize("seed", _SEEDS)
 def test_the_simplest_of_equal_mixtures_is_taken(seed: int) -> None:
-    """Where something else sets the pace, computing again and moving cost nothing."""
+    """Where something else sets the pace, recompute and offload cost nothing."""
     draw = random.Random(seed)
     count = draw.randint(2, 7)
     room, offload_room = draw.uniform(10, 45 * count), draw.uniform(0, 45 * count)

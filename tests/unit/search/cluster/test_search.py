@@ -1,4 +1,5 @@
-"""Layouts of deep models on declared clusters: held to every layout and every mix of blocks."""
+"""Layouts of deep models on declared clusters, compared with every layout and every mix of
+blocks."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ from tests.unit.graphs.stored import StoredTemplates, stored_step, stored_templa
 from tests.unit.search.cluster.test_policy_mixture import _divisions as divisions
 
 _BLOCKS, _MOST_KINDS = 6, 3
-# Of width, heads, length and samples 32, 2, 16 and 8; 64, 4, 8 and 4; 32, 4, 64 and 4.
+# Width, heads, length and samples are 32, 2, 16 and 8; 64, 4, 8 and 4; 32, 4, 64 and 4.
 _SHAPES = ("deep-gpt", "deep-gpt-wide", "deep-gpt-long")
 _RANKS = (1, 2, 3, 4)
 _LITTLE = "400 KiB"
-# Of what lies between the least that any layout holds and what all kept would.
+# Shares of the range from the least memory of any layout to that with everything saved.
 _ROOM = (0.02, 0.1, 0.25, 0.5, 1.5)
 
 
@@ -54,8 +55,11 @@ def _cluster(
     host: str = "",
     call: str = "5 us",
 ) -> Cluster:
-    """``slow``: every second rank has so much memory and half the speed. ``host`` is the rate at
-    which a device reaches so much memory of its host, as both are written."""
+    """Return a cluster.
+
+    ``slow`` is the memory of every second rank, which has half the speed. ``host`` is the rate of a
+    device's host link and its host memory, as they are written in a cluster file.
+    """
     way, room = host.split(" and ") if host else ("", "")
     behind = f'host_memory = "{room}"\nhost_link = "h"' if host else ""
     link = f'[link.h]\nrate = "{way}"\nlatency = "10 us"' if host else ""
@@ -118,7 +122,7 @@ def _search(
     def find_recompute_sets(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
         graph = sampled.graph
         found = recompute_sets(graph, costs, step.blocks, values=recomputable(graph))
-        # Few, so that every mix can be looked at.
+        # Few sets, so that every mixture can be enumerated.
         return (found[0], *found[1:][:: max(1, len(found) // (_MOST_KINDS - 1))])[:_MOST_KINDS]
 
     return ClusterSearch(
@@ -134,8 +138,8 @@ def _every_layout(search: ClusterSearch, ranks: int) -> Iterator[tuple[ParallelL
 
 
 def _every_step(search: ClusterSearch, ranks: int) -> Iterator[tuple[float, int]]:
-    """Seconds and bytes of every layout, division of blocks and mix of kinds, that lets no rank
-    hold more than its device has, or its host."""
+    """Yield seconds and bytes of every layout, division of blocks and mix of kinds that fits the
+    memory of all devices and hosts."""
     for layout, micro_batch in _every_layout(search, ranks):
         stages = layout.pipeline
         laid, places = (
@@ -186,10 +190,10 @@ def _stage(chosen: tuple[object, ...]) -> StageBlocks:
             if s == _SHAPES[0] or r in (2, 3)
         ),
         (_SHAPES[0], 2, "40 %", "", ""),
-        # Ranks of two classes, also where the slower one has little memory.
+        # Ranks of two classes, also if the slower class has little memory.
         *((_SHAPES[0], r, "100 %", "16 GiB", "") for r in (2, 3, 4)),
         *((_SHAPES[0], r, "100 %", _LITTLE, "") for r in (2, 3)),
-        # Hosts near and far, and one with room for little.
+        # Host memory with fast and slow links, and one case with little of it.
         (_SHAPES[0], 1, "100 %", "", "12 GB/s and 1 GiB"),
         (_SHAPES[0], 2, "100 %", "", "12 GB/s and 1 GiB"),
         (_SHAPES[0], 2, "100 %", "", "1 GB/s and 1 GiB"),
@@ -217,7 +221,7 @@ def test_the_plan_is_within_its_gap_of_the_best_there_is(
 
 
 def _without_one(laid: ClusterPlan, samples: int) -> Iterator[tuple[str, ClusterPlan]]:
-    """The same plan with one of its trades taken back."""
+    """Return the same plan without one of its trades."""
     layout = laid.layout
     data = layout.data * layout.tensor
     others = {
@@ -242,8 +246,8 @@ def _without_one(laid: ClusterPlan, samples: int) -> Iterator[tuple[str, Cluster
     ("shape", "ranks", "host", "rate", "call"),
     [
         (_SHAPES[0], 2, "12 GB/s and 1 GiB", "25 GB/s", "5 us"),
-        # Links so fast or so slow that much of what may be done makes no difference, and calls so
-        # long that no exchange does.
+        # Links so fast or so slow that many choices make no difference, and calls so long that no
+        # exchange does.
         (_SHAPES[2], 4, "12 GB/s and 1 GiB", "10 MB/s", "5 us"),
         (_SHAPES[1], 2, "1 GB/s and 100 KiB", "1 GB/s", "5 us"),
         (_SHAPES[0], 2, "12 GB/s and 1 GiB", "1000 GB/s", "10 ms"),
@@ -267,7 +271,7 @@ def test_without_any_of_its_trades_a_plan_does_not_fit_or_is_slower(
         assert search.fits_memory(found, limit)
         for trade, other in _without_one(found, search.num_samples):
             without = search.price_layout(other.layout, other.stages)
-            # Overlap costs nothing, and is kept where it saves anything.
+            # Overlap costs nothing, so it is kept if it saves anything.
             alike = found.step.step_seconds if trade == "overlap" else least * (1 + ALIKE)
             is_slower = without.step.step_seconds > alike
             assert is_slower or not search.fits_memory(without, limit), (trade, found)
@@ -291,7 +295,7 @@ def test_a_slower_link_or_less_of_a_device_or_of_memory_is_never_faster() -> Non
 
 
 def test_a_search_with_more_samples_is_independent() -> None:
-    # Calls are short beside what these few bytes take, or all would take the same.
+    # Calls are short, because otherwise they would outweigh the time of these few bytes.
     search = _search(_SHAPES[0], call="50 ns")
     more = search.with_samples(16)
     one, other = search.fastest(2, 1 << 40), more.fastest(2, 1 << 40)
@@ -328,13 +332,15 @@ def test_rules_describe_a_layout_completely(ranks: int) -> None:
         shared = sum(r.count for r in of("shard_states"))  # type: ignore[attr-defined]
         assert shared == (trained if layout.state_stage else 0)
         cut = sum(r.count for r in of("shard_tensor"))  # type: ignore[attr-defined]
-        # Of three blocks as many as of the middle one, six times.
+        # Each of three blocks has as many rules as the middle one, which has six.
         assert (cut > 6) == (layout.tensor > 1)
 
 
 def test_recomputed_blocks_hold_the_memory_of_the_full_program() -> None:
-    """Beside the program of all blocks, applied by the same rules and predicted call by call: that
-    one makes each value when it is wanted, where a deep model's block is made again at once."""
+    """The program of all blocks, with the same rules applied, is predicted call by call.
+
+    It recomputes each value when it is needed, while a deep model's block is recomputed at once.
+    """
     step, whole = stored_templates(_SHAPES[2]), stored_step("gpt-6-blocks")
 
     def find_recompute_sets(sampled: BatchTemplate, costs: CostTable) -> tuple[RecomputeSet, ...]:
@@ -358,7 +364,7 @@ def test_recomputed_blocks_hold_the_memory_of_the_full_program() -> None:
         )
         held.append((kept, exact))
     assert len(sets) > 3
-    # The most that is computed again buys most of what there is, in both.
+    # The set that recomputes the most saves more than half of the memory, in both.
     (most, most_exact), (least, least_exact) = held[0], held[-1]
     assert least < most / 2
     assert least_exact < most_exact / 2
@@ -383,7 +389,7 @@ def _rules(step: StoredTemplates, laid: ClusterPlan) -> tuple[Rule, ...]:
 @pytest.mark.parametrize("host", ["", "12 GB/s and 1 GiB"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_rules_read_back_are_the_layout(ranks: int, host: str) -> None:
-    """With room for everything, and with little: then blocks differ in what becomes of them."""
+    """Memory is ample, and then short: then blocks have different policies."""
     search, step = _search(_SHAPES[0], host=host), stored_templates(_SHAPES[0])
     kinds = set()
     for way in search.candidates(ranks):

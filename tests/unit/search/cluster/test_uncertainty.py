@@ -1,4 +1,4 @@
-"""What a plan says of its own error, and of layouts that its predictions do not tell apart."""
+"""The statements of a plan on its own error, and on layouts that predictions cannot distinguish."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _laid(layout: ParallelLayout, seconds: float) -> ClusterPlan:
 
 
 class _Search:
-    """Layouts whose times are known."""
+    """A search over layouts with known times."""
 
     def __init__(self, *others: ClusterPlan, alike: float, unlike: float) -> None:
         self._ways = [_laid(_BEST, 1.0), *others]

@@ -1,4 +1,4 @@
-"""Whole units for ranks of unequal speed: as near to their speeds as units are whole."""
+"""Whole units for ranks of unequal speed, as close to their speeds as possible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_shares_cover_all_samples_and_are_off_by_less_than_one(
 
 
 class _Ranks:
-    """A rank takes some time in any case, and some for each sample."""
+    """Ranks with a fixed time, and a time for each sample."""
 
     def __init__(self, fixed: Sequence[float], each: Sequence[float]) -> None:
         self._fixed, self._each = fixed, each
@@ -55,7 +55,7 @@ class _Ranks:
 def test_two_ranks_take_at_most_a_sample_more_than_the_best_shares(
     size: int, speed: float, fixed: float
 ) -> None:
-    # The same step on both: all of it takes the slower one longer.
+    # Both run the same step: the whole batch takes longer on the slower rank.
     ranks = _Ranks([fixed, fixed / speed], [1, 1 / speed])
     alone = ranks.works((size, size))
     found = unequal_shares(size, alone, ranks.timed)
@@ -75,7 +75,7 @@ def test_a_rank_twice_as_fast_gets_twice_the_share() -> None:
 
 def test_shares_move_back_if_a_smaller_share_is_slower() -> None:
     works = {(16, 8): (16.2, 16.0), (15, 9): (15.2, 18.0), (17, 7): (17.2, 14.0)}
-    # What the slow rank's exchange takes is not among what it works.
+    # The exchange time of the slow rank is not part of its work.
     asked: list[Shares] = []
 
     def timed(shares: Shares) -> tuple[float, Sequence[float]]:
@@ -94,7 +94,7 @@ def test_sublinear_prices_move_no_samples() -> None:
         works = fast[shares[0]], slow[shares[1]]
         return max(works), works
 
-    assert min(fast, key=lambda n: timed((n, 48 - n))[0]) == 32  # as they are priced
+    assert min(fast, key=lambda n: timed((n, 48 - n))[0]) == 32  # according to these prices
     assert unequal_shares(48, [4.05, 4.05 / 0.463], timed) == (33, 15)
 
 

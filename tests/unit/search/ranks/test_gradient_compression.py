@@ -1,4 +1,4 @@
-"""Which gradients keep their code: a milder one, or none, wherever that costs next to nothing."""
+"""The codec of each gradient: a less lossy one, or none, wherever that costs next to nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steelyard.search.ranks.gradient_compression import CompressedCandidate, Wei
 from steelyard.trades import TRADES
 from steelyard.trades.gradient_compression import TernaryGradientsRule, TopKGradientsRule
 
-# Seconds of the step for each gradient, by the bits that it goes in.
+# Seconds of the step for each gradient, by its number of bits.
 _SECONDS = {
     "hidden": {32: 0.0, 16: 0.0, 8: 0.0, 2: 0.0},
     "half hidden": {32: 1.0, 16: 0.0, 8: 0.0, 2: 0.0},
@@ -37,7 +37,7 @@ def _layouts(counted: Callable[[tuple[Rule, ...]], Any]) -> Any:
 
 
 def _gentler(names: list[str], *codecs: Codec) -> dict[str, int]:
-    """In how many bits each of these goes that were all to go in 2."""
+    """Return the number of bits of each gradient; at first all have 2."""
     weighing = Weighing(
         layouts=_layouts(_counted),
         codecs=codecs or codecs_of(TRADES),
@@ -67,7 +67,7 @@ def test_a_candidate_keeps_the_codec_it_is_named_for() -> None:
 
 
 def test_slow_low_rank_factors_do_not_rule_out_other_codecs() -> None:
-    """They are exchanged twice, one after the other."""
+    """They are exchanged in two steps, one after the other."""
 
     def counted(rules: tuple[Rule, ...]) -> Any:
         late = sum(rule.trade == "low_rank_gradients" for rule in rules)
@@ -87,7 +87,7 @@ def test_slow_low_rank_factors_do_not_rule_out_other_codecs() -> None:
 
 
 def test_a_gradient_that_cannot_go_in_a_milder_code_keeps_its_own() -> None:
-    """Factors of a thin matrix are hardly smaller, and a plan that asks for them is refused."""
+    """Factors of a thin matrix are hardly smaller, and a plan that requests them is refused."""
 
     def counted(rules: tuple[Rule, ...]) -> Any:
         asked = [rule for rule in rules if rule.trade == "low_rank_gradients"]

@@ -1,4 +1,4 @@
-"""When steps of a run are worth a look: three in a row beyond what was predicted."""
+"""When steps of a run justify a measurement: three in a row outside of the prediction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def pace(value: float = 0.2, waits: float = 0.05, skips: int = 0) -> Pace:
 
 
 def looks(own: Pace, steps: list[tuple[float, float]]) -> list[int]:
-    """The places of the steps that ask for a look."""
+    """Return the numbers of the steps that trigger a measurement."""
     return [n for n, step in enumerate(steps) if own.add(*step)]
 
 
@@ -26,10 +26,10 @@ def test_three_slow_steps_in_a_row_are_examined() -> None:
     "steps",
     [
         [(0.22, 0.06), (0.19, 0.04)] * 20,
-        # One slow step, or two, is what else a machine does.
+        # One or two slow steps are ordinary noise of a machine.
         [(1.8, 1.6), (0.2, 0.05)] * 20,
         [(1.8, 1.6), (1.8, 1.6), (0.2, 0.05)] * 20,
-        # Too slow and too fast by turns is no other pace.
+        # Steps that are slow and fast by turns are not a lasting change.
         [(1.8, 1.6), (0.1, 0.0)] * 20,
     ],
 )
@@ -41,7 +41,7 @@ def test_fewer_than_three_slow_steps_in_a_row_are_not_examined(
 
 def test_faster_steps_are_examined_too() -> None:
     assert looks(pace(), [(0.15, 0.0)] * IN_A_ROW) == [IN_A_ROW - 1]
-    # Within the interval, but the waiting is gone: the link became faster.
+    # The step time is within the interval, but the wait is gone: the link has become faster.
     assert looks(pace(waits=0.1), [(0.19, 0.0)] * IN_A_ROW) == [IN_A_ROW - 1]
 
 
@@ -60,7 +60,7 @@ def test_a_large_change_is_examined_after_a_fruitless_examination() -> None:
 
 
 def test_fruitless_examinations_become_rare() -> None:
-    """Where the pace goes up and down for ever, no look finds anything."""
+    """If the pace keeps changing, no measurement finds anything."""
     own, found = pace(), []
     for n in range(2000):
         slow = n // 10 % 2

@@ -1,4 +1,4 @@
-"""How a run goes on over other links: which ways are worth trying, and on which hosts."""
+"""Alternatives of a run after its links have changed: the ones worth trying, and their hosts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_candidates_are_tried_fastest_first_up_to_an_exact_one() -> None:
 
 
 def test_accuracy_is_not_spent_on_less_than_a_tenth() -> None:
-    """One host alone, which loses nothing, is as good as codes that gain a hundredth more."""
+    """One host alone, which is exact, is preferred to compression that gains a hundredth more."""
     alone = choice(0.50, ranks=1)
     assert tried(1.0, choice(0.49, lossy=True), alone) == [0.50]
     assert tried(1.0, choice(0.40, lossy=True), alone) == [0.40, 0.50]

@@ -1,4 +1,4 @@
-"""The search's count agrees with the predictor on the program that the trade writes."""
+"""The search's estimate equals the predictor on the program that the trade writes."""
 
 import random
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_the_estimator_agrees_with_the_predictor_on_peak_and_seconds(
         assert counted.folded().max() == counted.live_bytes.max() <= counted.peak_bytes
         assert tally.flops_of(tally.storages_of(chosen)) == program.flops
         assert counted.excess(counted.peak_bytes) == 0.0
-        # A view is made again too, but is no operator that runs.
+        # A view is recomputed too, but no operator runs for it.
         assert len(counted.active) == sum(
             not graph.by_name[i.node].is_free for i in program.recomputed
         )
@@ -96,7 +96,7 @@ def test_the_estimator_agrees_with_the_predictor_on_repeated_recomputation(
         assert len(counted.active) == sum(
             not graph.by_name[i.node].is_free for i in program.recomputed
         )
-        # What is said to be made several times is all that is.
+        # The values reported as recomputed several times are all there are.
         plainly = tally.estimate(tally.storages_of(chosen) | set(counted.repeated))
         assert (plainly.peak_bytes, plainly.active) == (counted.peak_bytes, counted.active)
 
@@ -221,7 +221,7 @@ def test_too_little_offload_memory_fits_nothing() -> None:
 
 
 def test_a_buffers_new_value_waits_for_readers_of_the_old_one() -> None:
-    """As with BatchNorm's running statistics, which a copy reads again late in the step."""
+    """An example are BatchNorm's running statistics, which a copy reads again late in the step."""
     seen = 0
     for seed in range(60):
         graph = random_step(seed, num_values=12)

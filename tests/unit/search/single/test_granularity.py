@@ -1,4 +1,5 @@
-"""Of all that could be cut or moved, few levels are looked at: the ends, and what is cheap."""
+"""Of all possible splits and offloads, few levels are explored: the extremes, and the cheap
+ones."""
 
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ def test_the_coarsest_and_the_finest_splits_are_tried(size: int) -> None:
 
 
 def step(**nbytes: int) -> Program:
-    """A pass that reads a weight of this size for each name, and an update that keeps as much."""
+    """Return a pass that reads a weight of this size for each name, and an update with as much
+    state."""
     nodes: dict[str, list[Node]] = {"parameter:": [], "state:": []}
     storages = []
     for number, (name, size) in enumerate(nbytes.items()):

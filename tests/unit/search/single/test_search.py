@@ -1,4 +1,4 @@
-"""What a search must hold to: the budget, the laws of the curve, no plan by hand better than it."""
+"""Laws of a search: the budget, the curve, and that no hand-written plan is better."""
 
 import functools
 from dataclasses import replace
@@ -36,7 +36,8 @@ COSTS = CostTable(
     device=Device(kind="made up", flops_per_second=1e9, bytes_per_second=1e8, memory_bytes=1 << 30)
 )
 seeds = st.integers(min_value=0, max_value=10**6)
-# What is dear of small graphs, all plans tried out, is kept: so these are one worker's.
+# The expensive enumerations of all plans of small graphs are cached, so one worker runs these
+# tests.
 tried_out_once = pytest.mark.xdist_group("small graphs")
 
 
@@ -82,7 +83,7 @@ def small_graphs(count: int, *, most: int) -> list[Graph]:
 @pytest.mark.slow
 @tried_out_once
 def test_on_small_graphs_nearly_every_plan_is_the_best_there_is() -> None:
-    """All sets of recomputations tried out: the whole curve, budget by budget."""
+    """All sets of recomputations are enumerated: the whole curve, budget by budget."""
     hits = budgets = exact = 0
     graphs = small_graphs(40, most=10)
     for graph in graphs:
@@ -91,7 +92,7 @@ def test_on_small_graphs_nearly_every_plan_is_the_best_there_is() -> None:
         missed = 0
         for point in best:
             ours = plans.within(point.peak_bytes)
-            # A thousandth is given for plans that treat blocks alike.
+            # Plans that treat blocks alike may be slower by a thousandth.
             missed += ours is None or ours.seconds > point.seconds * 1.001
         budgets += len(best)
         hits += len(best) - missed
@@ -102,7 +103,8 @@ def test_on_small_graphs_nearly_every_plan_is_the_best_there_is() -> None:
 
 @functools.cache
 def every_plan_with_several(tally: FastEstimator, *, most: int) -> ParetoFront:
-    """Each value kept, or made again once, or twice, up to ``most`` times."""
+    """Yield every plan in which each value is saved, or recomputed once, twice, up to ``most``
+    times."""
     archive = ParetoFront()
     values = sorted(tally.unit_of)
     for fates in product(range(most + 1), repeat=len(values)):
@@ -180,7 +182,7 @@ def test_the_bound_for_any_number_of_times_is_below_the_best_plan_there_is() -> 
 
 
 def test_repeated_recomputation_never_makes_plans_worse() -> None:
-    """What makes values oftener only adds to what is found."""
+    """Repeated recomputation only adds plans to those that were found."""
     better = 0
     for seed in range(6):
         graph = random_step(seed, num_values=14)
@@ -190,7 +192,7 @@ def test_repeated_recomputation_never_makes_plans_worse() -> None:
         for point in once.chain:
             ours = plans.within(point.peak_bytes)
             assert ours is not None
-            # A thousandth is given for plans that treat blocks alike.
+            # Plans that treat blocks alike may be slower by a thousandth.
             assert ours.seconds <= point.seconds * 1.001
         better += plans.least.peak_bytes < once.least.peak_bytes
     assert better
@@ -244,7 +246,7 @@ def test_a_found_plan_is_priced_as_its_applied_rules(seed: int) -> None:
     assert answer.least.nbytes >= least_possible_bytes(plain, COSTS)
     for refusal in answer.refused:
         assert refusal in answer.why_not(refusal.label)
-    # Each offer is taken, in whole or in part, or refused, and no more than once.
+    # Each offer is taken, in whole or in part, or refused, and is counted at most once.
     applied = sum(r.left is not Remaining.NEVER for r in answer.refused)
     assert applied <= answer.num_offers
     assert bool(answer.rules) == any(
@@ -441,7 +443,8 @@ def test_the_batch_is_split_only_where_that_helps() -> None:
 
 
 class Slower(Split):
-    """The operators of parts of the batch add up to more than those of the whole."""
+    """A source in which the operators of parts of the batch take longer in total than those of
+    the whole."""
 
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
         del than, share
@@ -464,7 +467,7 @@ def test_a_budget_that_the_step_keeps_untraded_is_answered_without_a_long_search
     assert source.asked == [], "no part of the batch is captured or checked"
     assert answer.least_within == 1
     assert {r.trade for r in answer.refused} >= {"recompute", "accumulate"}
-    # A bound that it breaks is searched as before, and the whole curve can still be had.
+    # If the plan breaks a bound, the search runs as before, and the whole curve is still available.
     assert searching.find(Budget(memory_bytes=tight - 1)).rules
     assert searching.find(Budget(memory_bytes=tight)).rules == ()
 

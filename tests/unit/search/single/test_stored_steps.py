@@ -1,4 +1,4 @@
-"""Plans of captured models: within the budget, and priced as the applied program is."""
+"""Plans of captured models: within the budget, and priced like the applied program."""
 
 from __future__ import annotations
 

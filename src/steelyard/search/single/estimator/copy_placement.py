@@ -112,8 +112,8 @@ class CopyPlacement:
         }
         copy_lines: dict[int, tuple[int, ...]] = {}
         placed_copies: list[tuple[int, int]] = []
-        # From the last operator to the first, so that all readers of a result are placed before its
-        # operator is.
+        # Place operators from the last to the first, so that all readers of a result are placed
+        # before its operator is.
         for number in sorted({unit_of[s] for s in recomputed}, reverse=True):
             unit = units[number]
             line = min(first_needed[s] for s in unit.makes if s in recomputed)
