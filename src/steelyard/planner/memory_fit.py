@@ -101,6 +101,7 @@ def need_of(step: FitStep, capacity: Capacity) -> MemoryNeed:
                 state_bytes=levels.state_bytes,
                 working_bytes=inputs + level.nbytes - level.gradient_bytes,
                 in_update=False,
+                on_gpu=capacity.is_gpu,
             )
 
     in_update = (
@@ -110,6 +111,7 @@ def need_of(step: FitStep, capacity: Capacity) -> MemoryNeed:
             state_bytes=levels.state_bytes,
             working_bytes=inputs + level.nbytes - gradients - levels.state_bytes,
             in_update=True,
+            on_gpu=capacity.is_gpu,
         )
         for level in levels.update
     )
@@ -192,7 +194,7 @@ def _more_devices(recomputed: MemoryNeed, capacity: Capacity) -> Iterator[Lever]
     sharded = recomputed.weight_bytes + recomputed.gradient_bytes + recomputed.state_bytes
     count = 2
     while count <= _MOST_DEVICES:
-        nbytes = sharded // count + recomputed.working_bytes
+        nbytes = sharded // count + recomputed.working_bytes + recomputed.allocator_bytes
         if capacity.verdict(nbytes) is FitVerdict.FITS:
             yield Lever(
                 changes=(

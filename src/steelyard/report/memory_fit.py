@@ -63,6 +63,7 @@ def to_json(fit: Fit) -> dict[str, Any]:
         "gradient_bytes": need.gradient_bytes,
         "state_bytes": need.state_bytes,
         "working_bytes": need.working_bytes,
+        "allocator_bytes": need.allocator_bytes,
         "peak_in": "optimizer step" if need.in_update else "forward and backward pass",
         "would_fit": [_lever(lever) for lever in fit.levers],
         "least": None if fit.least is None else _lever(fit.least),
@@ -84,5 +85,6 @@ def _parts(need: MemoryNeed) -> list[str]:
         ("gradients", need.gradient_bytes),
         ("optimizer state", need.state_bytes),
         (working, need.working_bytes),
+        ("reserved by the allocator", need.allocator_bytes),
     )
     return [f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes]

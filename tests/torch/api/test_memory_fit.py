@@ -26,6 +26,7 @@ LLAMA_8B: dict[str, Any] = {
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }  # fmt: skip
+PARTS = ("weight", "gradient", "state", "working", "allocator")
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128,
 }  # fmt: skip
@@ -51,7 +52,7 @@ def test_full_fine_tuning_of_eight_billion_parameters(
     assert found["weight_bytes"] == pytest.approx(2 * 8_030_261_248, rel=1e-4)
     assert found["gradient_bytes"] == 2 * 8_030_261_248
     assert found["state_bytes"] == pytest.approx(4 * 8_030_261_248, rel=1e-6)
-    needed = [found[f"{part}_bytes"] for part in ("weight", "gradient", "state", "working")]
+    needed = [found[f"{part}_bytes"] for part in PARTS]
     assert sum(needed) == found["needed_bytes"]
     changes = [lever["changes"] for lever in found["would_fit"]]
     assert any(names[0] == "LoRA of rank 16" for names in changes)

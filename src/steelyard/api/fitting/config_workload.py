@@ -91,7 +91,7 @@ class ConfigRequest:
     def _loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         kind = _DTYPES[self.precision.removesuffix("-mixed")]
         autocast = torch.autocast("cpu", dtype=kind, enabled=self.precision.endswith("-mixed"))
-        with _without_packing(), autocast:
+        with without_packing(), autocast:
             loss: torch.Tensor = model(**batch).loss
         return loss
 
@@ -247,7 +247,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_packing() -> Iterator[None]:
+def without_packing() -> Iterator[None]:
     """Tell transformers that each sample is one sequence.
 
     It cannot look into fake tensors, and would prepare attention for several: with a mask, and with
