@@ -67,10 +67,19 @@ def preset_tree(name: str) -> TopologyLevel:
 
 
 def preset_device(name: str) -> Device:
-    """Return a preset device by its name, or by a part of it that only one has: ``A100-40``."""
-    devices = list(preset_tables()["device"])
+    """Return a preset device by its name, or by parts of it that fit no other: ``A100-40``.
+
+    A family name, such as ``H100``, gives the device of that name, or the first one of the family
+    if all of them have the same memory.
+    """
+    presets = preset_tables()["device"]
+    devices = list(presets)
     found = [d for d in devices if d.lower() == name.lower()]
-    found = found or [d for d in devices if _abbreviates(name, d)]
+    found = found or [d for d in devices if _family(name, d)]
+    families = {_family(name, d) for d in found}
+    if len(families) == 1:
+        same_memory = len({presets[d]["memory"] for d in found}) == 1
+        found = [d for d in found if d in families] or (found[:1] if same_memory else found)
     if len(found) == 1:
         tables = {"scope": {"gpu": {"members": {found[0]: 1}}}}
         device = _ClusterReader(tables, name).tree().members[0].of
@@ -86,10 +95,18 @@ def preset_device(name: str) -> Device:
     )
 
 
-def _abbreviates(given: str, name: str) -> bool:
-    """True if each part of ``given`` starts a part of the name, in the same order."""
-    parts = iter(name.lower().split("-"))
-    return all(any(p.startswith(g) for p in parts) for g in given.lower().split("-"))
+def _family(given: str, name: str) -> str:
+    """Return the name up to the last part that ``given`` abbreviates, or nothing.
+
+    Each part of ``given`` starts a part of the name, in the same order.
+    """
+    parts, end = name.split("-"), 0
+    for prefix in given.lower().split("-"):
+        fits = (i for i in range(end, len(parts)) if parts[i].lower().startswith(prefix))
+        end = next(fits, -1) + 1
+        if not end:
+            return ""
+    return "-".join(parts[:end])
 
 
 def _as_cluster_error(error: PlanFileError) -> ClusterFileError:

@@ -286,12 +286,19 @@ def test_every_preset_names_its_sources(kind: str) -> None:
 
 def test_a_newer_generation_is_no_slower() -> None:
     """This detects a wrong digit."""
-    devices = ("K80", "T4", "V100-SXM2-16GB", "A100-SXM4-40GB", "H100-SXM5", "B200")
-    trees = [decode_tree(f"[scope.x]\nmembers = {{ {name} = 1 }}") for name in devices]
-    rates = [tree.device_of(0).flops_per_second for tree in trees]
-    assert rates == sorted(rates)
+    for devices in (
+        ("K80", "T4", "V100-SXM2-16GB", "A100-SXM4-40GB", "H100-PCIe", "H100-SXM5", "B200"),
+        ("RTX-3060", "RTX-3070", "RTX-3080", "RTX-3090"),
+        ("RTX-4060", "RTX-4060-Ti-16GB", "RTX-4070", "RTX-4070-Ti", "RTX-4080", "RTX-4090"),
+        ("RTX-3080", "RTX-4080", "RTX-5080", "RTX-5090"),
+        ("A10", "A40", "RTX-A6000", "L40", "RTX-6000-Ada", "L40S"),
+    ):
+        trees = [decode_tree(f"[scope.x]\nmembers = {{ {name} = 1 }}") for name in devices]
+        rates = [tree.device_of(0).flops_per_second for tree in trees]
+        assert rates == sorted(rates)
     for order in (
-        ("pcie3-x16", "pcie4-x16", "pcie5-x16"),
+        ("pcie3-x16", "pcie4-x16", "pcie5-x16", "nvlink-c2c"),
+        ("pcie4-x8", "pcie4-x16"),
         ("nvlink-v100", "nvlink-a100", "nvlink-h100", "nvlink-b200"),
         ("ethernet-1g", "ethernet-10g", "ethernet-25g", "ethernet-100g"),
         ("infiniband-edr", "infiniband-hdr", "infiniband-ndr", "infiniband-xdr"),
@@ -300,6 +307,22 @@ def test_a_newer_generation_is_no_slower() -> None:
         links = [decode_tree(text.format(name)).members[0].link for name in order]
         sizes = [link.seconds(1 << 26, messages=1) for link in links if link]
         assert sizes == sorted(sizes, reverse=True)
+
+
+def test_peaks_of_tensor_cores_are_dense_and_in_order() -> None:
+    """This detects a peak with sparsity, or with the accumulation of another one."""
+    for name, table in preset_tables()["device"].items():
+        peak = {dtype: float(rate.split()[0]) for dtype, rate in table["peak"].items()}
+        half = peak.get("float16")
+        if "bfloat16" not in peak or half is None:
+            continue
+        assert peak["bfloat16"] == half, name
+        assert half / peak.get("tf32", half / 2) == pytest.approx(2, rel=0.03), name
+        assert peak.get("float8", 2 * half) / half == pytest.approx(2, rel=0.03), name
+        # GeForce cards accumulate integers at the full rate, and FP16 in FP32 at half of it.
+        assert peak.get("int8", 2 * half) / half == pytest.approx(2, rel=0.03) or (
+            name.startswith("RTX-") and peak["int8"] / half == pytest.approx(4, rel=0.03)
+        ), name
 
 
 def test_an_unknown_machine_is_refused() -> None:

@@ -36,7 +36,9 @@ def test_a_change_that_contains_another_one_is_left_out() -> None:
     ("given", "kind"),
     [
         ("RTX-4090", "RTX-4090"), ("rtx-4090", "RTX-4090"), ("4090", "RTX-4090"),
-        ("A100-40", "A100-SXM4-40GB"), ("h100", "H100-SXM5"),
+        ("A100-40", "A100-SXM4-40GB"), ("h100-p", "H100-PCIe"), ("A6000", "RTX-A6000"),
+        # The first one of a family with the same memory, and the one with the family's name.
+        ("h100", "H100-SXM5"), ("4060", "RTX-4060"), ("L40", "L40"), ("A10", "A10"),
     ],
 )  # fmt: skip
 def test_a_gpu_is_found_by_a_part_of_its_name(given: str, kind: str) -> None:
@@ -49,6 +51,9 @@ def test_a_gpu_is_found_by_a_part_of_its_name(given: str, kind: str) -> None:
     ("given", "said"),
     [
         ("A100", "the GPU A100 could be A100-SXM4-40GB or A100-SXM4-80GB"),
+        ("RTX-4060-Ti", "the GPU RTX-4060-Ti could be RTX-4060-Ti-8GB or RTX-4060-Ti-16GB"),
+        # The same memory does not make one family of two.
+        ("16GB", "the GPU 16GB could be V100-SXM2-16GB or RTX-4060-Ti-16GB"),
         ("RTX-4091", r"the GPU RTX-4091 is unknown; did you mean RTX-4090\?"),
         ("", "the GPU  is unknown|could be"),
     ],
