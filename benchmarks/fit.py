@@ -4,7 +4,7 @@ Each run is repeated on fake tensors: the transformers model of the same sizes w
 For LitGPT, the step also has what LitGPT does otherwise: one dropout for the projections of query,
 key and value together, and a cross-entropy in chunks of 128 tokens. Runs that were out of memory
 must not be said to fit. Runs whose published peak is below what weights, gradients and AdamW's
-state take are listed, but not compared.
+state take, and runs that train another number of weights here, are listed, but not compared.
 
     python benchmarks/fit.py
 """
@@ -113,6 +113,10 @@ def _peft_errors(models: dict[str, Any]) -> list[float]:
             ValueError,
         ) as error:
             _say(f"{run['run']}: not on the meta device: {str(error).splitlines()[0][:80]}")
+            continue
+        trained = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
+        if trained != run["trainable"]:
+            _say(f"{run['run']}: trains {trained:,} weights here, not {run['trainable']:,}")
             continue
         measured = run["reserved_bytes"]
         errors.append(need.nbytes / measured - 1)

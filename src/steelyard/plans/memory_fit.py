@@ -11,7 +11,7 @@ from enum import StrEnum
 _CONTEXT_BYTES = 600 * 2**20
 _DRIVER_SHARE = 0.02
 # Nine of ten published peaks are within this share of the estimate; see benchmarks/fit.py.
-DOUBT = 0.08
+DOUBT = 0.1
 
 
 class FitVerdict(StrEnum):
