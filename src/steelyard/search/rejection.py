@@ -49,8 +49,13 @@ def takes(
 def alone_takes(
     seconds: float, other_seconds: float, *, reference: str = "the whole plan takes"
 ) -> str:
-    """Return a reason: the offer alone is slower or, if it is not, no plan with it is faster."""
+    """Return a reason: the offer alone is slower or, if it is not, no plan with it is faster.
+
+    Times that read alike give no reason for a choice, so the offer is said not to be needed.
+    """
     if seconds >= other_seconds:
+        if (same := format_seconds(seconds)) == format_seconds(other_seconds):
+            return f"not needed: the plan fits without it, and a step takes the same ~{same}"
         return f"alone {takes(seconds, other_seconds, reference=reference)}"
     return NOT_FASTER
 

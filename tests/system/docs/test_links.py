@@ -1,11 +1,13 @@
 """No link or anchor of README and docs/ is broken, and every page can be reached."""
 
 import ast
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
+from steelyard.trades import BY_NAME
 from tests.system.docs import links
 
 
@@ -26,6 +28,13 @@ def test_the_navigation_of_the_site_has_every_page() -> None:
     names = {page.removesuffix(".md") for page in links.page_names(links.ROOT)} - {"README"}
     assert [n for n in sorted(names) if not any(fnmatch(n, pattern) for pattern in placed)] == []
     assert [page for page in placed if "*" not in page and page not in names] == []
+
+
+def test_the_readme_lists_every_trade_with_its_page_and_their_number() -> None:
+    text = (links.ROOT / "README.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^There are (\d+) trades:\n\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    assert sorted(re.findall(r"\[(\w+)\]\(docs/trades/\1\.md\)", listed[1])) == sorted(BY_NAME)
+    assert int(listed[0]) == len(BY_NAME)
 
 
 _README = "# A\n[to b](docs/b.md#two-words) [here](#a) [out](https://example.org/x#y)\n"

@@ -63,6 +63,22 @@ def test_the_trade_of_the_page_is_planned_and_run_after_two_files_changed(tmp_pa
     assert plan["postpone"] == tomllib.loads(_block("[[postpone]]"))["postpone"]
 
 
+def test_the_trade_of_the_page_passes_the_tests_of_conformance(tmp_path: Path) -> None:
+    """Models on which it is offered, and on which it is not."""
+    (command,) = re.findall(r"^ +pytest (.*) -k postpone$", PAGE.read_text("utf-8"), re.MULTILINE)
+    models = "declares or improves_what_it_buys or mlp or edge_buffer_written or early_table"
+    options = ["-n", "0", "-q", "-p", "no:cacheprovider", "-k", f"postpone and ({models})"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", command, *options], cwd=pages.ROOT,
+        capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONPATH": str(_copy_with_the_trade(tmp_path))},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout
+    (passed,) = re.findall(r"(\d+) passed", run.stdout)
+    # Two tests of all models, and three of each; those of prices are skipped without an offer.
+    assert int(passed) >= 2 + 2 * 3
+
+
 _PLANS_A_RECORDED_CASE = """
 import sys
 from pathlib import Path

@@ -37,8 +37,8 @@ class VariantLevels:
         self._chunk_levels = chunk_levels(of_kind(rules, SlicedComputation))
         self._state_rules = of_kind(rules, StateOffload)
         changes = {r for r in rules if r.stage is Stage.VARIANT and not isinstance(r, _LEVELLED)}
-        self._change_levels = tuple(dict.fromkeys(((), tuple(sorted(changes)))))
-        self._chunked: dict[tuple[int, tuple[SlicedComputation, ...]], Variant] = {}
+        self._applicable: dict[tuple[Rule, ...], bool] = {}
+        self._change_levels = self._levels_of_changes(tuple(sorted(changes)))
 
     @property
     def slices_gradients(self) -> bool:
@@ -48,7 +48,9 @@ class VariantLevels:
     def of(self, parts: int) -> tuple[Variant, ...]:
         """Return the variants with this many micro-batches.
 
-        With small micro-batches, some levels of chunks are the same.
+        With small micro-batches, some levels of chunks are the same. Changes are left out of the
+        combinations to which their rules do not apply: the calls that they name may be inside a
+        sliced region there.
         """
         variants = (
             replace(self._with_chunks(parts, chunks), states=states, changes=changes)
@@ -56,7 +58,35 @@ class VariantLevels:
             for states in self._state_levels
             for chunks in self._chunk_levels
         )
-        return tuple({variant.rules: variant for variant in variants}.values())
+        distinct = {variant.rules: variant for variant in variants}.values()
+        return tuple(variant for variant in distinct if self._combines(variant))
+
+    def _levels_of_changes(self, changes: tuple[Rule, ...]) -> tuple[tuple[Rule, ...], ...]:
+        """Return no change and all changes; those of each trade if they do not apply together."""
+        trades = dict.fromkeys(rule.trade for rule in changes)
+        if len(trades) > 1 and not self._applies(changes):
+            return ((), *(tuple(r for r in changes if r.trade == trade) for trade in trades))
+        return tuple(dict.fromkeys(((), changes)))
+
+    def _combines(self, variant: Variant) -> bool:
+        """True if changes apply together with all else, and with what the explanation compares.
+
+        The rules of one trade must apply where nothing else does, so this is not checked.
+        """
+        if not variant.changes or variant == Variant(changes=variant.changes):
+            return True
+        unoffloaded = variant.unoffloaded
+        compared = (variant, unoffloaded, unoffloaded.unsplit)
+        return all(self._applies(each.rules) for each in compared)
+
+    def _applies(self, rules: tuple[Rule, ...]) -> bool:
+        if rules not in self._applicable:
+            try:
+                self._step.apply(rules)
+                self._applicable[rules] = True
+            except Mismatch:
+                self._applicable[rules] = False
+        return self._applicable[rules]
 
     def _with_chunks(self, parts: int, chunks: tuple[SlicedComputation, ...]) -> Variant:
         """Return the variant with chunks if its micro-batches can be chunked, otherwise without.
@@ -64,15 +94,7 @@ class VariantLevels:
         A micro-batch may have too few rows.
         """
         variant = Variant(split=self._step.split(parts), chunks=chunks)
-        if not chunks:
-            return variant
-        if (parts, chunks) not in self._chunked:
-            try:
-                self._step.apply(variant.rules)
-            except Mismatch:
-                variant = variant.unchunked
-            self._chunked[parts, chunks] = variant
-        return self._chunked[parts, chunks]
+        return variant if not chunks or self._applies(variant.rules) else variant.unchunked
 
     @cached_property
     def _state_levels(self) -> tuple[tuple[StateOffload, ...], ...]:
