@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from steelyard.ir.rule import Rule, kind_named
 from steelyard.ir.rule_kinds import GradientCompression
 from steelyard.plans.accuracy import keeps
+from steelyard.plans.offers import EVERYTHING
 from steelyard.plans.peak_memory import Timeline
 from steelyard.plans.plan import Plan, SelectedTrade
 from steelyard.plans.receipt import RankMemory, Receipt, RunMeasurement
@@ -281,7 +282,14 @@ def _refused_is(plan: Plan) -> str:
 
 
 def refused_label(refusal: Rejection) -> str:
-    return f"the rest of {refusal.label}" if refusal.left is Remaining.REST else refusal.label
+    if refusal.left is not Remaining.REST:
+        return refusal.label
+    name, bracket, count = refusal.label.partition(" (")
+    return (
+        f"all other values{bracket}{count}"
+        if name == EVERYTHING
+        else f"the rest of {refusal.label}"
+    )
 
 
 def _as_of(plan: Plan) -> str:
