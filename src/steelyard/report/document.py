@@ -322,7 +322,8 @@ def _ran(measured: RunMeasurement) -> tuple[str, ...]:
     if measured.first_loss is not None and measured.last_loss is not None:
         facts.append(f"loss {measured.first_loss:.6g} to {measured.last_loss:.6g}")
     if measured.rss_bytes is not None:
-        facts.append(f"the whole process used {format_bytes(measured.rss_bytes)} (RSS)")
+        used = format_bytes(measured.rss_bytes)
+        facts.append(f"the whole process used {used} (RSS, with libraries)")
     return tuple(facts)
 
 
