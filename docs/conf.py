@@ -35,6 +35,7 @@ html_show_sphinx = False
 NAVIGATION = {
     "Use": (
         "docs/quickstart",
+        "docs/fit",
         "docs/reading-a-plan",
         "docs/how-it-works",
         "docs/python-api",

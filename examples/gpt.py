@@ -1,6 +1,6 @@
 """A small GPT with dropout and tied embeddings, and the workload that trains it.
 
-Plain PyTorch: the model contains nothing of Steelyard. Not for learning anything: its text is
+The model is plain PyTorch and contains nothing of Steelyard. It learns nothing, because its text is
 random numbers.
 """
 

@@ -34,6 +34,8 @@ _MOST_DOTS = 32
 # Valid files stay far below these limits. Beyond them, reporting the problems would need gigabytes.
 _MOST_KEYS = 64
 _MOST_VALUES = 2_000_000
+_NAME = "check the name, or write one with steelyard plan"
+_RESTORE = "restore the file, or plan again: steelyard plan train.py"
 _TOML_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'|#.*|[^"\'#]+|["\']')
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -48,9 +50,9 @@ def read_bytes(path: Path, *, most_bytes: int) -> bytes:
                 raw = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        _refuse(path, f"cannot be read: {reason}")
+        _refuse(path, f"cannot be read: {reason}", remedy=_NAME)
     if not is_file:
-        _refuse(path, "is not a file" if exists else "does not exist")
+        _refuse(path, "is not a file" if exists else "does not exist", remedy=_NAME)
     return raw
 
 
@@ -228,8 +230,8 @@ def _no_constant(name: str) -> Never:
     raise ValueError(f"{name} is not a number")
 
 
-def _refuse(source: str | Path, what: str) -> Never:
-    raise refusal(str(source), [what]) from None
+def _refuse(source: str | Path, what: str, *, remedy: str = _RESTORE) -> Never:
+    raise refusal(str(source), [what], remedy=remedy) from None
 
 
 def _problem(error: dict[str, Any], model: type[BaseModel], also: Iterable[str]) -> str:

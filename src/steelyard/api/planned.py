@@ -27,8 +27,7 @@ from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
 from steelyard.report.styled_text import plain
 from steelyard.report.text import render
-from steelyard.safe_text import printable
-from steelyard.trades import TRADES
+from steelyard.trades import check_trade
 
 
 class Planned:
@@ -147,16 +146,6 @@ class Planned:
                 expected="a plan that fits its budget for the present step and machine",
                 remedy="plan again, or raise the budget in the plan file",
             )
-
-
-def check_trade(name: str) -> None:
-    known = {t.name for t in TRADES}
-    if name not in known:
-        raise BadInput(
-            f"unknown trade {printable(repr(name)[:40])}",
-            expected=f"one of {', '.join(sorted(known))}",
-            remedy="see docs/trades for all trades",
-        )
 
 
 def budget_of(bounds: Mapping[str, Any]) -> Budget:

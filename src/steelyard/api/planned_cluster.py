@@ -6,7 +6,7 @@ planned.py.
 
 from typing import Any
 
-from steelyard.api.planned import Planned, budget_of, check_trade
+from steelyard.api.planned import Planned, budget_of
 from steelyard.errors import BadInput
 from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.plans.budget import Budget, Minimize
@@ -14,6 +14,7 @@ from steelyard.plans.plan import FrontierPoint, Plan
 from steelyard.plans.trace_span import Span
 from steelyard.predict.analytic.trace import analytic_spans
 from steelyard.search import ClusterPlan
+from steelyard.trades import check_trade
 
 
 class PlannedForCluster(Planned):

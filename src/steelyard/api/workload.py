@@ -95,30 +95,40 @@ def _no_function(path: str, function: str, module: Any) -> BadInput:
         key
         for key, value in vars(module).items()
         if callable(value)
+        and not inspect.isclass(value)
         and getattr(value, "__module__", "") == module.__name__
         and not key.startswith("_")
+        and _takes_no_arguments(value)
     )
     return BadInput(
         f"{printable(path)} has no function {printable(function)}()",
         expected="a function workload() that returns a steelyard.Workload",
         remedy=f"write it, or name one of its functions as {printable(path)}:name "
-        f"({', '.join(others) or 'none'})",
+        f"({', '.join(others)})"
+        if others
+        else "write it",
     )
 
 
 def _refuse_arguments(make: Callable[..., Any], path: str, function: str) -> None:
+    if not _takes_no_arguments(make):
+        raise BadInput(
+            f"{printable(function)}{inspect.signature(make)} in {printable(path)} needs arguments",
+            expected="a function without required arguments: it is called as workload()",
+            remedy="give each argument a default",
+        )
+
+
+def _takes_no_arguments(make: Callable[..., Any]) -> bool:
     try:
         signature = inspect.signature(make)
     except (TypeError, ValueError):  # some callables that are not written in Python
-        return
+        return True
     try:
         signature.bind()
     except TypeError:
-        raise BadInput(
-            f"{printable(function)}{signature} in {printable(path)} needs arguments",
-            expected="a function without required arguments: it is called as workload()",
-            remedy="give each argument a default",
-        ) from None
+        return False
+    return True
 
 
 def _imported(path: Path) -> Any:

@@ -190,20 +190,6 @@ def refuse_contradictions(
         )
 
 
-def refuse_no_trade(name: str) -> None:
-    """Raise BadInput for an unknown trade before planning, which takes minutes; needs no torch."""
-    from steelyard.trades import BY_NAME
-
-    if name not in BY_NAME:
-        close = difflib.get_close_matches(name, BY_NAME, n=1)
-        raise BadInput(
-            f"unknown trade {printable(repr(name), most=60)}"
-            + (f"; did you mean {close[0]}?" if close else ""),
-            expected=f"one of {', '.join(sorted(BY_NAME))}",
-            remedy="see docs/trades for all trades",
-        )
-
-
 def _stored_arguments(path: Path, *, needs_script: bool) -> "Asked":
     """Return the stored arguments of ``steelyard plan``.
 

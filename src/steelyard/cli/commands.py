@@ -26,7 +26,6 @@ from steelyard.cli.arguments import (
     refuse_contradictions,
     refuse_elsewhere,
     refuse_no_folder,
-    refuse_no_trade,
     refuse_same_file,
     refuse_unwritable,
     resume_from,
@@ -160,6 +159,7 @@ def plan(
     from steelyard.cli.plan_command import PlanOptions, plan_by
     from steelyard.ir.rule import MOST_RANKS
     from steelyard.plan_files.plan_file import read_decisions
+    from steelyard.trades import check_trade
 
     refuse_no_script(train, "plan")
     check_range("--ranks", ranks, most=MOST_RANKS, write=2)
@@ -185,7 +185,8 @@ def plan(
         maximize=maximize, minimize=minimize, runner=runner, ranks=ranks, cluster=cluster
     )
     if why_not is not None:
-        refuse_no_trade(why_not)
+        # Before planning, which takes minutes.
+        check_trade(why_not)
     return plan_by(
         PlanOptions(
             train=train, path=path, is_check=check is not None, budget=budget, runner=runner,

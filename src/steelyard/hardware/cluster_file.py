@@ -43,7 +43,7 @@ def read_tree(path: Path) -> TopologyLevel:
     try:
         raw = read_bytes(path, most_bytes=MOST_BYTES)
     except PlanFileError as error:
-        raise _as_cluster_error(error) from None
+        raise _as_cluster_error(error, remedy="check the name") from None
     return decode_tree(raw, source=str(path))
 
 
@@ -51,7 +51,7 @@ def decode_tree(raw: bytes | str, *, source: str = "the cluster file") -> Topolo
     try:
         return _ClusterReader(toml_tables(raw, source=source, most_bytes=MOST_BYTES), source).tree()
     except PlanFileError as error:
-        raise _as_cluster_error(error) from None
+        raise _as_cluster_error(error, remedy="restore the file, or write it again") from None
 
 
 def preset_tree(name: str) -> TopologyLevel:
@@ -109,12 +109,12 @@ def _family(given: str, name: str) -> str:
     return "-".join(parts[:end])
 
 
-def _as_cluster_error(error: PlanFileError) -> ClusterFileError:
+def _as_cluster_error(error: PlanFileError, *, remedy: str) -> ClusterFileError:
     """Convert an error of the generic file reader, whose remedies are for plan files."""
     return ClusterFileError(
         error.happened,
         expected="devices, links and scopes, as docs/cluster-files.md describes them",
-        remedy="correct the entries named above",
+        remedy=remedy,
     )
 
 

@@ -10,6 +10,9 @@ from steelyard.ir.graph import Graph, Node
 from steelyard.ir.rule import CallRule, starred, to_rules
 from steelyard.plans.trade import Offer
 
+# The label of an offer of all values.
+EVERYTHING = "everything"
+
 
 def offers_of(rule: type[CallRule], graph: Graph, values: Iterable[str]) -> tuple[Offer, ...]:
     """Return one offer for each distinct set of values, under the first label that names it."""
@@ -34,7 +37,7 @@ def _labels(graph: Graph, node: Node) -> list[str]:
     maker = graph.by_name[node.inputs[0]] if node.is_getitem else node
     parts = node.path.split(".") if node.path else []
     paths = [".".join(parts[: i + 1]) for i in range(len(parts))] or ["top level"]
-    labels = ["everything", *paths]
+    labels = [EVERYTHING, *paths]
     for run in graph.runs:
         patterns = [p for p in (starred(path, run) for path in paths) if p is not None]
         labels += patterns

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from steelyard.ir.rule import Rule, kind_named
 from steelyard.ir.rule_kinds import GradientCompression
 from steelyard.plans.accuracy import keeps
+from steelyard.plans.offers import EVERYTHING
 from steelyard.plans.peak_memory import Timeline
 from steelyard.plans.plan import Plan, SelectedTrade
 from steelyard.plans.receipt import RankMemory, Receipt, RunMeasurement
@@ -281,7 +282,14 @@ def _refused_is(plan: Plan) -> str:
 
 
 def refused_label(refusal: Rejection) -> str:
-    return f"the rest of {refusal.label}" if refusal.left is Remaining.REST else refusal.label
+    if refusal.left is not Remaining.REST:
+        return refusal.label
+    name, bracket, count = refusal.label.partition(" (")
+    return (
+        f"all other values{bracket}{count}"
+        if name == EVERYTHING
+        else f"the rest of {refusal.label}"
+    )
 
 
 def _as_of(plan: Plan) -> str:
@@ -314,7 +322,8 @@ def _ran(measured: RunMeasurement) -> tuple[str, ...]:
     if measured.first_loss is not None and measured.last_loss is not None:
         facts.append(f"loss {measured.first_loss:.6g} to {measured.last_loss:.6g}")
     if measured.rss_bytes is not None:
-        facts.append(f"the whole process used {format_bytes(measured.rss_bytes)} (RSS)")
+        used = format_bytes(measured.rss_bytes)
+        facts.append(f"the whole process used {used} (RSS, with libraries)")
     return tuple(facts)
 
 

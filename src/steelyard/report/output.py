@@ -104,7 +104,7 @@ def show_decisions(found: PlanOnFile, path: Path, *, in_json: bool) -> None:
 def _decisions(found: PlanOnFile, path: Path, width: int) -> list[Line]:
     decisions = found.decisions
     target = decisions.target
-    batch = ", ".join(f"{e.name} {e.dtype} {list(e.shape)}" for e in target.batch)
+    batch = ", ".join(f"{e.name} {e.dtype} {list(e.shape)}".lstrip() for e in target.batch)
     script = path.name.removesuffix(".toml").removesuffix(".plan") + ".py"
     explanation = explanation_path(path).name
     why = (

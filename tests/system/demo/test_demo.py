@@ -126,6 +126,7 @@ def test_outcome_is_a_success_if_plain_pytorch_dies_and_the_plan_gives_its_losse
     assert ok
     assert "failed in step 2 of 2" in said
     assert "432 MiB  the limit" in said
+    assert "pages of library files" in said
 
 
 def test_plain_pytorch_that_survives_is_no_argument() -> None:

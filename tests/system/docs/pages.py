@@ -12,8 +12,8 @@
     ```json      keys that the JSON printed before it has.
     ```          a drawing, which is not checked.
 
-Every page finds the train.py of docs/quickstart.md in its folder. Not for deciding which pages
-there are: see test_pages.py.
+Every page finds the train.py of docs/quickstart.md and the config.json of a model in its folder.
+Not for deciding which pages there are: see test_pages.py.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ SET_UP = re.compile(
     r"|cd \w+|git clone .*|(python|pytest) (?P<file>[\w/.-]+\.py).*"
     r"|python -m (?P<module>tests\.system\.docs\.\w+).*"
 )
+_CONFIG = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 _LANGUAGES = ("python", "sh", "text", "toml", "json", "")
 
 
@@ -168,7 +172,8 @@ def save(block: Block) -> bool:
 
 
 def set_the_table() -> None:
-    """Write the script of the quickstart into the current folder."""
+    """Write the script of the quickstart, and the configuration of a small Llama."""
+    Path("config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
     for block in blocks((ROOT / "docs/quickstart.md").read_text(encoding="utf-8")):
         if block.language == "python":
             save(block)

@@ -86,7 +86,11 @@ def test_a_single_tensor_is_refused_as_a_list_of_batches(batches: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x = 1\ndef other(): pass", r"no function workload\(\)(.|\n)*\(other\)"),
+        (
+            "x = 1\ndef other(): pass\ndef loss(model, batch): pass\nclass Model: pass",
+            r"no function workload\(\)(.|\n)*\(other\)",
+        ),
+        ("def loss(model, batch): pass", r"no function workload\(\)(.|\n)*next: write it$"),
         ("workload = 3", r"no function workload\(\)"),
         ("def workload(size, *, depth): pass", r"workload\(size, \*, depth\) .* needs arguments"),
         ("def workload(): return 3", r"returned a int"),

@@ -87,6 +87,7 @@ from tests.unit.cli.commands import failure_of
         ("plan train.py --offload-dir . --offload-rate 1GB/s", "--offload-size is missing"),
         ("plan train.py --what-if memory=nan", "not an amount"),
         ("plan train.py --why-not recomputing", "did you mean recompute?"),
+        ("plan train.py --why-not xyz", "the name of a trade, such as recompute"),
         ("plan train.py --maximize batch --minimize devices", "exclude each other"),
         ("plan train.py --maximize batch --ranks 2", "--ranks gives several"),
         ("plan train.py --maximize batch --cluster dgx-h100", "--cluster gives several"),

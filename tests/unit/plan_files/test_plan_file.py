@@ -440,7 +440,7 @@ def test_a_file_that_cannot_be_read_is_a_plan_file_error(tmp_path: Path) -> None
     fifo = tmp_path / "fifo.toml"
     os.mkfifo(fifo)
     for path, reason in (
-        (tmp_path / "none.toml", "does not exist"),
+        (tmp_path / "none.toml", r"does not exist(.|\n)*check the name, or write one"),
         (tmp_path, "is not a file"),
         (fifo, "is not a file"),
         (tmp_path / "a\x00b.toml", "does not exist"),
@@ -448,6 +448,12 @@ def test_a_file_that_cannot_be_read_is_a_plan_file_error(tmp_path: Path) -> None
     ):
         with pytest.raises(PlanFileError, match=reason):
             read_decisions(path)
+
+
+def test_text_that_is_not_toml_names_no_entries_to_correct() -> None:
+    with pytest.raises(PlanFileError) as refused:
+        decode_decisions("[[[")
+    assert refused.value.remedy.startswith("restore the file, or plan again: ")
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:

@@ -258,6 +258,8 @@ def test_offers_that_are_taken_in_part_or_never_made_are_counted_apart() -> None
     assert "refused (2 of 5 offers, the rest of 1, and 1 that cannot be offered)" in text
     offers = replace(PLAN, refused=(rest,))
     assert "the rest of blocks.*.attn: softmax (4): would buy" in shown(offers, zoom=Zoom.OFFERS)
+    every = replace(PLAN, refused=(replace(rest, label="everything (200)"),))
+    assert "recompute  all other values (200): would buy" in shown(every, zoom=Zoom.OFFERS)
 
 
 def test_the_reason_against_the_fastest_codec_comes_first() -> None:

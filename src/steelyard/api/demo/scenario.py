@@ -93,7 +93,7 @@ def _run_parts(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Re
     plan = stage.plan()
     for line in _plan_lines(plan):
         on_line(f"   {line}")
-    on_line("2  one memory limit for both (RLIMIT_DATA, enforced by the kernel)")
+    on_line("2  one limit on writable memory for both (RLIMIT_DATA, enforced by the kernel)")
     with ThreadPoolExecutor(1) as executor:
         # Meanwhile, train the run that part 5 compares with; it ends before anything is timed.
         without_limit = executor.submit(stage.run, "plain", meter=True)
@@ -120,6 +120,8 @@ def _run_parts(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Re
     for line in _side_by_side(theirs.losses, ours.losses):
         on_line(f"   {line}")
     on_line("6  the receipt of the plan's run: measured and predicted")
+    on_line("   (the RSS of the process also counts pages of library files, which the limit")
+    on_line("   does not bound)")
     fits = measured.memory_bytes is not None and measured.memory_bytes <= scene.budget_bytes
     as_promised = bool(limited.complaint) and fits and theirs.losses == ours.losses
     return as_promised, Receipt(plan=plan, measured=measured)
@@ -184,9 +186,10 @@ def _complaint(stderr: str) -> str:
 def _plan_lines(plan: Plan) -> list[str]:
     metrics = plan.predicted.metrics
     more = metrics.step_seconds.value / plan.unplanned.metrics.step_seconds.value - 1
+    longer = f"~{format_share(abs(more)).removeprefix('+')} {'longer' if more >= 0 else 'less'}"
     before, after = format_bytes(plan.before.peak.nbytes), format_bytes(metrics.memory_bytes.value)
     return [
-        f"plain PyTorch needs ~{before}; the plan ~{after}, in ~{format_share(more)} time",
+        f"plain PyTorch needs ~{before}; the plan ~{after}, and takes {longer}",
         "(by recomputation only: a step split into micro-batches is exact, but not",
         "bit-identical to plain PyTorch, and the losses below are compared bit by bit)",
     ]
