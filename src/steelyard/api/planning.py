@@ -5,6 +5,7 @@ and train.py.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from steelyard.planner.preflight import check_offload_memory, floor_of
 from steelyard.planner.session import PlanRequest, Runner
 from steelyard.planner.stored_predictions import stored_plan
 from steelyard.plans.budget import Budget, Maximize, Minimize
+from steelyard.plans.memory_fit import Capacity
 from steelyard.plans.plan_check import DECOMPOSITIONS, check_file, cluster_for
 
 
@@ -61,7 +63,7 @@ def plan(
         batch=batch,
         optimizer=optimizer,
         cluster=cluster or Cluster.here(),
-        budget=budget or Budget(),
+        budget=_with_device_memory(budget or Budget(), cluster),
         runner=runner,
         title=title or type(model).__name__,
         on_progress=on_progress,
@@ -74,6 +76,15 @@ def plan(
         return plan_for_cluster(DeclaredClusterPlanner(request=request), request.budget, goal)
     request.check_floor(floor_of(model, batch), request.budget)
     return planned(Planner(request.capture_and_price(within=request.budget)), request.budget)
+
+
+def _with_device_memory(budget: Budget, cluster: Cluster | None) -> Budget:
+    """Return the budget; without a bound on memory, a single declared device is the bound."""
+    if cluster is None or cluster.is_here or cluster.num_devices > 1:
+        return budget
+    if budget.memory_bytes is not None:
+        return budget
+    return replace(budget, memory_bytes=Capacity.of(cluster.device).usable_bytes)
 
 
 def _needs_cluster_planner(request: PlanRequest, minimize: Minimize | str | None) -> bool:

@@ -107,6 +107,19 @@ def cluster_of(
     return Cluster.load(cluster) if cluster.endswith(".toml") else Cluster.named(cluster)
 
 
+def cluster_or_gpu(cluster: str | None, gpu: str | None) -> str | None:
+    """Return the cluster's name, or the whole name of one GPU, which names a cluster too."""
+    if gpu is None:
+        return cluster
+    if cluster is not None:
+        raise BadInput(
+            "--cluster and --gpu both declare the devices",
+            expected="only one of them",
+            remedy="leave out one of them",
+        )
+    return Cluster.gpu(gpu).tree.name
+
+
 def planned_for(
     named: str, plan: Path | None, cluster: str | None, *, verb: str = "simulate"
 ) -> tuple[str, Path, Cluster | None]:

@@ -17,6 +17,7 @@ from steelyard.cli.arguments import (
     check_range,
     checkpoint_interval,
     cluster_of,
+    cluster_or_gpu,
     device_range,
     explanation_of,
     offload_memory_of,
@@ -138,6 +139,10 @@ def plan(
             help="Plan for this declared cluster: a TOML file, or a preset such as dgx-h100."
         ),
     ] = None,
+    gpu: Annotated[
+        str | None,
+        Parameter(help="Plan for one GPU, such as RTX-4090; its memory is the budget."),
+    ] = None,
     offload: OffloadOptions = _NO_OFFLOAD,
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
@@ -163,6 +168,7 @@ def plan(
 
     refuse_no_script(train, "plan")
     check_range("--ranks", ranks, most=MOST_RANKS, write=2)
+    cluster = cluster_or_gpu(cluster, gpu)
     path = check or output or plan_path(train)
     refuse_same_file("--html", html, path, explanation_of(path), script_path(train))
     if output or path.parent.is_dir():

@@ -3,13 +3,14 @@
 Not for computing the answer: see api/fitting/memory_fit.py.
 """
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.cli.arguments import check_range
 from steelyard.cli.exit_codes import INFEASIBLE, OK
-from steelyard.cli.output_options import OutputOptions, planning
+from steelyard.cli.output_options import OutputOptions, hint, planning
 from steelyard.cli.signals import handle_interrupts
 from steelyard.cli.training_script import refuse_no_script
 from steelyard.errors import BadInput
@@ -124,4 +125,7 @@ def fit_by(options: FitOptions) -> int:
     else:
         width = terminal.width_of(sys.stdout)
         terminal.write(fit_report.lever_lines(found, width=width), sys.stdout)
+        if not options.is_config:
+            words = ["steelyard", "plan", options.target, "--gpu", cluster.device.kind]
+            hint(f"next: {shlex.join(words)}", shown)
     return OK if found.fits else INFEASIBLE

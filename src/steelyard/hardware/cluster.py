@@ -217,7 +217,9 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str, *, offload_memory: OffloadMemory | None = None) -> "Cluster":
-        """Return a preset machine, such as ``"dgx-h100"``: see docs/cluster-presets.md."""
+        """Return a preset machine, such as ``"dgx-h100"``, or one preset device, such as
+        ``"RTX-4090"``: see docs/cluster-presets.md.
+        """
         from steelyard.hardware.cluster_file import preset_tree
 
         return cls(tree=preset_tree(name), offload_memory=offload_memory)
@@ -225,7 +227,6 @@ class Cluster:
     @classmethod
     def gpu(cls, name: str) -> "Cluster":
         """Return one preset GPU, such as ``"RTX-4090"``: see docs/cluster-presets.md."""
-        from steelyard.hardware.cluster_file import preset_device
+        from steelyard.hardware.cluster_file import gpu_tree
 
-        member = LevelMember(of=preset_device(name), count=1, link=None)
-        return cls(tree=TopologyLevel(name=f"gpu {name}", members=(member,)))
+        return cls(tree=gpu_tree(name))

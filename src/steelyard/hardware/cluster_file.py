@@ -4,6 +4,7 @@ A table may inherit keys from a preset, and a preset may be named instead of a t
 schema of tables: see cluster_schema.py; nor for presets: see presets.py.
 """
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,8 +56,10 @@ def decode_tree(raw: bytes | str, *, source: str = "the cluster file") -> Topolo
 
 
 def preset_tree(name: str) -> TopologyLevel:
-    """Return a preset machine by its name."""
+    """Return a preset machine by its name, or one preset device by its whole name."""
     machines = preset_tables()["scope"]
+    if name in preset_tables()["device"]:
+        return gpu_tree(name)
     if name not in machines:
         raise ClusterFileError(
             f"unknown cluster preset {printable(str(name), most=60)}",
@@ -64,6 +67,13 @@ def preset_tree(name: str) -> TopologyLevel:
             remedy="choose a preset, or declare the cluster in a file: see docs/cluster-files.md",
         )
     return _ClusterReader({"preset": name}, name).tree()
+
+
+def gpu_tree(name: str) -> TopologyLevel:
+    """Return one preset device; see ``preset_device``."""
+    device = preset_device(name)
+    member = LevelMember(of=device, count=1, link=None)
+    return TopologyLevel(name=device.kind, members=(member,))
 
 
 def preset_device(name: str) -> Device:
@@ -85,12 +95,14 @@ def preset_device(name: str) -> Device:
         device = _ClusterReader(tables, name).tree().members[0].of
         assert isinstance(device, Device)
         return device
-    problem = (
-        f"could be {' or '.join(found)}" if found else f"is unknown{_suggestion(name, devices)}"
-    )
+    close = difflib.get_close_matches(name.upper(), devices, n=1)
+    problem = "is unknown" + (f"; did you mean {close[0]}?" if close else "")
     raise ClusterFileError(
-        f"the GPU {printable(name, most=60)} {problem}",
-        expected=f"one of {', '.join(found or devices)}",
+        f"the GPU {printable(name, most=60)} "
+        + (f"could be {' or '.join(found)}" if found else problem),
+        expected=f"one of {', '.join(found)}"
+        if found
+        else "a preset, such as RTX-4090, A100-40 or H100: see docs/cluster-presets.md",
         remedy="choose one, or declare the device in a file: see docs/cluster-files.md",
     )
 

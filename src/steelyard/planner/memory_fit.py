@@ -61,9 +61,7 @@ def fit_step(
     ``on_verdict`` gets the verdict before the changes are tried. ``variants`` are changes that only
     the caller can make, such as another precision of the model.
     """
-    capacity = Capacity(
-        kind=device.kind, memory_bytes=device.memory_bytes, is_gpu=not device.is_here
-    )
+    capacity = Capacity.of(device)
     on_progress("measuring the step on fake tensors")
     found = Fit(title=title, capacity=capacity, need=need_of(step, capacity))
     on_verdict(found)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from steelyard.hardware.device import Device
+
 # The CUDA context, the libraries' workspaces and what the driver keeps, beside torch's allocator.
 _CONTEXT_BYTES = 600 * 2**20
 _DRIVER_SHARE = 0.02
@@ -63,6 +65,10 @@ class Capacity:
     kind: str
     memory_bytes: int
     is_gpu: bool
+
+    @classmethod
+    def of(cls, device: Device) -> "Capacity":
+        return cls(kind=device.kind, memory_bytes=device.memory_bytes, is_gpu=not device.is_here)
 
     @property
     def usable_bytes(self) -> int:

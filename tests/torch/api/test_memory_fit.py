@@ -18,7 +18,7 @@ from steelyard.api import ConfigRequest
 from steelyard.capture.deep.eager_levels import eager_levels
 from steelyard.cli import main
 from steelyard.measure.operators.memory import meter_once
-from steelyard.plans.memory_fit import FitVerdict
+from steelyard.plans.memory_fit import Capacity, FitVerdict
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
@@ -114,10 +114,11 @@ def test_other_architectures(
     [
         ({"model_type": "lama"}, [], "unknown model_type 'lama'; did you mean llama?"),
         ({"num_hiden_layers": 2}, [], "the unknown key 'num_hiden_layers'; did you mean"),
-        ({"model_type": None}, [], "is not a transformers configuration: it has no model_type"),
+        ({"model_type": None}, [], "config.json has no model_type"),
         ({}, ["--precision", "bf17"], "unknown --precision 'bf17'; did you mean bf16?"),
         ({}, ["--optimizer", "adam"], "unknown --optimizer 'adam'; did you mean adamw?"),
         ({}, ["--sequence", "9000"], "--sequence 9000 is longer than the model's 8192 positions"),
+        ({"quantization_config": {"bits": 4}}, [], "has a quantization_config"),
         ({"num_attention_heads": "x"}, [], "transformers refuses"),
         ({"model_type": "encodec"}, [], "has no model of encodec with a loss"),
     ],
@@ -142,7 +143,11 @@ def test_a_file_that_is_not_json_is_refused(
     path.write_text("{" * 10_000)
     assert main(["fit", str(path), "--gpu", "H100"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "is not a transformers configuration" in said
+    assert "config.json is not JSON" in said
+    assert main(["fit", str(tmp_path / "none.json"), "--gpu", "H100"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "none.json: does not exist expected: the config.json of" in said
+    assert said.count("next:") == 1
 
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["plain", "checkpointing"])
@@ -203,6 +208,19 @@ def test_a_script_is_answered_like_a_configuration(
     assert fitted(capsys, str(script), "--gpu", "T4")[0] == 0
     assert main(["fit", str(script), "--gpu", "T4", "--lora", "8"]) == 2
     assert "--lora was given for the script" in capsys.readouterr().err
+
+
+def test_a_gpu_is_the_budget_of_its_plan(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("WIDTH", "8"))
+    assert main(["plan", str(script), "--gpu", "t4", "--quiet"]) == 0
+    written = (tmp_path / "train.plan.toml").read_text()
+    usable = Capacity.of(sy.Cluster.gpu("T4").device).usable_bytes
+    assert f"memory = {usable}" in written
+    assert 'declared = "T4 (1 T4)"' in written
+    assert main(["plan", str(script), "--check", str(tmp_path / "train.plan.toml")]) == 0
+    assert main(["plan", str(script), "--cluster", "T4", "--memory", "8GiB"]) == 0
+    assert 'memory = "8 GiB"' in (tmp_path / "train.plan.toml").read_text()
 
 
 def test_fit_from_python_leaves_the_model_alone() -> None:

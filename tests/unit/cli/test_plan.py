@@ -61,14 +61,20 @@ def test_every_bound_of_the_budget_reaches_the_search(api: fake_api.Fake) -> Non
 def test_the_cluster_is_this_machine_a_preset_or_a_file(
     api: fake_api.Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for asked_for, devices in (("--ranks 2", 2), ("--cluster dgx-h100", 8), ("", 1)):
+    for asked_for, devices in (
+        ("--ranks 2", 2),
+        ("--cluster dgx-h100", 8),
+        ("--gpu T4", 1),
+        ("", 1),
+    ):
         fake_api.CALLS.clear()
         assert main(["plan", "train.py", *asked_for.split()]) == 0
         assert arguments_of("plan_workload")["cluster"].num_devices == devices
     fake_api.CALLS.clear()
     assert main(["plan", "train.py", "--ranks", "2", "--speeds", "1,0.5"]) == 0
     assert arguments_of("plan_workload")["cluster"].speeds == (1, 0.5)
-    for wrong in ("--cluster dgx-h100 --ranks 2", "--cluster dgx-h10", "--ranks 2 --speeds 1",
+    for wrong in ("--cluster dgx-h100 --gpu T4", "--gpu T5", "--gpu T4 --ranks 2",
+                  "--cluster dgx-h100 --ranks 2", "--cluster dgx-h10", "--ranks 2 --speeds 1",
                   "--ranks 2 --speeds fast", "--cluster dgx-h100 --speeds 1,0.5",
                   "--cluster none.toml", "--ranks 0", "--ranks 100000"):  # fmt: skip
         assert main(["plan", "train.py", *wrong.split()]) == 2, wrong

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from steelyard.api.workload import Workload
-from steelyard.errors import BadInput
+from steelyard.errors import BadInput, PlanFileError
 from steelyard.safe_files import read_bytes
 from steelyard.safe_text import printable
 
@@ -129,15 +129,17 @@ def _decoded(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
         given = json.loads(read_bytes(file, most_bytes=_MOST_BYTES))
+    except PlanFileError as error:
+        problem = error.happened
     except (ValueError, RecursionError) as error:
-        problem = printable(str(error), most=80)
+        problem = f"{printable(str(file))} is not JSON: {printable(str(error), most=80)}"
     else:
         if isinstance(given, dict) and isinstance(given.get("model_type"), str):
             return given
-        problem = "it has no model_type"
+        problem = f"{printable(str(file))} has no model_type"
     raise BadInput(
-        f"{printable(str(file))} is not a transformers configuration: {problem}",
-        expected="the config.json of a model",
+        problem,
+        expected="the config.json of a transformers model",
         remedy="give the config.json, or the folder that contains it",
     )
 
@@ -162,6 +164,12 @@ def _config(transformers: Any, given: dict[str, Any], path: Path) -> Any:
             f"{_suggestion(kind, known)}",
             expected=f"an architecture of transformers {transformers.__version__}",
             remedy="correct it, install a newer transformers, or name a script with a workload()",
+        )
+    if given.get("quantization_config"):
+        raise BadInput(
+            f"{printable(str(path))} has a quantization_config",
+            expected="a model whose weights are floating-point numbers",
+            remedy="remove the quantization_config to ask about the model before quantization",
         )
     settings = {k: v for k, v in given.items() if k not in ("model_type", "auto_map")}
     try:
