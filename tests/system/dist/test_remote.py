@@ -68,7 +68,7 @@ def test_an_unreachable_host_is_named_on_all_ranks() -> None:
     one, other = on_two_ranks("tests.system.dist.remote:refused")
     assert one == other
     assert "on rank 1, its NIXL proxy process failed: nixlBackendError" in one["no agent"]
-    assert "its NIXL proxy process failed OSError: [Errno 99]" in one["no way"], "no such address"
+    assert "its NIXL proxy process failed: OSError: [Errno 99]" in one["no way"], "no such address"
     for said in one.values():
         assert len(said.rstrip().splitlines()) == 3, said
         assert "/memfd" not in said, "what was made stays open"
