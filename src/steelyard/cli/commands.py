@@ -35,12 +35,8 @@ from steelyard.cli.arguments import (
     waits_seconds,
     whole_number,
 )
-from steelyard.cli.exit_codes import (
-    BAD_INPUT,
-    OK,
-    RUN_FAILED,
-    user_code,
-)
+from steelyard.cli.config_options import ConfigOptions
+from steelyard.cli.exit_codes import BAD_INPUT, OK, RUN_FAILED, user_code
 from steelyard.cli.garbage_collection import without_collection
 from steelyard.cli.output_options import OutputOptions, hint, load_script, planning
 from steelyard.cli.signals import handle_interrupts
@@ -86,7 +82,7 @@ class OffloadOptions:
         return offload_memory_of(self.offload_dir, self.offload_rate, self.offload_size)
 
 
-_DEFAULT_OUTPUT, _NO_OFFLOAD = OutputOptions(), OffloadOptions()
+_DEFAULT_OUTPUT, _NO_OFFLOAD, _NO_CONFIG = OutputOptions(), OffloadOptions(), ConfigOptions()
 _Train = Annotated[
     str, Parameter(help="Script with a workload() function; train.py:name selects one of several.")
 ]
@@ -212,37 +208,13 @@ def fit(
     /,
     *,
     gpu: Annotated[str, Parameter(help="The device, such as RTX-4090, A100-40 or H100.")],
-    batch: Annotated[
-        int | None, Parameter(help="Samples of a step, for a config.", converter=whole_number)
-    ] = None,
-    sequence: Annotated[
-        int | None, Parameter(help="Tokens of a sample, for a config.", converter=whole_number)
-    ] = None,
-    precision: Annotated[
-        str | None,
-        Parameter(help="For a config: bf16, fp16, fp32, bf16-mixed or fp16-mixed."),
-    ] = None,
-    lora: Annotated[
-        int | None,
-        Parameter(
-            help="Rank of LoRA adapters, for a config; PEFT adds them.", converter=whole_number
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        Parameter(help="For a config: adamw, adamw-fused, adafactor, sgd or sgd-momentum."),
-    ] = None,
+    config: ConfigOptions = _NO_CONFIG,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Answer within seconds whether a step fits a GPU, and what would make it fit."""
     from steelyard.cli.fit_command import fit_by, fit_options
 
-    return fit_by(
-        fit_options(
-            target, gpu=gpu, batch=batch, sequence=sequence, precision=precision, lora=lora,
-            optimizer=optimizer, shown=shown,
-        )
-    )  # fmt: skip
+    return fit_by(fit_options(target, gpu=gpu, config=config, shown=shown))
 
 
 @app.command

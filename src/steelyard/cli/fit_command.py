@@ -5,10 +5,11 @@ Not for computing the answer: see api/fitting/memory_fit.py.
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from steelyard.cli.arguments import check_range
+from steelyard.cli.config_options import ConfigOptions
 from steelyard.cli.exit_codes import INFEASIBLE, OK
 from steelyard.cli.output_options import OutputOptions, hint, planning
 from steelyard.cli.signals import handle_interrupts
@@ -38,25 +39,11 @@ class FitOptions:
 
 
 def fit_options(
-    target: str,
-    *,
-    gpu: str,
-    batch: int | None,
-    sequence: int | None,
-    precision: str | None,
-    lora: int | None,
-    optimizer: str | None,
-    shown: OutputOptions,
+    target: str, *, gpu: str, config: ConfigOptions, shown: OutputOptions
 ) -> FitOptions:
     """Check the arguments, before torch is imported."""
     is_config = target.endswith(".json") or Path(target).is_dir()
-    given = {
-        "--batch": batch,
-        "--sequence": sequence,
-        "--precision": precision,
-        "--lora": lora,
-        "--optimizer": optimizer,
-    }
+    given = {f"--{name}": value for name, value in asdict(config).items()}
     for option, value in given.items():
         if value is not None and not is_config:
             raise BadInput(
@@ -72,11 +59,11 @@ def fit_options(
         target=target,
         is_config=is_config,
         gpu=gpu,
-        batch=batch or 1,
-        sequence=sequence or 2048,
-        precision=precision or "bf16",
-        optimizer=optimizer or "adamw",
-        lora=lora,
+        batch=config.batch or 1,
+        sequence=config.sequence or 2048,
+        precision=config.precision or "bf16",
+        optimizer=config.optimizer or "adamw",
+        lora=config.lora,
         shown=shown,
     )
 

@@ -156,6 +156,7 @@ every_trade = pytest.mark.parametrize("trade", OF_THE_PASS, ids=lambda t: t.name
 @every_trade
 def test_a_trade_declares_its_payments_and_gains(trade: Trade) -> None:
     assert trade.buys  # a new order of the same calls may pay nothing
+    assert trade.pays
     assert set(trade.pays) | set(trade.buys) <= set(_AMOUNTS)
     assert not set(trade.pays) & set(trade.buys)
     assert trade.is_exact == ("accuracy" not in trade.pays)
