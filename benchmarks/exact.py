@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from steelyard.search.pareto_front import Point
 from steelyard.search.single.estimator.fast_estimator import FastEstimator
-from steelyard.search.single.explore import Explored
+from steelyard.search.single.step_plans import Explored
 from tests.harness import Trial, trial_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT

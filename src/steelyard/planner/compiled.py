@@ -128,7 +128,7 @@ def compiled_frontier(session: PlanningSession, search: StepSearch) -> tuple[Fro
 def fusion_saved_bytes(session: PlanningSession) -> int:
     """Return by how many bytes fusion lowers the peak of the step without trades."""
     if session.request.cluster.num_devices == 1:
-        return session.search.explored().plain.peak_bytes - session.unplanned.peak.nbytes
+        return session.search.untraded_bytes - session.unplanned.peak.nbytes
     found = session.layouts.find(Budget())
     return found.prediction.peak.nbytes - session.priced(found.program).peak.nbytes
 

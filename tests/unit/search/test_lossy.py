@@ -147,7 +147,7 @@ def test_the_bound_is_below_every_plan_that_was_found() -> None:
 
 
 def test_choices_are_carried_to_another_trace() -> None:
-    from steelyard.search.single.explore import choices_in_trace
+    from steelyard.search.single.step_plans import choices_in_trace
 
     graph = in_floats(tower(4))
     plain = Program.plain(graph)

@@ -64,6 +64,15 @@ class Trials:
             return self._block_uniform_point(choices, estimate.peak_bytes, estimate.seconds)
         return point
 
+    def add_all(self, others: "Trials") -> None:
+        """Add the best plans of other trials of the same program."""
+        if others is not self:
+            self.num_tried += others.num_tried
+            for point in others.archive:
+                self.archive.add(point)
+            for point in others.block_uniform:
+                self.block_uniform.add(point)
+
     def _block_uniform_point(
         self, choices: frozenset[int], peak_bytes: int, seconds: float
     ) -> Point:

@@ -34,13 +34,13 @@ from steelyard.search.rejection import NOT_READ, alone_takes
 from steelyard.search.single.estimator.estimate import PeakEstimate
 from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.estimator.transfer_timing import TransferMode
-from steelyard.search.single.explore import (
+from steelyard.search.single.granularity import offloaded_bytes
+from steelyard.search.single.plan_rules import recompute_rules
+from steelyard.search.single.step_plans import (
     Explored,
     choices_in_trace,
     values_in_trace,
 )
-from steelyard.search.single.granularity import offloaded_bytes
-from steelyard.search.single.plan_rules import recompute_rules
 from steelyard.search.single.variant import Variant
 from steelyard.units import format_bytes, format_seconds
 

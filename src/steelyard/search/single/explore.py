@@ -1,16 +1,17 @@
 """Finds the plans between the unplanned step and the plan with the least memory.
 
-One exploration answers every budget, so that a larger budget never gets a slower plan. Not for
-choosing among the plans found: see search.py.
+Every exploration begins with a sweep, which finds plans for all amounts of memory. A local search
+then improves the plans around one memory limit, until the gap to the lower bound is small, or all
+plans. Nothing that was found is dropped, so that a larger budget never gets a slower plan from the
+same exploration. Not for choosing among the plans found: see search.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from types import MappingProxyType
 
-from steelyard.ir.graph import BlockRun, Graph
 from steelyard.ir.program import Program
-from steelyard.ir.rule import CallSite, spot_of, spots, starred
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.single.baseline_plans import simple_plans
@@ -18,6 +19,7 @@ from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.estimator.transfer_timing import TransferMode
 from steelyard.search.single.evaluated_sets import Trials
 from steelyard.search.single.local_search import LocalSearch
+from steelyard.search.single.lower_bound import least_seconds
 from steelyard.search.single.min_cut import MinCut
 from steelyard.search.single.multi_recompute import recompute_repeatedly
 from steelyard.search.single.price_sweep import (
@@ -28,7 +30,15 @@ from steelyard.search.single.price_sweep import (
     quantize_sweep,
     uniform_sweep,
 )
+from steelyard.search.single.step_plans import (
+    Explored,
+    block_uniform_choices,
+    choices_in_trace,
+    prefer_block_uniform,
+)
 
+# A plan whose time is within this share of the lower bound is not improved any further.
+ENOUGH = 0.01
 _LIMITS = 24
 _ROUNDS, _OFFLOAD_ROUNDS = 20, 8
 # The number of trials in each descent: over block-uniform atoms, over single values, and over
@@ -39,72 +49,135 @@ _BLOCK_UNIFORM_EFFORTS, _EFFORTS, _EFFORTS_ON_PARTS = (250,), (500, 1000), (250,
 _KICKING_WORK = 20_000_000
 _KICKS_PER_LIMIT = 4
 _STALE_RATIO = 0.995
-# Block-uniform plans make short plan files; this much slowdown is accepted for that.
-_MAX_SHORT_PLAN_SLOWDOWN = 1.001
+# Around one limit: the trials of a descent and of an exchange, the rounds, the kicks of a round,
+# and the plans on either side of the limit that are mixed.
+_DESCENT, _EXCHANGE, _ROUNDS_AT_LIMIT, _KICKS_AT_LIMIT, _NEIGHBORS = 250, 80, 6, 8, 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Explored:
-    """The plans found for one step.
+class Exploration:
+    """The search over one program, swept once and improved on demand.
 
-    ``chain`` has a plan for each amount of memory, by rising peak and strictly falling seconds.
-    ``groups`` are the choices for one value in all blocks of a run.
+    ``values`` may be recomputed (with ``repeats``, more than once), ``offloadable`` ones moved to
+    offload memory, those in ``slices`` fetched in slices, and ``quantizable`` ones kept in 8 bits.
+    The search starts from the plans of ``known``, the same step in another variant. Micro-batches
+    are explored less thoroughly than the whole batch.
     """
 
-    estimator: FastEstimator
-    chain: tuple[Point, ...]
-    groups: tuple[frozenset[int], ...]
-    trials: int
+    def __init__(
+        self,
+        program: Program,
+        costs: CostTable,
+        values: Iterable[str],
+        offloadable: Iterable[str] = (),
+        quantizable: Iterable[str] = (),
+        slices: Mapping[str, int] = MappingProxyType({}),
+        *,
+        known: Explored | None = None,
+        thorough: bool = True,
+        repeats: bool = True,
+    ) -> None:
+        self._estimator = FastEstimator(program, costs, values, offloadable, quantizable, slices)
+        self._groups = block_uniform_choices(self._estimator)
+        self._choices = [*self._estimator.unit_of, *self._estimator.eviction_choices()]
+        self._thorough, self._repeats = thorough, repeats
+        self._bounds: dict[int, float] = {}
+        self._improved: set[int] = set()
+        self.is_complete = not self._choices
+        self._trials = self._swept(known)
 
-    def within(self, peak_bytes: int | None) -> Point | None:
-        fitting = [p for p in self.chain if peak_bytes is None or p.peak_bytes <= peak_bytes]
-        return fitting[-1] if fitting else None
+    def _swept(self, known: Explored | None) -> Trials:
+        trials = Trials(self._estimator)
+        if self._choices:
+            if known is not None:
+                _start_from(trials, known)
+            _sweep(trials, self._cut)
+        return trials
+
+    @cached_property
+    def _cut(self) -> MinCut:
+        return MinCut(self._estimator)
+
+    def _local_searches(self) -> tuple[LocalSearch, ...]:
+        """The search over block-uniform atoms, if there are any, and that over single choices."""
+        single = LocalSearch(
+            self._trials, (frozenset({s}) for s in self._choices), are_block_uniform=False
+        )
+        if len(self._groups) == len(self._choices):
+            return (single,)
+        return LocalSearch(self._trials, self._groups, are_block_uniform=True), single
 
     @property
-    def least(self) -> Point:
-        return self.chain[0]
+    def num_tried(self) -> int:
+        """The number of plans that were tried so far."""
+        return self._trials.num_tried
 
-    @property
-    def plain(self) -> Point:
-        return self.chain[-1]
+    def explored(self) -> Explored:
+        """Return the plans found so far."""
+        return Explored(
+            estimator=self._estimator,
+            chain=prefer_block_uniform(self._trials.archive, self._trials.block_uniform),
+            groups=tuple(self._groups),
+            trials=self._trials.num_tried,
+        )
 
-    def recomputed(self, point: Point) -> dict[str, int]:
-        """Return the values to recompute, with the maximum number of recomputations of each."""
-        estimator, choices = self.estimator, self.choices_of(point)
-        times = estimator.times_of(choices)
-        return {
-            estimator.value_on[s]: times.get(s, 1) for s in choices if estimator.is_recompute(s)
-        }
+    def lower_bound(self, limit_bytes: int) -> float:
+        """Return a lower bound on the seconds of all plans of this program within the limit."""
+        if limit_bytes not in self._bounds:
+            plain = self._trials.plain
+            known = self._trials.archive.within(limit_bytes) or self._trials.archive.least
+            self._bounds[limit_bytes] = (
+                plain.seconds - self._estimator.slicing_gain_seconds
+                if not self._choices or plain.peak_bytes <= limit_bytes
+                else least_seconds(
+                    self._estimator,
+                    self._cut,
+                    limit_bytes=limit_bytes,
+                    within_seconds=known.seconds,
+                    repeats=self._repeats,
+                )
+            )
+        return self._bounds[limit_bytes]
 
-    def offloaded(self, point: Point) -> dict[str, tuple[int, int]]:
-        """Return the values to offload, with the lag and the lead of each."""
-        return self.estimator.lags_and_leads(self.choices_of(point))
+    def is_near_bound(self, limit_bytes: int) -> bool:
+        """True if the best plan within the limit is hardly slower than the lower bound."""
+        best = self._trials.archive.within(limit_bytes)
+        return best is not None and best.seconds <= (1 + ENOUGH) * self.lower_bound(limit_bytes)
 
-    def slice_counts(self, point: Point) -> dict[str, int]:
-        """Return the number of slices of each offloaded value that is fetched in slices."""
-        return self.estimator.slice_counts(self.choices_of(point))
+    def improve(self, limit_bytes: int) -> None:
+        """Improve the plans around a memory limit, until they are near the lower bound or a few
+        rounds bring nothing.
+        """
+        if self.is_complete or limit_bytes in self._improved:
+            return
+        self._improved.add(limit_bytes)
+        for local_search in self._local_searches():
+            if self.is_near_bound(limit_bytes):
+                return
+            _improve_at(self._trials, local_search, limit_bytes)
 
-    def unsliced(self, point: Point) -> Point:
-        """Return the same plan with whole fetches instead of sliced ones."""
-        choices = self.estimator.unsliced(self.choices_of(point))
-        estimate = self.estimator.estimate(choices)
-        return Point(peak_bytes=estimate.peak_bytes, seconds=estimate.seconds, choices=choices)
+    def complete(self, known: Explored | None = None) -> None:
+        """Improve the plans for all amounts of memory.
 
-    def quantized(self, point: Point) -> frozenset[str]:
-        """Return the values to keep in 8 bits."""
-        estimator = self.estimator
-        evicted = estimator.estimate(self.choices_of(point)).evicted
-        return frozenset(estimator.evicted_value(c) for c in evicted if estimator.is_quantize(c))
-
-    def choices_of(self, point: Point) -> frozenset[int]:
-        """Return the choices of a plan, extended to all blocks of a run if that costs nothing."""
-        choices = point.choices
-        for group in self.groups:
-            if group & choices and not group <= choices:
-                more = self.estimator.estimate(choices | group)
-                if more.peak_bytes <= point.peak_bytes and more.seconds <= point.seconds:
-                    choices |= group
-        return choices
+        The local search depends on where it starts. So it starts from the sweep again, to find no
+        worse plans than without an earlier improvement.
+        """
+        if self.is_complete:
+            return
+        self.is_complete = True
+        earlier = self._trials
+        if self._improved:
+            self._trials = self._swept(known)
+        local_searches = self._local_searches()
+        for local_search in local_searches:
+            efforts = _EFFORTS if self._thorough else _EFFORTS_ON_PARTS
+            if local_search.are_block_uniform:
+                efforts = _BLOCK_UNIFORM_EFFORTS
+            _improve(self._trials, local_search, efforts=efforts)
+        if self._thorough:
+            _kick(self._trials, local_searches[-1])
+        if self._repeats and self._estimator.unit_of:
+            recompute_repeatedly(self._trials)
+        self._trials.add_all(earlier)
 
 
 def explore(
@@ -113,56 +186,18 @@ def explore(
     values: Iterable[str],
     offloadable: Iterable[str] = (),
     quantizable: Iterable[str] = (),
-    slices: Mapping[str, int] = MappingProxyType({}),
     *,
-    known: "Explored | None" = None,
-    thorough: bool = True,
     repeats: bool = True,
-    known_plans_only: bool = False,
 ) -> Explored:
-    """Explore the plans of one step.
-
-    ``values`` may be recomputed (with ``repeats``, more than once), ``offloadable`` ones moved to
-    offload memory, those in ``slices`` fetched in slices, and ``quantizable`` ones kept in 8 bits.
-    The search starts from the plans of ``known``, the same step in another variant. With
-    ``known_plans_only``, only sweeps and baseline plans are tried, for a budget that needs no
-    better plans.
-    """
-    estimator = FastEstimator(program, costs, values, offloadable, quantizable, slices)
-    trials = Trials(estimator)
-    groups = _groups(estimator)
-    choices = [*estimator.unit_of, *estimator.eviction_choices()]
-    if choices:
-        if known is not None:
-            _start_from(trials, known)
-        _sweep(trials)
-    if choices and not known_plans_only:
-        if len(groups) < len(choices):
-            _improve(
-                trials,
-                LocalSearch(trials, groups, are_block_uniform=True),
-                efforts=_BLOCK_UNIFORM_EFFORTS,
-            )
-        local_search = LocalSearch(
-            trials, (frozenset({s}) for s in choices), are_block_uniform=False
-        )
-        _improve(trials, local_search, efforts=_EFFORTS if thorough else _EFFORTS_ON_PARTS)
-        if thorough:
-            _kick(trials, local_search)
-        if repeats and estimator.unit_of:
-            recompute_repeatedly(trials)
-    chain = prefer_block_uniform(trials.archive, trials.block_uniform)
-    return Explored(estimator=estimator, chain=chain, groups=tuple(groups), trials=trials.num_tried)
+    """Explore the plans of one step for all amounts of memory; see ``Exploration``."""
+    exploration = Exploration(program, costs, values, offloadable, quantizable, repeats=repeats)
+    exploration.complete()
+    return exploration.explored()
 
 
 def sketch(program: Program, costs: CostTable, values: Iterable[str]) -> Explored:
     """Try only the sweeps and baseline plans, for a quick and approximate Pareto front."""
-    estimator = FastEstimator(program, costs, values)
-    trials = Trials(estimator)
-    if estimator.unit_of:
-        _sweep(trials)
-    chain = prefer_block_uniform(trials.archive, trials.block_uniform)
-    return Explored(estimator=estimator, chain=chain, groups=(), trials=trials.num_tried)
+    return Exploration(program, costs, values).explored()
 
 
 def reevaluate(program: Program, costs: CostTable, *, known: Explored) -> Explored:
@@ -184,78 +219,12 @@ def reevaluate(program: Program, costs: CostTable, *, known: Explored) -> Explor
     )
 
 
-def spread(chain: Sequence[Point], count: int) -> list[Point]:
-    """Return up to ``count`` of these plans, evenly spread from the least memory to the fastest."""
-    last = len(chain) - 1
-    numbers = dict.fromkeys(last * i // (count - 1) for i in range(count))
-    return [chain[number] for number in numbers]
-
-
-def values_in_trace(values: Iterable[str], graph: Graph, to: FastEstimator) -> frozenset[str]:
-    """Return the same values in another trace of the step, if they can be recomputed there."""
-    possible = set(to.value_on.values())
-    return frozenset(
-        name for name in _names_in_trace(values, graph, to).values() if name in possible
-    )
-
-
-def choices_in_trace(
-    estimator: FastEstimator, choices: frozenset[int], to: FastEstimator
-) -> frozenset[int]:
-    """Return the same choices in another trace of the step, as far as they are possible there."""
-    graph, times = estimator.program.graph, estimator.times_of(choices)
-    found: set[int] = set()
-    recomputed = {
-        estimator.value_on[c]: times.get(c, 1) for c in choices if estimator.is_recompute(c)
-    }
-    recomputable = {value: storage for storage, value in to.value_on.items()}
-    for value, name in _names_in_trace(recomputed, graph, to).items():
-        if name in recomputable:
-            storage = recomputable[name]
-            found.update(
-                (
-                    storage,
-                    *(to.repeat_choice(storage, more) for more in range(2, 1 + recomputed[value])),
-                )
-            )
-    offloadable = {value: storage for storage, value in to.offloadable.items()}
-    quantizable = {value: storage for storage, value in to.quantizable.items()}
-    evicted = {
-        estimator.evicted_value(c): c
-        for c in choices
-        if estimator.is_offload(c) or estimator.is_quantize(c)
-    }
-    for value, name in _names_in_trace(evicted, graph, to).items():
-        if estimator.is_quantize(evicted[value]):
-            found.update([to.quantize_choice(quantizable[name])] if name in quantizable else [])
-        elif name in offloadable:
-            mode = estimator.mode(evicted[value])
-            found.add(
-                to.offload_choice(
-                    offloadable[name], mode if offloadable[name] in to.sliced else mode.unsliced
-                )
-            )
-    return frozenset(found)
-
-
-def _names_in_trace(values: Iterable[str], graph: Graph, to: FastEstimator) -> dict[str, str]:
-    """Map the names of these values to the names in the other trace."""
-    names_by_spot = spots(to.program.graph)
-    spots_here = {v: spot_of(graph, graph.by_name[v]) for v in values}
-    return {
-        v: names_by_spot[spot]
-        for v, spot in spots_here.items()
-        if spot is not None and spot in names_by_spot
-    }
-
-
 def _start_from(trials: Trials, known: Explored) -> None:
     for point in known.chain:
         trials.evaluate(choices_in_trace(known.estimator, point.choices, trials.estimator))
 
 
-def _sweep(trials: Trials) -> None:
-    cut = MinCut(trials.estimator)
+def _sweep(trials: Trials, cut: MinCut) -> None:
     gaps = Gaps(trials.estimator, cut.kept)
     uniform_sweep(trials, cut, gaps)
     packed_sweep(trials, cut, gaps)
@@ -302,6 +271,38 @@ def _try_quantize_all(trials: Trials) -> None:
         trials.evaluate(point.choices | all_quantized)
 
 
+def _improve_at(trials: Trials, local_search: LocalSearch, limit_bytes: int) -> None:
+    """Improve the best plan within the limit, round after round, until two rounds bring nothing."""
+    known = trials.block_uniform if local_search.are_block_uniform else trials.archive
+    local_search.seed(_around(trials.archive, limit_bytes, 2 * _NEIGHBORS))
+    local_search.descend(trials=_DESCENT)
+    stale = 0
+    for number in range(_ROUNDS_AT_LIMIT):
+        before = _overhead_within(trials, limit_bytes)
+        local_search.relink(_around(known, limit_bytes, _NEIGHBORS))
+        local_search.settle(limit_bytes)
+        local_search.exchange(limit_bytes, trials=_EXCHANGE)
+        if number:
+            local_search.kick(limit_bytes, times=_KICKS_AT_LIMIT, seed=number)
+        is_stale = _overhead_within(trials, limit_bytes) >= before * _STALE_RATIO
+        stale = stale + 1 if is_stale else 0
+        if stale == 2:
+            return
+
+
+def _overhead_within(trials: Trials, limit_bytes: int) -> float:
+    """Return the seconds that the best plan within the limit pays; infinite if there is none."""
+    point = trials.archive.within(limit_bytes)
+    return math.inf if point is None else point.seconds - trials.plain.seconds
+
+
+def _around(known: ParetoFront, limit_bytes: int, count: int) -> list[Point]:
+    """Return up to ``count`` plans on either side of the limit."""
+    points = list(known)
+    within = sum(point.peak_bytes <= limit_bytes for point in points)
+    return points[max(0, within - count) : within + count]
+
+
 def _improve(trials: Trials, local_search: LocalSearch, *, efforts: tuple[int, ...]) -> None:
     known = trials.block_uniform if local_search.are_block_uniform else trials.archive
     local_search.seed(trials.archive.hull())
@@ -343,44 +344,3 @@ def _overhead(trials: Trials, limits: Iterable[int]) -> float:
 def _memory_limits(known: ParetoFront) -> list[int]:
     low, high = known.least.peak_bytes, known.fastest.peak_bytes
     return [round(low + (high - low) * i / _LIMITS) for i in range(_LIMITS + 1)]
-
-
-def _groups(estimator: FastEstimator) -> list[frozenset[int]]:
-    """Return the choices for the same value in all blocks of a run, as one atom each."""
-    graph = estimator.program.graph
-    runs = sorted(graph.runs, key=lambda r: -len(r.prefix))
-    members: dict[tuple[CallSite, int], set[int]] = {}
-    recomputes = ((storage, value, 0) for storage, value in estimator.value_on.items())
-    evictions = (
-        (c, estimator.evicted_value(c), c // len(estimator.nbytes))
-        for c in estimator.eviction_choices()
-    )
-    for choice, value, kind in (*recomputes, *evictions):
-        spot = spot_of(graph, graph.by_name[value])
-        assert spot is not None
-        members.setdefault((_pattern(spot, runs), kind), set()).add(choice)
-    return [frozenset(m) for m in members.values()]
-
-
-def _pattern(spot: CallSite, runs: list[BlockRun]) -> CallSite:
-    for run in runs:
-        module = starred(spot.module, run)
-        if module is not None:
-            # Two runs of the same module list must stay distinct.
-            return CallSite(f"{run.first}:{module}", spot.op, spot.nth)
-    return spot
-
-
-def prefer_block_uniform(archive: ParetoFront, block_uniform: ParetoFront) -> tuple[Point, ...]:
-    """Return the archive, with block-uniform plans in place of others that are hardly better."""
-    chain: list[Point] = []
-    for point in archive:
-        uniform_point = block_uniform.within(point.peak_bytes)
-        if (
-            uniform_point is not None
-            and uniform_point.seconds <= point.seconds * _MAX_SHORT_PLAN_SLOWDOWN
-        ):
-            point = uniform_point
-        if not chain or point.seconds < chain[-1].seconds:
-            chain.append(point)
-    return tuple(chain)

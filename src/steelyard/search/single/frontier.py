@@ -8,9 +8,9 @@ from steelyard.plans.budget import Budget
 from steelyard.plans.plan import FrontierPoint, NextCent
 from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.result import Gap
-from steelyard.search.single.explore import Explored
 from steelyard.search.single.lower_bound import least_seconds
 from steelyard.search.single.min_cut import MinCut
+from steelyard.search.single.step_plans import Explored
 from steelyard.search.single.variant import PLAIN, Variant
 from steelyard.search.single.variant_plans import VariantPlans
 

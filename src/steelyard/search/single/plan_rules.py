@@ -10,7 +10,7 @@ from steelyard.ir.rule import Rule, to_rules
 from steelyard.ir.rule_kinds import Recomputation, ValueCodec, ValueOffload
 from steelyard.plans.trade import Trade, rule_type
 from steelyard.search.pareto_front import Point
-from steelyard.search.single.explore import Explored
+from steelyard.search.single.step_plans import Explored
 
 
 def plan_rules(explored: Explored, point: Point, trades: Sequence[Trade]) -> tuple[Rule, ...]:

@@ -42,13 +42,10 @@ from steelyard.search.result import SearchResult
 from steelyard.search.single.estimator.fast_estimator import FastEstimator
 from steelyard.search.single.evaluated_sets import Trials
 from steelyard.search.single.explain import explain_rejected, explain_selected
-from steelyard.search.single.explore import (
-    Explored,
-    sketch,
-    spread,
-)
+from steelyard.search.single.explore import ENOUGH, sketch
 from steelyard.search.single.frontier import NUM_POINTS, frontier, gap, marginal_saving
 from steelyard.search.single.plan_rules import recompute_rules
+from steelyard.search.single.step_plans import Explored, spread
 from steelyard.search.single.traded_step import TradedStep, rules_of
 from steelyard.search.single.variant import PLAIN, Variant
 from steelyard.search.single.variant_levels import VariantLevels
@@ -135,7 +132,7 @@ class StepSearch:
         ):
             return self._brief_search.find(budget, barred=barred)
         variant, point = self._best(budget)
-        self.explored(variant.unoffloaded.unsplit)  # the baseline of the explanation
+        self._explored(variant.unoffloaded.unsplit, budget)  # the baseline of the explanation
         rules = self._plans.rules(variant, point)
         program = self._step.apply_on_ranks(rules)
         prediction = predict(program, self._all_costs)
@@ -252,7 +249,7 @@ class StepSearch:
 
     def _least_within(self) -> int:
         tried = {variant.parts for variant in self._plans.known}
-        if self._plans.is_brief:
+        if self._plans.is_brief or self._plans.incomplete():
             return max(tried)  # even these variants were not explored in full
         return max(tried) if set(self._levels.micro_batch_counts) - tried else 0
 
@@ -262,21 +259,29 @@ class StepSearch:
         """
         return frontier(self._plans, points=points)
 
+    def _explored(self, variant: Variant, budget: Budget) -> Explored:
+        """Return the plans of this variant, explored as far as the budget requires."""
+        limit = budget.memory_bytes
+        if limit is None:
+            return self.explored(variant)
+        return self._plans.explored_within(limit, variant)
+
     def _best(self, budget: Budget) -> tuple[Variant, Point]:
         """Return the fastest plan over all variants that could contain it.
 
         Splitting the batch or chunking costs time even if nothing is recomputed, and from some
-        number on, finer splits cost more. Once a split alone takes as long as the best plan, finer
-        splits are skipped.
+        number on, finer splits cost more. Once a split alone takes as long as the best plan, or the
+        best plan takes hardly longer than the step without trades, finer splits are skipped.
         """
         limit = budget.memory_bytes
+        is_met = budget != Budget() and self._meets_budget_untraded(budget)
         best: tuple[Variant, Point] | None = None
-        for variants in self._variant_groups(budget):
+        for variants in self._variant_groups(budget, is_met=is_met):
             is_finer_worthwhile = False
             for variant in variants:
                 if best is not None and self._is_not_worth_exploring(variant, best[1], limit):
                     continue
-                explored = self.explored(variant)
+                explored = self._explored(variant, budget)
                 if best is not None and not _is_faster(explored.plain, best[1]):
                     continue
                 is_finer_worthwhile = True
@@ -285,11 +290,37 @@ class StepSearch:
                     best = variant, point
             if not is_finer_worthwhile and variants[0].parts > 1:
                 break
+            if not is_met and best is not None and self._is_hardly_slower(best[1]):
+                break
+        if limit is not None:
+            best = self._explored_further(best, limit)
         if best is None:
             variant, least = self._plans.least()
             program = self._step.apply(self._plans.rules(variant, least))
             peak = predict(program, self._costs).peak
             raise self._infeasible(peak, budget, parts=variant.parts)
+        return best
+
+    def _is_hardly_slower(self, best: Point) -> bool:
+        """True if the plan takes hardly longer than the fastest variant with no other trade."""
+        fastest = min(explored.plain.seconds for explored in self._plans.known.values())
+        return best.seconds <= (1 + ENOUGH) * fastest
+
+    def _explored_further(
+        self, best: tuple[Variant, Point] | None, limit: int
+    ) -> tuple[Variant, Point] | None:
+        """Explore in full each variant that may contain a considerably faster plan.
+
+        If no plan fits yet, this is every variant.
+        """
+        for variant in self._plans.incomplete():
+            if best is not None:
+                bound = self._plans.lower_bound(limit, variant)
+                if best[1].seconds <= (1 + ENOUGH) * bound:
+                    continue
+            point = self._plans.explored(variant).within(limit)
+            if point is not None and (best is None or _is_faster(point, best[1])):
+                best = variant, point
         return best
 
     def _infeasible(self, peak: PeakMemory, budget: Budget, *, parts: int) -> Infeasible:
@@ -302,15 +333,15 @@ class StepSearch:
             leaner_settings=self._step.source.leaner_settings(),
         )
 
-    def _variant_groups(self, budget: Budget) -> Iterator[tuple[Variant, ...]]:
+    def _variant_groups(self, budget: Budget, *, is_met: bool) -> Iterator[tuple[Variant, ...]]:
         """Yield the variants in the order of the search, grouped by number of micro-batches.
 
-        The order is the same for every budget; otherwise a larger budget could get a slower plan.
+        ``is_met`` says that the step meets the budget without trades, so that they can only save
+        time.
         """
         yield (PLAIN,)
         if budget == Budget():
             return  # without bounds, no trade is needed
-        is_met = self._meets_budget_untraded(budget)
         for parts in (1, *self._levels.micro_batch_counts):
             if not is_met:
                 yield self._levels.of(parts)
@@ -327,7 +358,7 @@ class StepSearch:
         offloaded states, chunked micro-batches, and chunks if the plain step fits.
         """
         if limit is not None and not variant.states:
-            exceeds_limit = self.explored().plain.peak_bytes > limit
+            exceeds_limit = self._plans.known[PLAIN].plain.peak_bytes > limit
             if not variant.chunks or (variant.parts == 1 and exceeds_limit):
                 return False
         program = self._step.apply(variant.rules)

@@ -14,9 +14,10 @@ from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.single.estimator.fast_estimator import FastEstimator
-from steelyard.search.single.explore import Explored, explore, reevaluate, spread
+from steelyard.search.single.explore import Exploration, reevaluate
 from steelyard.search.single.plan_rules import plan_rules
 from steelyard.search.single.slicing_candidates import worth_slicing
+from steelyard.search.single.step_plans import Explored, spread
 from steelyard.search.single.traded_step import TradedStep, rules_of
 from steelyard.search.single.variant import PLAIN, Variant
 
@@ -26,7 +27,7 @@ _STATE_POINTS = 8
 
 
 class VariantPlans:
-    """The plans of each variant; ``known`` are those explored so far.
+    """The plans of each variant; ``known`` are those found so far.
 
     With ``repeats``, a value may be recomputed more than once. ``slices_gradients`` says that a
     gradient can be offloaded in slices. If ``is_brief``, only sweeps and
@@ -46,14 +47,48 @@ class VariantPlans:
         self._allows_repeats, self._slices_gradients = repeats, slices_gradients
         self.is_brief = is_brief
         self.known: dict[Variant, Explored] = {}
+        self._explorations: dict[Variant, Exploration] = {}
         self._applied: dict[Variant, list[tuple[frozenset[int], Program]]] = {}
 
     def explored(self, variant: Variant = PLAIN) -> Explored:
-        """Return the explored plans of this variant of the step."""
-        known = self.known.get(variant)
-        if known is None:
-            known = self.known[variant] = self._explore(variant)
-        return known
+        """Return the plans of this variant, explored for all amounts of memory."""
+        if variant.states:
+            if variant not in self.known:
+                self.known[variant] = self._explore_with_states(variant)
+            return self.known[variant]
+        exploration = self._exploration(variant)
+        if not self.is_brief:
+            exploration.complete(self._refreshed(PLAIN) if variant != PLAIN else None)
+        return self._refreshed(variant)
+
+    def explored_within(self, limit_bytes: int, variant: Variant) -> Explored:
+        """Return the plans of this variant, explored around one amount of memory.
+
+        Variants with offloaded states are made from all plans of the variant without them.
+        """
+        if variant.states or self.is_brief:
+            return self.explored(variant)
+        self._exploration(variant).improve(limit_bytes)
+        return self._refreshed(variant)
+
+    def incomplete(self) -> list[Variant]:
+        """Return the known variants that were not explored for all amounts of memory."""
+        return [v for v, exploration in self._explorations.items() if not exploration.is_complete]
+
+    def lower_bound(self, limit_bytes: int, variant: Variant) -> float:
+        """Return a lower bound on the seconds of all plans of this variant within the limit."""
+        return self._exploration(variant).lower_bound(limit_bytes)
+
+    def _exploration(self, variant: Variant) -> Exploration:
+        if variant not in self._explorations:
+            self._explorations[variant] = self._explore(variant)
+        return self._explorations[variant]
+
+    def _refreshed(self, variant: Variant) -> Explored:
+        known, exploration = self.known.get(variant), self._explorations[variant]
+        if known is None or known.trials != exploration.num_tried:
+            self.known[variant] = exploration.explored()
+        return self.known[variant]
 
     def brief(self) -> "VariantPlans":
         """Return plans of the same step that are explored briefly; none is explored yet."""
@@ -75,13 +110,11 @@ class VariantPlans:
         leasts = [(variant, e.least) for variant, e in self.known.items()]
         return min(leasts, key=lambda found: (found[1].peak_bytes, found[0]))
 
-    def _explore(self, variant: Variant) -> Explored:
+    def _explore(self, variant: Variant) -> Exploration:
         program = self._step.apply(variant.rules)
-        if variant.offloads_in_passes:
-            return self._explore_with_offloaded_states(variant)
-        if variant.states:
-            return reevaluate(program, self._costs, known=self.explored(variant.unoffloaded))
-        known = self.explored() if variant != PLAIN and not self.is_brief else None
+        is_seeded = variant != PLAIN and not self.is_brief
+        if is_seeded:
+            self._exploration(PLAIN)
         recomputable = self._step.offered(Recomputation, program)
         quantizable = self._step.offered(ValueCodec, program) if self._step.lossy else frozenset()
         if quantizable:
@@ -90,18 +123,23 @@ class VariantPlans:
             # This makes the source price the codec operators.
             self._step.source.rewritten(self._step.rewrite(ValueCodec, program, rules).graph)
         has_offload_memory = bool(self._costs.offload_bytes)
-        return explore(
+        return Exploration(
             program,
             self._costs,
             recomputable,
             self._step.offered(ValueOffload, program) if has_offload_memory else (),
             quantizable,
             self._sliceable(program) if has_offload_memory else {},
-            known=known,
+            known=self._refreshed(PLAIN) if is_seeded else None,
             thorough=variant.parts == 1,
             repeats=self._allows_repeats,
-            known_plans_only=self.is_brief,
         )
+
+    def _explore_with_states(self, variant: Variant) -> Explored:
+        if variant.offloads_in_passes:
+            return self._explore_with_offloaded_states(variant)
+        program = self._step.apply(variant.rules)
+        return reevaluate(program, self._costs, known=self.explored(variant.unoffloaded))
 
     def _explore_with_offloaded_states(self, variant: Variant) -> Explored:
         """Offload states in some plans of the same step, and predict each plan again.

@@ -24,10 +24,11 @@ from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.result import Gap
 from steelyard.search.single.baseline_plans import simple_plans
 from steelyard.search.single.estimator.fast_estimator import FastEstimator
-from steelyard.search.single.explore import Explored, explore, prefer_block_uniform
+from steelyard.search.single.explore import explore
 from steelyard.search.single.lower_bound import least_seconds
 from steelyard.search.single.min_cut import MinCut
 from steelyard.search.single.search import search
+from steelyard.search.single.step_plans import Explored, prefer_block_uniform
 from steelyard.trades import TRADES
 from steelyard.trades.recompute import recomputable, with_copies
 from tests.support.graphs import Split, Whole, random_step, tower
