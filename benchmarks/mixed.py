@@ -214,9 +214,21 @@ def work(folder: Path, rank: int) -> None:
 
 
 def _alone(*, share: float = 1.0) -> Callable[[], Tensor]:
-    """This rank trains by a plan of its own on so much of the batch."""
+    """Return a step that trains by a plan of this rank alone, on this share of the batch.
+
+    In a group of ranks, the optimizer of such a step is the caller's.
+    """
     model, loss, batch = case(share)
-    return partial(sy.plan(model, loss, batch, optimizer=OPTIMIZER).apply(), batch)
+    step = sy.plan(model, loss, batch).apply(sums_gradients=True)
+    optimizer = OPTIMIZER(model.parameters())
+
+    def train() -> Tensor:
+        optimizer.zero_grad()
+        value = step.backward(batch)
+        optimizer.step()
+        return value
+
+    return train
 
 
 def _timed(step: Callable[[], Tensor], took: list[float]) -> Callable[[], Tensor]:

@@ -29,6 +29,7 @@ from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.planner.max_size import largest
 from steelyard.planner.planner import Planner, check_offload_room
 from steelyard.planner.preflight import check_offload_memory, floor_of
+from steelyard.planner.reuse import planner_for
 from steelyard.planner.session import PlanRequest, Runner
 from steelyard.planner.stored_predictions import stored_plan
 from steelyard.plans.budget import Budget, Maximize, Minimize
@@ -75,7 +76,7 @@ def plan(
         goal = None if minimize is None else Minimize(minimize)
         return plan_for_cluster(DeclaredClusterPlanner(request=request), request.budget, goal)
     request.check_floor(floor_of(model, batch), request.budget)
-    return planned(Planner(request.capture_and_price(within=request.budget)), request.budget)
+    return planned(planner_for(request), request.budget)
 
 
 def _with_device_memory(budget: Budget, cluster: Cluster | None) -> Budget:

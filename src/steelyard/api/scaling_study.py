@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from steelyard.api.workload import Workload
 from steelyard.errors import BadInput, Infeasible
 from steelyard.hardware.cluster import Cluster
-from steelyard.planner.batch_notes import GROWN
 from steelyard.planner.cost_provider import Progress
 from steelyard.planner.declared_cluster import DeclaredClusterPlanner
+from steelyard.planner.plan_notes import GROWN
 from steelyard.planner.session import PlanRequest
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import BatchEntry

@@ -17,8 +17,8 @@ from steelyard.hardware.cluster import OffloadMemory
 from steelyard.ir.batch_template import BatchTemplate
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.rule import Rule
-from steelyard.planner.batch_notes import batch_size_note
 from steelyard.planner.gradient_compression import note_on_accuracy, refuse_unprobed
+from steelyard.planner.plan_notes import batch_size_note
 from steelyard.planner.session import PlanRequest
 from steelyard.plans.budget import Budget, Minimize
 from steelyard.plans.plan import Decisions, NextCent, Plan, Target

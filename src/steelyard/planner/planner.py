@@ -14,7 +14,6 @@ from steelyard.errors import Mismatch
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
-from steelyard.planner.batch_notes import batch_size_note, half_precision_note
 from steelyard.planner.compatibility import target_differences
 from steelyard.planner.compiled import compiled_frontier, find_compiled_plan
 from steelyard.planner.gradient_compression import (
@@ -23,7 +22,12 @@ from steelyard.planner.gradient_compression import (
     with_compression,
 )
 from steelyard.planner.lossy import LossyPlanner
-from steelyard.planner.memory_notes import note_beyond_eager, note_on_state
+from steelyard.planner.plan_notes import (
+    batch_size_note,
+    half_precision_note,
+    note_beyond_eager,
+    note_on_state,
+)
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import beyond
 from steelyard.plans.budget import Budget

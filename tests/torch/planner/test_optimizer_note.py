@@ -12,7 +12,7 @@ from steelyard.capture.tracing.optimizer import capture_update
 from steelyard.hardware.cluster import Device
 from steelyard.ir.graph import Role
 from steelyard.ir.program import Program
-from steelyard.planner.memory_notes import note_on_state
+from steelyard.planner.plan_notes import note_on_state
 from steelyard.plans.plan import Prediction
 from steelyard.predict import predict
 from steelyard.predict.cost_table import CostTable

@@ -1,13 +1,18 @@
-"""Notes on the memory of a plan: beside eager PyTorch, and with an optimizer that it leaves out.
+"""Notes on a plan: on its batch and rounding, and on its memory beside eager PyTorch.
 
-Not for the comparison with a budget: report/document.py prints that with the plan. Not for an
-optimizer known to the plan: its step is captured (capture/tracing/optimizer.py).
+Not for deciding how the batch is sharded: the plan does that. Not for the comparison with a budget:
+report/document.py prints that with the plan.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 
+from steelyard.capture.batch.splitting import computes_in_half
 from steelyard.ir.graph import Graph, OutputKind, Role
+from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.program import Program
+from steelyard.ir.rule import Rule, of_kind
+from steelyard.ir.rule_kinds import BatchSharding, MicroBatches
 from steelyard.plans.plan import Prediction
 from steelyard.units import format_bytes
 
@@ -17,6 +22,41 @@ _RESIDENT_ROLES = frozenset({Role.PARAMETER, Role.BUFFER, Role.BATCH, Role.CONST
 # Optimizer state for each parameter in torch 2.13: tensors of its shape, and bytes of scalars (4
 # for a step count).
 _ADAM, _MOMENTUM = (2, 4), (1, 0)
+# Scaling of the learning rate for a larger batch: Goyal et al. (2017), Malladi et al. (2022).
+GROWN = (
+    "a larger batch changes training: the learning rate is usually scaled linearly with the batch "
+    "for SGD (Goyal et al., 2017), and with its square root for Adam (Malladi et al., 2022)"
+)
+
+
+def half_precision_note(rules: Sequence[Rule], graph: Graph) -> Iterator[str]:
+    """Yield a note if the step computes in half precision and splits its batch."""
+    parts = prod(
+        [
+            *(rule.micro_batches for rule in of_kind(rules, MicroBatches)),
+            *(rule.ranks for rule in of_kind(rules, BatchSharding)),
+        ]
+    )
+    if parts > 1 and computes_in_half(graph):
+        yield (
+            f"the step computes in half precision, and the gradients of each of {parts} parts of "
+            "the batch are rounded to it: training differs from that on the whole batch by "
+            "rounding, and is as accurate (docs/models.md)"
+        )
+
+
+def batch_size_note(layout: ParallelLayout, samples: int) -> Iterator[str]:
+    """Yield a note on the batch size of each rank, if ranks share the batch."""
+    if layout.data == 1:
+        return
+    each = f"{samples * layout.share_of(0) // layout.units} on each"
+    if layout.shares:
+        each = f"{spelled(layout.shares)} on ranks 0 to {layout.data - 1}"
+    groups = " group" if layout.num_ranks > layout.data else ""
+    yield (
+        f"the global batch stays {samples} samples a step, {each}{groups}; the learning rate stays "
+        "the same"
+    )
 
 
 def note_beyond_eager(before: Prediction, predicted: Prediction) -> Iterator[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from steelyard.ir.graph import Phase, Role
-from steelyard.planner.memory_notes import note_beyond_eager
+from steelyard.planner.plan_notes import note_beyond_eager
 from steelyard.plans.peak_memory import LiveTensor, PeakMemory
 from steelyard.plans.plan import Prediction
 from tests.unit.plan_files.test_plan_file import PLAN
