@@ -218,6 +218,7 @@ def _applied(session: Any, source: Any, path: Path) -> Step:
     """As ``steelyard.load(path, ...).apply()``, on one capture for all, and on one model but where
     a plan takes it apart; what it is predicted to take has been said already."""
     from steelyard.api.step import Step
+    from steelyard.ir.parallel_layout import ParallelLayout
     from steelyard.plan_files.plan_file import read_decisions
     from steelyard.plans.plan import Plan
 
@@ -236,6 +237,8 @@ def _applied(session: Any, source: Any, path: Path) -> Step:
         pricing=session.pricing,
         optimizer=OPTIMIZER,
         update=session.base.update,
+        # A plan for one rank runs on each by itself; whether they train alike does not matter here.
+        sums_gradients=ParallelLayout.of(decisions.rules).num_ranks == 1,
     )
 
 

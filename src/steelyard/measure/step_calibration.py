@@ -13,7 +13,9 @@ import torch
 from steelyard.ir.metrics import Estimate
 from steelyard.measure.operators.timer import Clock, backlog_seconds, spread
 
-_MOST_ROUNDS = 7
+_MOST_ROUNDS, _FEWEST_ROUNDS = 7, 3
+# Rounds end early if the results of the fewest rounds differ by at most this share.
+_AGREEING = 0.03
 _LONG_SECONDS = 1.0
 # The minimum uncertainty, even if all rounds agree. In another process, with another heap, the same
 # two steps differed by up to this share from the result here (benchmarks/truth.py, one thread).
@@ -88,4 +90,14 @@ def _interleaved_ratios(
     for _ in range(warmups):
         for program in programs:
             program.run()
-    return [[clock.seconds(p.run) / p.operator_seconds for p in programs] for _ in range(rounds)]
+    found: list[list[float]] = []
+    while len(found) < rounds and not _agree(found):
+        found.append([clock.seconds(p.run) / p.operator_seconds for p in programs])
+    return found
+
+
+def _agree(rounds: Sequence[Sequence[float]]) -> bool:
+    """True if there are enough rounds, and they have nearly the same results for each program."""
+    if len(rounds) < _FEWEST_ROUNDS:
+        return False
+    return all(max(ratios) <= (1 + _AGREEING) * min(ratios) for ratios in zip(*rounds, strict=True))
