@@ -14,6 +14,9 @@ from steelyard.cli.process_exit import leave
 from steelyard.cli.signals import InterruptHandler, was_pressed
 
 _INTERRUPTED = 130
+# These import torch, which takes seconds.
+_LONG = frozenset({"plan", "run", "fit", "demo", "doctor"})
+_WITHOUT_PROGRESS = frozenset({"--quiet", "--json", "--help", "-h"})
 
 
 def command() -> Never:
@@ -24,6 +27,7 @@ def command() -> Never:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code of one command; no exception leaves this function."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _show_start(given)
     with InterruptHandler():
         try:
             with without_collection():
@@ -38,6 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return report_failure(error, given)
     return code if isinstance(code, int) else 0
+
+
+def _show_start(given: Sequence[str]) -> None:
+    """On a terminal, show at once that a long command has started; the next line replaces this."""
+    is_short = (
+        not given or given[0] not in _LONG or {"--quiet", "--json", "--help", "-h"} & {*given}
+    )
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if not is_short and sys.stderr.isatty():
+            sys.stderr.write("starting\r")
+            sys.stderr.flush()
 
 
 def _interrupted(error: BaseException, *, in_json: bool) -> int:

@@ -213,7 +213,7 @@ class CostProvider:
         } - self._known
         if not new or not self._is_here:
             return 0
-        self._on_progress("measuring operators")
+        self._on_progress(f"measuring {len(new)} operators")
         self._known |= new
         with self._conditions.threads_of_rank():
             costs, survey = self._measure_operators(graphs)

@@ -35,7 +35,7 @@ from steelyard.plans.plan import Decisions, Plan, Prediction
 from steelyard.predict import slowdown
 from steelyard.safe_text import printable
 from steelyard.search import ALLOWS_NONE, Floor, PipelineSearch, SearchResult, StepSearch
-from steelyard.units import format_bytes
+from steelyard.units import format_bytes, format_seconds
 
 _NO_PROBE = "is not probed on several ranks"
 
@@ -113,8 +113,12 @@ class Planner:
             return replace(found, refused=(*found.refused, *refuse_unprobed())), found.prediction
         if budget.accuracy_loss:
             return self.lossy.find(budget)
-        found = session.search.find(budget)
+        found = session.search.find(budget, on_better=self._report_better)
         return found, found.prediction
+
+    def _report_better(self, seconds: float) -> None:
+        best = format_seconds(seconds)
+        self.session.request.on_progress(f"searching, the best plan so far takes ~{best} a step")
 
     def with_frontier(self, plan: Plan) -> Plan:
         """Return the plan with the whole frontier; planning explores only the part that it

@@ -1,10 +1,11 @@
-"""Shows the progress of a run: a progress bar on a terminal, or only notes in a log.
+"""Shows the progress of a command: a bar or a spinner on a terminal, lines and notes in a log.
 
 An error while writing never stops a step.
 """
 
 import contextlib
 import sys
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
@@ -13,8 +14,7 @@ from steelyard.safe_text import printable
 from steelyard.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.spinner import Spinner
+    from rich.progress import Progress
 
 
 class StepProgress(Protocol):
@@ -90,27 +90,22 @@ def line_of(step: StepProgress, metered_bytes: int | None) -> str:
 
 
 class Status:
-    """A spinner with the current activity, shown only on a terminal."""
+    """The current activity: a spinner with the elapsed time on a terminal, lines in a log.
+
+    What follows a comma changes often, such as the best plan so far, and is not repeated in a log.
+    """
 
     def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
-        self._live: Live | None = None
-        self._spinner: Spinner | None = None
-        if quiet or not is_terminal(stream):
-            return
-        from rich import live, spinner
-
-        self._spinner = spinner.Spinner("line", style="status.spinner")
-        self._live = live.Live(
-            self._spinner,
-            console=console(stream),
-            refresh_per_second=12.5,
-            transient=True,
-            redirect_stdout=_shares_the_screen(),
-        )
+        self._stream = stream
+        self._begin = time.perf_counter()
+        self._logged: set[str] | None = None if quiet else set()
+        is_shown = not quiet and is_terminal(stream)
+        self._progress = _spinner(stream) if is_shown else None
+        self._task = self._progress.add_task("starting", total=None) if self._progress else None
 
     def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
+        if self._progress is not None:
+            self._progress.start()
         return self
 
     def __exit__(
@@ -119,12 +114,39 @@ class Status:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        if self._progress is not None:
+            self._progress.stop()
 
     def __call__(self, doing: str) -> None:
-        if self._spinner is not None:
-            self._spinner.update(text=printable(doing))
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=printable(doing))
+        elif self._logged is not None:
+            self._log(doing.partition(",")[0], self._logged)
+
+    def _log(self, doing: str, logged: set[str]) -> None:
+        if doing in logged:
+            return
+        logged.add(doing)
+        seconds = time.perf_counter() - self._begin
+        with contextlib.suppress(OSError):
+            line = f"{seconds:4.0f} s  {printable(doing)}\n"
+            self._stream.write(encodable(line, self._stream))
+            self._stream.flush()
+
+
+def _spinner(stream: TextIO) -> "Progress":
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    column = Column(no_wrap=True, overflow="ellipsis")
+    return Progress(
+        SpinnerColumn("line"),
+        TextColumn("{task.description}", markup=False, table_column=column),
+        TimeElapsedColumn(),
+        console=console(stream),
+        transient=True,
+        redirect_stdout=_shares_the_screen(),
+    )
 
 
 def _shares_the_screen() -> bool:

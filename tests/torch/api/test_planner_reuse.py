@@ -41,7 +41,7 @@ def test_a_second_budget_captures_and_measures_nothing() -> None:
     bounded = sy.Budget(memory="1 GiB")
     first = sy.plan(model, loss, batch, optimizer=optimizer, budget=bounded)
     seen = messages_of(model, torch.randn(8, 16), budget=sy.Budget(memory="2 GiB"))
-    assert seen == ["searching"]
+    assert not [what for what in seen if not what.startswith("searching")]
     second = sy.plan(model, loss, batch, optimizer=optimizer, budget=bounded)
     assert second.session is first.session
     assert second.plan.predicted == first.plan.predicted

@@ -24,7 +24,7 @@ def test_ctrl_c_is_one_line_and_130(verb: str, planned: Path) -> None:
         *verb.split(), fake="wait", cwd=planned.parent, start_new_session=True
     )
     assert process.stderr is not None
-    assert process.stderr.readline() == "waiting\n"
+    assert "waiting\n" in iter(process.stderr.readline, "")
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -43,7 +43,7 @@ def test_ctrl_c_swallowed_by_an_import_still_stops(
 
     api.outcome = swallow
     assert main(["plan", "train.py"]) == 130
-    assert capsys.readouterr().err == "steelyard: interrupted\n"
+    assert capsys.readouterr().err.splitlines()[-1] == "steelyard: interrupted"
     assert not Path("train.plan.toml").exists()
 
     def swallow_and_fail() -> None:
@@ -64,7 +64,7 @@ def test_ctrl_c_in_a_run_reports_the_last_step(planned: Path) -> None:
         *["run", "train.py", "--steps", "100000", "--seed", "50"], fake="answer", cwd=planned.parent
     )
     assert process.stderr is not None
-    assert process.stderr.readline() == "note: the first step was taken\n"
+    assert "note: the first step was taken\n" in iter(process.stderr.readline, "")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,9 @@ def test_stderr_of_a_log_has_notes_only(
     api: fake_api.Fake, planned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["run", "train.py", "--steps", "200"])
-    assert capsys.readouterr().err == "note: the first step was taken\n"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "note: the first step was taken"
+    assert all(re.fullmatch(r" *\d+ s  \w.*", line) for line in lines[:-1]), lines
     main(["run", "train.py", "--steps", "200", "--quiet"])
     assert capsys.readouterr().err == ""
 

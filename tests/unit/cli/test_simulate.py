@@ -43,6 +43,7 @@ def test_simulate_finds_the_script_and_cluster_of_a_plan_file(
     assert main(["simulate", "x.plan.toml", "--trace", "t.json", "--cluster", "dgx-a100"]) == 0
     found = [a for n, a in fake_api.CALLS if n == "load_planned"][-1]
     assert found["cluster"].fingerprint == Cluster.named("dgx-a100").fingerprint
+    capsys.readouterr()
     said = failure_of(
         capsys, "simulate", "x.plan.toml", "--plan", "y.plan.toml", "--trace", "t.json", code=2
     )

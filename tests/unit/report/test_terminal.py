@@ -129,12 +129,23 @@ def test_a_log_gets_notes_without_step_lines() -> None:
     assert show.last.step == 50
 
 
-def test_status_lines_are_for_terminals_only() -> None:
+def test_a_log_gets_each_activity_once_and_none_if_quiet() -> None:
     out = io.StringIO()
     with Status(out) as tell:
+        for doing in (
+            "capturing \x1b[2J",
+            "searching",
+            "searching, best 3 s",
+            "searching, best 2 s",
+        ):
+            tell(doing)
+    assert out.getvalue() == "   0 s  capturing \\x1b[2J\n   0 s  searching\n"
+    with Status(silent := io.StringIO(), quiet=True) as tell:
         tell("capturing")
-    assert out.getvalue() == ""
+    assert silent.getvalue() == ""
 
+
+def test_a_terminal_shows_the_current_activity() -> None:
     def show(stream: TextIO) -> None:
         with Status(stream) as tell:
             tell("capturing \x1b[2J")

@@ -4,7 +4,7 @@ Not for exploring plans (variant_plans.py) or for explaining them (explain.py).
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -120,10 +120,17 @@ class StepSearch:
         """Return the explored plans of this variant of the step."""
         return self._plans.explored(variant)
 
-    def find(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> SearchResult:
+    def find(
+        self,
+        budget: Budget,
+        *,
+        barred: str = ALLOWS_NONE,
+        on_better: Callable[[float], None] = lambda _: None,
+    ) -> SearchResult:
         """Return the plan for one budget.
 
-        ``barred`` is the reason to refuse lossy trades, if none may be applied.
+        ``barred`` is the reason to refuse lossy trades, if none may be applied. ``on_better`` is
+        called with the step seconds of each plan that is the best so far.
         """
         if (
             not self._plans.is_brief
@@ -131,7 +138,7 @@ class StepSearch:
             and self._meets_budget_untraded(budget)
         ):
             return self._brief_search.find(budget, barred=barred)
-        variant, point = self._best(budget)
+        variant, point = self._best(budget, on_better)
         self._explored(variant.unoffloaded.unsplit, budget)  # the baseline of the explanation
         rules = self._plans.rules(variant, point)
         program = self._step.apply_on_ranks(rules)
@@ -266,7 +273,7 @@ class StepSearch:
             return self.explored(variant)
         return self._plans.explored_within(limit, variant)
 
-    def _best(self, budget: Budget) -> tuple[Variant, Point]:
+    def _best(self, budget: Budget, on_better: Callable[[float], None]) -> tuple[Variant, Point]:
         """Return the fastest plan over all variants that could contain it.
 
         Splitting the batch or chunking costs time even if nothing is recomputed, and from some
@@ -288,6 +295,7 @@ class StepSearch:
                 point = explored.within(limit)
                 if point is not None and (best is None or _is_faster(point, best[1])):
                     best = variant, point
+                    on_better(point.seconds)
             if not is_finer_worthwhile and variants[0].parts > 1:
                 break
             if not is_met and best is not None and self._is_hardly_slower(best[1]):
