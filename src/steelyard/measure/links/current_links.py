@@ -27,7 +27,7 @@ from steelyard.measure.links.exchange_timing import (
 )
 from steelyard.measure.links.link_figures import ALMOST_ZERO, DOUBT
 
-# Exchanges of this duration are dominated by the rate, not by the latency.
+# An exchange that takes this much longer than the smallest one shows the rate of the link.
 _SHORT_SECONDS = 0.02
 
 
@@ -42,7 +42,7 @@ def measured_now(before: Link, *, hosts: int = 1, torch_device: torch.device = C
     with torch.no_grad(), on_device(torch_device):
         least = max_over_ranks(all_reduce_seconds(ones(sizes.small // 4), FEW_ROUNDS))
         nbytes, larger_seconds = sizes.small, least
-        while nbytes < sizes.middle and larger_seconds < _SHORT_SECONDS:
+        while nbytes < sizes.middle and larger_seconds - least < _SHORT_SECONDS:
             nbytes = min(sizes.middle, 16 * nbytes)
             larger_seconds = max_over_ranks(all_reduce_seconds(ones(nbytes // 4), 1))
         if larger_seconds < LONG_SECONDS:
@@ -69,7 +69,7 @@ def rates_now(*, hosts: int) -> tuple[float, ...]:
         for host in range(1, hosts):
             nbytes, larger_seconds = small, max_over_ranks(_message_seconds(small, host * each))
             least = larger_seconds
-            while nbytes < SIZES["cpu"].middle and larger_seconds < _SHORT_SECONDS:
+            while nbytes < SIZES["cpu"].middle and larger_seconds - least < _SHORT_SECONDS:
                 nbytes = min(SIZES["cpu"].middle, 16 * nbytes)
                 larger_seconds = max_over_ranks(_message_seconds(nbytes, host * each))
             rates.append((nbytes - small) / max(larger_seconds - least, ALMOST_ZERO))
