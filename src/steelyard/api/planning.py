@@ -32,7 +32,7 @@ from steelyard.planner.preflight import check_offload_memory, floor_of
 from steelyard.planner.reuse import planner_for
 from steelyard.planner.session import PlanRequest, Runner
 from steelyard.planner.stored_predictions import stored_plan
-from steelyard.plans.budget import Budget, Maximize, Minimize
+from steelyard.plans.budget import Budget, Effort, Maximize, Minimize
 from steelyard.plans.memory_fit import Capacity
 from steelyard.plans.plan_check import DECOMPOSITIONS, check_file, cluster_for
 
@@ -49,6 +49,7 @@ def plan(
     runner: Runner = "python",
     maximize: Maximize | str | None = None,
     minimize: Minimize | str | None = None,
+    effort: Effort | str = Effort.NORMAL,
     title: str = "",
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
@@ -56,6 +57,7 @@ def plan(
     del metric  # lossy trades bound the drift of a probe, not a metric of the model
     _check_step(model, loss, title, on_progress)
     _check_options(cluster, budget, runner, maximize, minimize)
+    check("effort", effort, fine=effort in [*Effort], expected=" or ".join(Effort))
     if optimizer is not None:
         check_optimizer(model, optimizer)
     request = PlanRequest(
@@ -68,15 +70,26 @@ def plan(
         runner=runner,
         title=title or type(model).__name__,
         on_progress=on_progress,
+        effort=Effort(effort),
     )
     check_offload_memory(request.cluster)
     if maximize is not None:
         return Planned(*largest(request, Maximize(maximize)))
     if _needs_cluster_planner(request, minimize):
         goal = None if minimize is None else Minimize(minimize)
+        _refuse_effort(request.effort)
         return plan_for_cluster(DeclaredClusterPlanner(request=request), request.budget, goal)
     request.check_floor(floor_of(model, batch), request.budget)
     return planned(planner_for(request), request.budget)
+
+
+def _refuse_effort(effort: Effort) -> None:
+    if effort is not Effort.NORMAL:
+        raise BadInput(
+            f"effort {effort} is not supported for a deep model on a declared cluster",
+            expected="the search of that planner, which prices one block of the model",
+            remedy="leave out effort= (--effort)",
+        )
 
 
 def _with_device_memory(budget: Budget, cluster: Cluster | None) -> Budget:
@@ -152,6 +165,7 @@ def plan_workload(
     maximize: Maximize | None = None,
     minimize: Minimize | None = None,
     cluster: Cluster | None = None,
+    effort: Effort = Effort.NORMAL,
     title: str = "",
     on_progress: Progress = lambda _: None,
 ) -> "Planned":
@@ -165,6 +179,7 @@ def plan_workload(
         runner=runner,
         maximize=maximize,
         minimize=minimize,
+        effort=effort,
         title=title,
         on_progress=on_progress,
     )

@@ -43,7 +43,7 @@ from steelyard.cli.signals import handle_interrupts
 from steelyard.cli.training_script import refuse_no_script, script_path
 from steelyard.errors import BadInput
 from steelyard.hardware.cluster import OffloadMemory
-from steelyard.plans.budget import Budget, Maximize, Minimize
+from steelyard.plans.budget import Budget, Effort, Maximize, Minimize
 from steelyard.report.styled_text import Zoom
 
 _EXIT_CODES = """Exit codes: 0 ok, 2 bad input, 3 no plan fits the budget, 4 the run failed,
@@ -123,6 +123,7 @@ def plan(
     minimize: Annotated[
         Minimize | None, Parameter(help="Find the fewest devices of a declared cluster.")
     ] = None,
+    effort: Annotated[Effort, Parameter(help="How long to search.")] = Effort.NORMAL,
     runner: _Runner = "python",
     ranks: _Ranks = 1,
     speeds: Annotated[
@@ -192,9 +193,9 @@ def plan(
     return plan_by(
         PlanOptions(
             train=train, path=path, is_check=check is not None, budget=budget, runner=runner,
-            maximize=maximize, minimize=minimize, ranks=ranks, speeds=speeds, cluster=cluster,
-            offload_memory=offload_memory, what_if=question, why_not=why_not, zoom=zoom, html=html,
-            shown=shown, ) )  # fmt: skip
+            maximize=maximize, minimize=minimize, effort=effort, ranks=ranks, speeds=speeds,
+            cluster=cluster, offload_memory=offload_memory, what_if=question, why_not=why_not,
+            zoom=zoom, html=html, shown=shown, ) )  # fmt: skip
 
 
 @app.command

@@ -19,7 +19,7 @@ from steelyard.cli.output_options import OutputOptions, hint, load_script, plann
 from steelyard.cli.rank_launcher import LaunchSpec, num_started
 from steelyard.errors import BadInput, SteelyardError
 from steelyard.hardware.cluster import Cluster, OffloadMemory
-from steelyard.plans.budget import Budget, Maximize, Minimize
+from steelyard.plans.budget import Budget, Effort, Maximize, Minimize
 from steelyard.predict.rank_subsets import named
 from steelyard.report.styled_text import Zoom
 from steelyard.safe_text import printable
@@ -39,6 +39,7 @@ class PlanOptions:
     runner: Literal["python", "inductor"]
     maximize: Maximize | None
     minimize: Minimize | None
+    effort: Effort
     ranks: int
     speeds: str | None
     cluster: str | None
@@ -213,8 +214,8 @@ def _planned(options: PlanOptions, cluster: Cluster | None, tell: Any) -> "Plann
         )  # fmt: skip
     return api.plan_workload(
         workload, budget=options.budget, runner=options.runner, maximize=options.maximize,
-        minimize=options.minimize, cluster=cluster, title=title(options.train),
-        on_progress=tell,
+        minimize=options.minimize, effort=options.effort, cluster=cluster,
+        title=title(options.train), on_progress=tell,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule, of_kind
 from steelyard.ir.rule_kinds import BatchSharding, MicroBatches
+from steelyard.plans.budget import Effort
 from steelyard.plans.plan import Prediction
 from steelyard.units import format_bytes
 
@@ -43,6 +44,12 @@ def half_precision_note(rules: Sequence[Rule], graph: Graph) -> Iterator[str]:
             "the batch are rounded to it: training differs from that on the whole batch by "
             "rounding, and is as accurate (docs/models.md)"
         )
+
+
+def effort_note(effort: Effort, micro_batches: int) -> Iterator[str]:
+    """Yield a note if the search was quick and did not need micro-batches."""
+    if effort is Effort.QUICK and micro_batches == 1:
+        yield "a quick search: plans in micro-batches, which may be faster, were not considered"
 
 
 def batch_size_note(layout: ParallelLayout, samples: int) -> Iterator[str]:

@@ -4,13 +4,14 @@ Not for the captured step: see session.py. Not for the search itself: see search
 a plan: see api/planned.py.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from steelyard.capture.batch.splitting import batch_size
 from steelyard.comm.devices import torch_device_of
-from steelyard.errors import Mismatch
+from steelyard.errors import Infeasible, Mismatch
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
@@ -24,13 +25,14 @@ from steelyard.planner.gradient_compression import (
 from steelyard.planner.lossy import LossyPlanner
 from steelyard.planner.plan_notes import (
     batch_size_note,
+    effort_note,
     half_precision_note,
     note_beyond_eager,
     note_on_state,
 )
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import beyond
-from steelyard.plans.budget import Budget
+from steelyard.plans.budget import Budget, Effort
 from steelyard.plans.plan import Decisions, Plan, Prediction
 from steelyard.predict import slowdown
 from steelyard.safe_text import printable
@@ -54,7 +56,8 @@ class Planner:
     def plan(self, budget: Budget) -> Plan:
         """Return the fastest plan within the budget, with its reasons."""
         session = self.session
-        session.request.on_progress("searching")
+        request = session.request
+        request.on_progress("searching")
         found, predicted = self.find(budget)
         is_python = session.request.runner == "python"
         plan = Plan(
@@ -85,6 +88,7 @@ class Planner:
                 *self._state_notes(budget, found.program, predicted),
                 *note_beyond_eager(session.before(), predicted),
                 *((str(found.gap),) if found.gap else ()),
+                *effort_note(request.effort, found.micro_batches),
                 *(() if session.request.cluster.is_here else note_on_accuracy(budget)),
             ),
         )
@@ -113,6 +117,11 @@ class Planner:
             return replace(found, refused=(*found.refused, *refuse_unprobed())), found.prediction
         if budget.accuracy_loss:
             return self.lossy.find(budget)
+        if request.effort is Effort.QUICK:
+            # If nothing fits without micro-batches, the other search says so with all reasons.
+            with contextlib.suppress(Infeasible):
+                found = session.whole_batch_search.find(budget, on_better=self._report_better)
+                return found, found.prediction
         found = session.search.find(budget, on_better=self._report_better)
         return found, found.prediction
 

@@ -84,8 +84,8 @@ def _answers(recent: _Recent, planner: Planner, request: PlanRequest) -> bool:
         known.model is request.model
         and known.loss is request.loss
         and _is_same_optimizer(known.optimizer, request.optimizer)
-        and (known.runner, known.title, known.trades, known.decomposition)
-        == (request.runner, request.title, request.trades, request.decomposition)
+        and (known.runner, known.title, known.trades, known.decomposition, known.effort)
+        == (request.runner, request.title, request.trades, request.decomposition, request.effort)
         and recent.cluster == request.cluster
     )
     return (

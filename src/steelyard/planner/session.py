@@ -28,7 +28,7 @@ from steelyard.ir.optimizer_update import update_digest
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import CallSite, Rule, matching, of_kind, to_rules
-from steelyard.ir.rule_kinds import Recomputation, StateOffload
+from steelyard.ir.rule_kinds import MicroBatches, Recomputation, StateOffload
 from steelyard.measure.cache import CostCache
 from steelyard.measure.malloc import keep_freed_memory
 from steelyard.offload.optimizer_state import why_undivided, why_unsliceable
@@ -37,7 +37,7 @@ from steelyard.passes.offload.sliced_optimizer import why_whole
 from steelyard.planner.cost_provider import CostProvider, LazyCosts, Progress, dims_of
 from steelyard.planner.local_cluster import local_cluster
 from steelyard.planner.priced_source import PricedSource
-from steelyard.plans.budget import Budget
+from steelyard.plans.budget import Budget, Effort
 from steelyard.plans.plan import Prediction, Target
 from steelyard.plans.plan_check import DECOMPOSITIONS
 from steelyard.plans.trade import Trade, apply_rules_on_ranks, rule_type, trade_of
@@ -70,6 +70,7 @@ class PlanRequest:
     on_progress: Progress
     decomposition: str = ""
     trades: tuple[Trade, ...] = TRADES
+    effort: Effort = Effort.NORMAL
 
     def capture_and_price(
         self, *, within: Budget | None = None, is_priced: bool = True
@@ -229,23 +230,35 @@ class PlanningSession:
             searching=lambda layout: self.searching(layout=layout),
         )
 
+    @cached_property
+    def whole_batch_search(self) -> StepSearch:
+        """The same search without micro-batches: nothing is captured or checked for them."""
+        return self.searching(
+            trades=[t for t in self.request.trades if not issubclass(t.rule, MicroBatches)]
+        )
+
     def searching(
-        self, *, lossy: frozenset[CallSite] = frozenset(), layout: tuple[Rule, ...] = ()
+        self,
+        *,
+        lossy: frozenset[CallSite] = frozenset(),
+        layout: tuple[Rule, ...] = (),
+        trades: Sequence[Trade] | None = None,
     ) -> StepSearch:
-        """Make a search.
+        """Make a search, with all trades of the request unless others are given.
 
         ``lossy`` are the activations that may lose accuracy, ``layout`` the rules of a parallel
         layout.
         """
         return StepSearch(
             self.base,
-            trades=self.request.trades,
+            trades=self.request.trades if trades is None else trades,
             source=self._priced_source,
             costs=self.prices.costs,
             lossy=lossy,
             # Inductor may compute two copies of a value in one kernel, and then holds both.
             repeats=self.request.runner != "inductor",
             layout=layout,
+            effort=self.request.effort,
         )
 
     @cached_property

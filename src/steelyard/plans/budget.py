@@ -28,6 +28,17 @@ class Minimize(StrEnum):
     DEVICES = "devices"
 
 
+class Effort(StrEnum):
+    """How long to search: for a first plan, until the lower bound is near, or for everything.
+
+    A quick search does not split the batch into micro-batches if a plan fits without that.
+    """
+
+    QUICK = "quick"
+    NORMAL = "normal"
+    FULL = "full"
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Budget:
     """Limits for a step on one rank; an amount without a limit (None) is minimised, step time

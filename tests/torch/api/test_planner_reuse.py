@@ -112,3 +112,30 @@ def test_a_model_is_freed_with_its_last_plan() -> None:
     del model, planned
     gc.collect()
     assert freed() is None
+
+
+def test_a_quick_search_neither_checks_nor_captures_micro_batches() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
+    model, batch = nn.Sequential(*layers), torch.randn(512, 32)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    whole = sy.plan(model, loss, batch, optimizer=optimizer)
+    most = 0.8 * whole.predicted.memory_bytes.value
+    limit = sy.Budget(memory=int(most))
+    seen: list[str] = []
+    quick = sy.plan(
+        *(model, loss, batch), optimizer=optimizer, budget=limit, effort="quick",
+        on_progress=seen.append,
+    )  # fmt: skip
+    assert quick.predicted.memory_bytes.value <= most
+    assert [t.trade for t in quick.plan.taken]
+    assert any("a quick search" in note for note in quick.plan.notes)
+    assert [what for what in seen if "micro-batches" in what] == []
+    assert quick.session.source._splitting is None
+
+
+def test_an_unknown_effort_is_refused() -> None:
+    model, batch = made()
+    with pytest.raises(sy.SteelyardError, match="effort") as refusal:
+        sy.plan(model, loss, batch, effort="hard")
+    assert "quick or normal or full" in str(refusal.value)

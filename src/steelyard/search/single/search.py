@@ -23,7 +23,7 @@ from steelyard.ir.rule_kinds import (
     Recomputation,
 )
 from steelyard.ir.step_source import StepSource
-from steelyard.plans.budget import Budget
+from steelyard.plans.budget import Budget, Effort
 from steelyard.plans.offers import offers_of
 from steelyard.plans.peak_memory import PeakMemory
 from steelyard.plans.plan import FrontierPoint
@@ -88,7 +88,9 @@ class StepSearch:
         lossy: frozenset[CallSite] = frozenset(),
         repeats: bool = True,
         layout: Sequence[Rule] = (),
+        effort: Effort = Effort.NORMAL,
     ) -> None:
+        self._effort = effort
         self._step = TradedStep(program, trades=trades, source=source, lossy=lossy, layout=layout)
         self.layout, self.program = self._step.layout, self._step.program
         self._all_costs = costs = costs.on(self.program.layout.num_ranks)
@@ -269,7 +271,7 @@ class StepSearch:
     def _explored(self, variant: Variant, budget: Budget) -> Explored:
         """Return the plans of this variant, explored as far as the budget requires."""
         limit = budget.memory_bytes
-        if limit is None:
+        if limit is None or self._effort is Effort.FULL:
             return self.explored(variant)
         return self._plans.explored_within(limit, variant)
 
@@ -300,7 +302,7 @@ class StepSearch:
                 break
             if not is_met and best is not None and self._is_hardly_slower(best[1]):
                 break
-        if limit is not None:
+        if limit is not None and (best is None or self._effort is not Effort.QUICK):
             best = self._explored_further(best, limit)
         if best is None:
             variant, least = self._plans.least()
@@ -311,6 +313,8 @@ class StepSearch:
 
     def _is_hardly_slower(self, best: Point) -> bool:
         """True if the plan takes hardly longer than the fastest variant with no other trade."""
+        if self._effort is Effort.FULL:
+            return False
         fastest = min(explored.plain.seconds for explored in self._plans.known.values())
         return best.seconds <= (1 + ENOUGH) * fastest
 
