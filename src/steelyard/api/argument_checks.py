@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from steelyard.errors import BadInput
+from steelyard.export.target import ExportTarget
 from steelyard.safe_text import printable
 
 
@@ -19,6 +20,13 @@ def check_model(model: Any) -> None:
 def path_of(path: Any) -> Path:
     check("path", path, fine=isinstance(path, (str, Path)), expected="the name of a plan file")
     return Path(path)
+
+
+def target_of(target: Any) -> ExportTarget:
+    tools = [tool.value for tool in ExportTarget if not tool.is_launcher]
+    expected = f"{', '.join(tools[:-1])} or {tools[-1]}"
+    check("target", target, fine=target in tools, expected=expected)
+    return ExportTarget(target)
 
 
 def check(name: str, given: Any, *, fine: bool, expected: str) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from steelyard.api.argument_checks import check_model, path_of
+from steelyard.api.argument_checks import check_model, path_of, target_of
+from steelyard.api.export import exported_launch, exported_settings
 from steelyard.api.step import Step
 from steelyard.capture.tracing.fake_execution import filled
 from steelyard.errors import BadInput, Infeasible, Mismatch
+from steelyard.export.exported import Exported, write_export
+from steelyard.export.target import ExportTarget
 from steelyard.ir.metrics import Metrics
 from steelyard.ir.rule import kind_named
 from steelyard.plan_files.prediction_file import write_plan
@@ -79,6 +82,30 @@ class Planned:
     def save(self, path: str | Path) -> None:
         """Write the decisions as TOML to ``path``, and the predictions as JSON to its folder."""
         write_plan(path_of(path), self.plan)
+
+    def export(self, target: str, path: str | Path) -> Exported:
+        """Write the settings of another tool that are nearest to the plan to ``path``.
+
+        ``target`` is ``"trainer"``, ``"accelerate"``, ``"fsdp2"``, ``"deepspeed"`` or
+        ``"torchtitan"``. The result has the predicted cost of these settings (``price``), and what
+        is ``lost`` against the plan.
+        """
+        path = path_of(path)
+        found = self.exported(target_of(target), name=path.name)
+        write_export(path, found.file)
+        return found
+
+    def exported(
+        self, target: ExportTarget, *, name: str, script: str = "", path: str = ""
+    ) -> Exported:
+        """Return an export without writing it; ``script`` and plan ``path`` are for launchers."""
+        session = self._step_to_price()
+        if target.is_launcher:
+            return exported_launch(self.plan, session, target, name=name, script=script, path=path)
+        return exported_settings(self.plan, session, target, name=name)
+
+    def _step_to_price(self) -> PlanningSession | None:
+        return self.session
 
     def why_not(self, trade: str) -> str:
         check_trade(trade)

@@ -44,6 +44,9 @@ class PlannedForCluster(Planned):
         search, chosen = self._cluster_planner.search, self._chosen
         return analytic_spans(search.stage_costs(chosen), search.stage_blocks(chosen))
 
+    def _step_to_price(self) -> None:
+        """The blocks of a deep model are captured, but not the whole step."""
+
     def why_not(self, trade: str) -> str:
         check_trade(trade)
         taken = [t.label for t in self.plan.taken if t.trade == trade]

@@ -1,4 +1,4 @@
-"""The nine commands: each reads its arguments, calls the api and prints the result.
+"""The ten commands: each reads its arguments, calls the api and prints the result.
 
 Commands decide nothing and connect nothing. A command that only reads a plan never imports torch.
 Each imports what it alone needs when it is called, so that ``--help`` and ``explain`` start fast.
@@ -37,6 +37,7 @@ from steelyard.cli.arguments import (
 )
 from steelyard.cli.config_options import ConfigOptions
 from steelyard.cli.exit_codes import BAD_INPUT, OK, RUN_FAILED, user_code
+from steelyard.cli.export_command import export
 from steelyard.cli.garbage_collection import without_collection
 from steelyard.cli.output_options import OutputOptions, hint, load_script, planning
 from steelyard.cli.signals import handle_interrupts
@@ -453,6 +454,9 @@ def explain(
     show(tree, zoom=zoom, in_json=shown.json)
     write_page(tree, html)
     return OK
+
+
+app.command(export)
 
 
 @app.command

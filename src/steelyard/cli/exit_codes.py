@@ -24,7 +24,7 @@ OK, BAD_INPUT, INFEASIBLE, RUN_FAILED, MISSED = 0, 2, 3, 4, 5
 # run.
 TERMINATED = 143
 INTERRUPTED = 130
-VERBS = ("fit", "plan", "run", "frontier", "explain", "doctor", "demo")
+VERBS = ("fit", "plan", "run", "frontier", "explain", "export", "doctor", "demo")
 
 
 class UnexpectedError(Exception):

@@ -180,23 +180,26 @@ def _update(
     return watch.taken(), state_bytes
 
 
+def block_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the model's blocks: modules of one class in a list, outermost only."""
+    found: list[str] = []
+    for path, siblings in sibling_lists(model):
+        is_inside = any(path == name or path.startswith(f"{name}.") for name in found)
+        if not is_inside and len({type(block) for block in siblings}) == 1 < len(siblings):
+            found += [f"{path}.{i}" if path else str(i) for i in range(len(siblings))]
+    return tuple(found)
+
+
 @contextlib.contextmanager
 def _checkpointing(model: nn.Module) -> Iterator[None]:
-    """Apply activation checkpointing to each block of the model's lists of blocks."""
-    blocks = [
-        block
-        for _, siblings in sibling_lists(model)
-        for block in siblings
-        if len({type(sibling) for sibling in siblings}) == 1 < len(siblings)
-    ]
-    inside = {id(part) for block in blocks for part in block.modules() if part is not block}
-    outermost = [block for block in blocks if id(block) not in inside]
+    """Apply activation checkpointing to each block of the model."""
+    blocks = [model.get_submodule(name) for name in block_names(model)]
     try:
-        for block in outermost:
+        for block in blocks:
             block.__dict__["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
         yield
     finally:
-        for block in outermost:
+        for block in blocks:
             del block.__dict__["forward"]
 
 
