@@ -42,14 +42,13 @@ def micro_batches(batch):
 def configure(settings: Settings, *, name: str, comment: tuple[str, ...]) -> ToolConfiguration:
     """Return the Python file of this name."""
     ranks, module = settings.layout.num_ranks, name.removesuffix(".py")
+    steps = (
+        f"from {module} import apply, train_step; model = apply(model); call "
+        "train_step(model, loss, batch, optimizer) with the samples of the rank"
+    )
     return ToolConfiguration(
         text=_text(settings, comment),
-        by_hand=(
-            (
-                f"from {module} import apply, train_step; model = apply(model); call "
-                "train_step(model, loss, batch, optimizer) with the samples of the rank"
-            ),
-        ),
+        by_hand=(steps,),
         command="python train.py" if ranks == 1 else f"torchrun --nproc-per-node {ranks} train.py",
     )
 

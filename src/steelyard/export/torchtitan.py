@@ -17,14 +17,13 @@ ABILITIES = Abilities(tensor=True, pipeline=True, chunks=True)
 def configure(settings: Settings, *, name: str, comment: tuple[str, ...]) -> ToolConfiguration:
     """Return the configuration in a file of this name."""
     module = name.removesuffix(".py")
+    steps = (
+        f"in your config_registry: from {module} import with_plan, and return "
+        "with_plan(llama3_8b()), or with another configuration of yours"
+    )
     return ToolConfiguration(
         text=_text(settings, comment),
-        by_hand=(
-            (
-                f"from {module} import with_plan; in your config_registry, return with_plan(...) of "
-                "your configuration, such as llama3_8b()"
-            ),
-        ),
+        by_hand=(steps,),
         command=f"torchrun --nproc-per-node {settings.layout.num_ranks} -m torchtitan.train "
         "--module your_module --config your_config",
     )
@@ -69,6 +68,8 @@ def _changes(settings: Settings) -> Iterator[str]:
     yield f"config.parallelism.tensor_parallel_degree = {layout.tensor}"
     yield f"config.parallelism.pipeline_parallel_degree = {layout.pipeline}"
     if is_pipeline:
+        # torchtitan 0.3 refuses both together.
+        yield "config.training.disable_cuda_graphs = True"
         yield f'config.parallelism.pipeline_parallel_schedule = "{settings.schedule}"'
         size = settings.per_device_batch
         yield f"config.parallelism.pipeline_parallel_microbatch_size = {size}"

@@ -69,6 +69,9 @@ def priced_settings(
     if limit is not None and nbytes > limit:
         nbytes, chosen = min(tried, key=lambda pair: pair[0])
     notes = tuple(_notes(session, chosen, wanted))
+    reason = session.source.why_not_split()
+    if limit is not None and nbytes > limit and reason is not None:
+        notes += (f"no other number of micro-batches was tried: {reason}",)
     moves = chosen.offloads_activations or chosen.offloaded_state
     seconds = None if moves else _step_seconds(session, decisions, chosen)
     price = ExportPrice(
@@ -133,6 +136,14 @@ def _peak_bytes(session: PlanningSession, settings: Settings) -> int:
 
 def _step_seconds(session: PlanningSession, decisions: Decisions, settings: Settings) -> Estimate:
     """Predict the time of the captured step under the rules that are nearest to the settings."""
+    rules = _rules_of(session, decisions, settings)
+    program = session.apply_rules(rules) if rules else session.base
+    return session.priced(program).metrics.step_seconds
+
+
+def _rules_of(
+    session: PlanningSession, decisions: Decisions, settings: Settings
+) -> tuple[Rule, ...]:
     rules: list[Rule] = []
     if settings.micro_batches > 1:
         kind = rule_type(TRADES, MicroBatches)
@@ -142,8 +153,7 @@ def _step_seconds(session: PlanningSession, decisions: Decisions, settings: Sett
         rules += [rule for rule in sliced if is_in_the_loss(rule)]
     if settings.recomputes_blocks:
         rules += _recomputation_of_blocks(session, rules)
-    program = session.base if not rules else session.apply_rules(rules)
-    return session.priced(program).metrics.step_seconds
+    return tuple(rules)
 
 
 def _recomputation_of_blocks(session: PlanningSession, rules: list[Rule]) -> tuple[Rule, ...]:

@@ -15,7 +15,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import steelyard
+from steelyard.export.exported import Exported, ExportPrice
+from steelyard.export.target import ExportTarget, configuration, settings_for
 from steelyard.hardware.diagnosis import DoctorRow, Verdict
+from steelyard.ir.metrics import Estimate
 from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import Receipt
@@ -24,6 +27,8 @@ from steelyard.plans.trace_span import DEVICE, WAITING, Span
 from tests.support.sample import MEASURED, MIB, PLAN
 
 CALLS: list[tuple[str, dict[str, Any]]] = []
+# The predicted peak of exported settings.
+EXPORTED_MIB = 100
 
 
 @dataclass
@@ -55,6 +60,15 @@ class Planned:
             Span(rank=0, stream=WAITING, name="for all-reduce", where="data",
                  begin_seconds=1e-3, seconds=2e-3),
         )  # fmt: skip
+
+    def exported(self, target: ExportTarget, **asked: Any) -> Exported:
+        CALLS.append(("exported", {"target": target, **asked}))
+        decisions = self.plan.decisions
+        price = ExportPrice(
+            memory_bytes=Estimate.exactly(EXPORTED_MIB * MIB), step_seconds=Estimate.exactly(2.0)
+        )
+        settings = settings_for(target, decisions)
+        return configuration(target, decisions, settings, name=asked["name"], price=price)
 
     def what_if(self, memory: str) -> "Planned":
         decisions = replace(self.plan.decisions, budget=Budget(memory))

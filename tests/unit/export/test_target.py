@@ -186,6 +186,7 @@ def test_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (training.dtype, training.mixed_precision_param) == ("bfloat16", "bfloat16")
     config = with_plan(monkeypatch, PIPELINE)
     assert config.parallelism.pipeline_parallel_degree == 2
+    assert config.training.disable_cuda_graphs is True
     assert config.parallelism.pipeline_parallel_schedule == "1F1B"
     # Four micro-batches of two samples.
     assert config.training.local_batch_size == 8
