@@ -13,7 +13,7 @@ from steelyard.export.target import (
     price_of,
     settings_for,
 )
-from steelyard.planner.export_price import PricedSettings, formats_of, priced_settings
+from steelyard.planner.export.price import PricedSettings, formats_of, priced_settings
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.plan import Plan
 

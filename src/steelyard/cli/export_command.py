@@ -1,6 +1,6 @@
 """The command ``export``: writes the nearest configuration of another tool, or a launch file.
 
-Not for making it: see export/target.py. Not for pricing it: see planner/export_price.py.
+Not for making it: see export/target.py. Not for pricing it: see planner/export/price.py.
 """
 
 import sys

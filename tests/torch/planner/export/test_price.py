@@ -18,9 +18,10 @@ from steelyard.capture.deep.eager_levels import block_names
 from steelyard.export.settings import Settings
 from steelyard.export.target import ExportTarget, settings_for
 from steelyard.measure.operators.memory import meter_once
-from steelyard.planner.export_price import formats_of, priced_settings
+from steelyard.planner.export.price import formats_of, priced_settings
 from tests.harness import in_a_hurry
 
+pytestmark = pytest.mark.slow
 MIB = 2**20
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 
@@ -154,7 +155,7 @@ def test_a_batch_that_cannot_be_split_is_said_to_be(costs: Path) -> None:
 
 def test_recomputed_blocks_take_about_one_more_forward_pass(planned: sy.Planned) -> None:
     def flops(settings: Settings) -> float:
-        from steelyard.planner.export_price import _rules_of
+        from steelyard.planner.export.price import _rules_of
 
         session = planned.session
         program = session.apply_rules(_rules_of(session, planned.plan.decisions, settings))
