@@ -40,6 +40,7 @@ NAVIGATION = {
         "docs/how-it-works",
         "docs/python-api",
         "docs/command-line",
+        "docs/export",
         "docs/hooks",
         "docs/models",
         "docs/torch-versions",

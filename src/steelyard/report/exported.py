@@ -9,7 +9,7 @@ from steelyard.export.exported import Exported, ExportPrice
 from steelyard.report.styled_text import Line, Tone, headed, shown, words
 from steelyard.units import format_bytes, format_seconds
 
-_HEAD = 10
+_HEAD = 11
 
 
 def export_lines(exported: Exported, *, path: str, width: int) -> list[Line]:
