@@ -17,6 +17,7 @@ from steelyard.capture.tracing.fake_execution import filled
 from steelyard.errors import BadInput, Infeasible, Mismatch
 from steelyard.export.exported import Exported, write_export
 from steelyard.export.target import ExportTarget
+from steelyard.hardware.cluster import Cluster
 from steelyard.ir.metrics import Metrics
 from steelyard.ir.rule import kind_named
 from steelyard.plan_files.prediction_file import write_plan
@@ -99,10 +100,15 @@ class Planned:
         self, target: ExportTarget, *, name: str, script: str = "", path: str = ""
     ) -> Exported:
         """Return an export without writing it; ``script`` and plan ``path`` are for launchers."""
-        session = self._step_to_price()
+        session, cluster = self._step_to_price(), self._cluster()
         if target.is_launcher:
-            return exported_launch(self.plan, session, target, name=name, script=script, path=path)
-        return exported_settings(self.plan, session, target, name=name)
+            return exported_launch(
+                self.plan, session, target, cluster=cluster, name=name, script=script, path=path
+            )
+        return exported_settings(self.plan, session, target, cluster=cluster, name=name)
+
+    def _cluster(self) -> Cluster:
+        return self.session.request.cluster
 
     def _step_to_price(self) -> PlanningSession | None:
         return self.session

@@ -8,6 +8,7 @@ from typing import Any
 
 from steelyard.api.planned import Planned, budget_of
 from steelyard.errors import BadInput
+from steelyard.hardware.cluster import Cluster
 from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.plans.budget import Budget, Minimize
 from steelyard.plans.plan import FrontierPoint, Plan
@@ -43,6 +44,9 @@ class PlannedForCluster(Planned):
         """
         search, chosen = self._cluster_planner.search, self._chosen
         return analytic_spans(search.stage_costs(chosen), search.stage_blocks(chosen))
+
+    def _cluster(self) -> Cluster:
+        return self._cluster_planner.request.cluster
 
     def _step_to_price(self) -> None:
         """The blocks of a deep model are captured, but not the whole step."""

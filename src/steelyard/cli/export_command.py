@@ -93,7 +93,7 @@ def _from_file(
     as_: ExportTarget, found: "PlanOnFile", plan: Path, path: Path, cluster: "Cluster | None"
 ) -> "Exported":
     """Export a plan from its file alone: nothing is captured, and settings are not priced."""
-    from steelyard.export.job import job_of
+    from steelyard.export.job import job_of, nodes_of
     from steelyard.export.target import configuration, launch_file, price_of, settings_for
 
     price = price_of(found.plan)
@@ -103,13 +103,16 @@ def _from_file(
             found.decisions, script=script, path=str(plan), cluster=cluster, device="", price=price
         )
         return launch_file(as_, job, name=path.name, price=price)
+    settings = settings_for(as_, found.decisions, nodes=nodes_of(found.decisions, cluster))
+    is_alone = settings.layout.num_ranks == 1
+    reason = "name the script as well" if is_alone else "they are for several ranks"
     return configuration(
         as_,
         found.decisions,
-        settings_for(as_, found.decisions),
+        settings,
         name=path.name,
         plan_price=price,
-        notes=("peak and step of these settings are not predicted: name the script as well",),
+        notes=(f"peak and step of these settings are not predicted: {reason}",),
     )
 
 

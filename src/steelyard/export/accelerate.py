@@ -30,7 +30,7 @@ def _document(settings: Settings) -> dict[str, YamlValue]:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _distributed_type(settings),
         "machine_rank": 0,
-        "num_machines": 1,
+        "num_machines": settings.nodes,
         "num_processes": ranks,
         "mixed_precision": settings.formats.mixed_precision,
         "use_cpu": is_cpu,
@@ -79,5 +79,7 @@ def _by_hand(settings: Settings) -> Iterator[str]:
         )
     if settings.recomputes_blocks and not _uses_fsdp(settings):
         yield "model.gradient_checkpointing_enable(), or checkpoint each block yourself"
+    if settings.nodes > 1:
+        yield "set machine_rank, main_process_ip and main_process_port on each machine"
     if settings.layout.tensor > 1:
         yield "load the model with tp_plan='auto' (transformers)"

@@ -26,10 +26,11 @@ def configure(settings: Settings, *, name: str) -> ToolConfiguration:
         )
     is_half = settings.formats.weights in ("bfloat16", "float16")
     note = "DeepSpeed keeps a float32 copy of the weights, which the plan does not"
+    nodes = f"--num_nodes {settings.nodes} " if settings.nodes > 1 else ""
     return ToolConfiguration(
         text=json.dumps(_fields(settings), indent=2) + "\n",
         by_hand=tuple(by_hand),
-        command=f"deepspeed --num_gpus {settings.layout.num_ranks} train.py",
+        command=f"deepspeed {nodes}--num_gpus {settings.ranks_of_a_node} train.py",
         notes=(note,) if is_half else (),
     )
 

@@ -41,7 +41,7 @@ def micro_batches(batch):
 
 def configure(settings: Settings, *, name: str, comment: tuple[str, ...]) -> ToolConfiguration:
     """Return the Python file of this name."""
-    ranks, module = settings.layout.num_ranks, name.removesuffix(".py")
+    module = name.removesuffix(".py")
     steps = (
         f"from {module} import apply, train_step; model = apply(model); call "
         "train_step(model, loss, batch, optimizer) with the samples of the rank"
@@ -49,7 +49,7 @@ def configure(settings: Settings, *, name: str, comment: tuple[str, ...]) -> Too
     return ToolConfiguration(
         text=_text(settings, comment),
         by_hand=(steps,),
-        command="python train.py" if ranks == 1 else f"torchrun --nproc-per-node {ranks} train.py",
+        command=f"{settings.torchrun} train.py",
     )
 
 

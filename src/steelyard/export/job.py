@@ -108,10 +108,9 @@ def job_of(
 ) -> Job:
     """Return the job for these decisions; ``cluster`` is the declared one, if there is one."""
     ranks = ParallelLayout.of(decisions.rules).num_ranks
-    nodes = len(decisions.hosts_used(ranks))
+    nodes = nodes_of(decisions, cluster)
     gpu, usd = "", None
     if cluster is not None and not cluster.is_here:
-        nodes = -(-ranks // _devices_of_a_node(cluster.tree))
         gpu, usd = cluster.fastest.kind, cluster.tree.usd_per_hour_of(ranks)
         device = device or "cuda"
     memory = None if price is None else price.memory_bytes
@@ -128,6 +127,14 @@ def job_of(
         step_seconds=None if seconds is None else seconds.value,
         usd_per_hour=usd,
     )
+
+
+def nodes_of(decisions: Decisions, cluster: Cluster | None) -> int:
+    """Return the number of machines; ``cluster`` is the declared one, if there is one."""
+    ranks = ParallelLayout.of(decisions.rules).num_ranks
+    if cluster is None or cluster.is_here:
+        return len(decisions.hosts_used(ranks))
+    return -(-ranks // _devices_of_a_node(cluster.tree))
 
 
 def _devices_of_a_node(level: TopologyLevel) -> int:

@@ -52,7 +52,7 @@ class Settings:
     0 if the batch has no such dim. ``offloaded_state`` are the parts of the state in host memory.
     ``regathers``: sharded weights are gathered for each pass, not once a step. ``chunks`` is the
     number of chunks in which the loss is computed, 0 for the whole. ``device`` is the type of the
-    device in torch, or empty if it is not known.
+    device in torch, or empty if it is not known. ``nodes`` are the machines of the ranks.
     """
 
     batch: int
@@ -70,6 +70,19 @@ class Settings:
     compiles: bool = False
     formats: NumberFormats = field(default=UNKNOWN_FORMATS)
     device: str = ""
+    nodes: int = 1
+
+    @property
+    def ranks_of_a_node(self) -> int:
+        return -(-self.layout.num_ranks // self.nodes)
+
+    @property
+    def torchrun(self) -> str:
+        """The command that starts a script on one node; plain Python for one rank."""
+        if self.layout.num_ranks == 1:
+            return "python"
+        nodes = f"--nnodes {self.nodes} " if self.nodes > 1 else ""
+        return f"torchrun {nodes}--nproc-per-node {self.ranks_of_a_node}"
 
     @property
     def per_device_batch(self) -> int:
@@ -121,7 +134,11 @@ class Settings:
 
 
 def settings_of(
-    decisions: Decisions, *, formats: NumberFormats = UNKNOWN_FORMATS, device: str = ""
+    decisions: Decisions,
+    *,
+    formats: NumberFormats = UNKNOWN_FORMATS,
+    device: str = "",
+    nodes: int = 1,
 ) -> Settings:
     """Return the nearest coarse settings to these decisions.
 
@@ -148,6 +165,7 @@ def settings_of(
         compiles=decisions.target.runner == "inductor",
         formats=formats,
         device=device or ("cuda" if decisions.target.declared else ""),
+        nodes=nodes,
     )
     _refuse_uneven(settings)
     return settings

@@ -63,13 +63,15 @@ def settings_for(
     *,
     formats: NumberFormats = UNKNOWN_FORMATS,
     device: str = "",
+    nodes: int = 1,
 ) -> Settings:
     """Return the settings of the tool that are nearest to the plan.
 
     Raise BadInput if the tool cannot lay out the step as the plan does.
     """
     refuse_inexpressible(decisions, target.abilities, tool=target.value)
-    return within(settings_of(decisions, formats=formats, device=device), target.abilities)
+    found = settings_of(decisions, formats=formats, device=device, nodes=nodes)
+    return within(found, target.abilities)
 
 
 def configuration(

@@ -24,8 +24,8 @@ def configure(settings: Settings, *, name: str, comment: tuple[str, ...]) -> Too
     return ToolConfiguration(
         text=_text(settings, comment),
         by_hand=(steps,),
-        command=f"torchrun --nproc-per-node {settings.layout.num_ranks} -m torchtitan.train "
-        "--module your_module --config your_config",
+        command=f"{settings.torchrun} -m torchtitan.train --module your_module "
+        "--config your_config",
     )
 
 

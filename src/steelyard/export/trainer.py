@@ -20,12 +20,11 @@ _MIB = 2**20
 
 def configure(settings: Settings, *, name: str) -> ToolConfiguration:
     """Return the arguments in a file of this name; all others keep their defaults."""
-    ranks = settings.layout.num_ranks
     load = f"TrainingArguments(output_dir=..., **json.load(open({name!r})))"
     return ToolConfiguration(
         text=json.dumps(_arguments(settings), indent=2) + "\n",
         by_hand=(f"args={load} for the Trainer",),
-        command="python train.py" if ranks == 1 else f"torchrun --nproc-per-node {ranks} train.py",
+        command=f"{settings.torchrun} train.py",
     )
 
 

@@ -208,6 +208,21 @@ def test_exported_python_is_python(target: ExportTarget, case: str) -> None:
     assert found.file.name == f"train_{target.value}.py"
 
 
+def test_several_nodes_are_started_as_such() -> None:
+    for target, said in (
+        (ExportTarget.TRAINER, "torchrun --nnodes 2 --nproc-per-node 1 train.py"),
+        (ExportTarget.DEEPSPEED, "deepspeed --num_nodes 2 --num_gpus 1 train.py"),
+    ):
+        settings = settings_for(target, CASES["data"], nodes=2)
+        found = configuration(target, CASES["data"], settings, name="file")
+        assert found.command == said
+    target = ExportTarget.ACCELERATE
+    settings = settings_for(target, CASES["data"], nodes=2)
+    found = configuration(target, CASES["data"], settings, name="file.yaml")
+    assert yaml.safe_load(found.file.text)["num_machines"] == 2
+    assert any("main_process_ip" in step for step in found.by_hand)
+
+
 # --- all tools -----------------------------------------------------------------------------------
 
 
