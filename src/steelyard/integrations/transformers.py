@@ -72,19 +72,21 @@ class PlannedTrainer(Trainer):
                 "updates weights within the backward pass",
                 "use an optimizer that steps after it, such as optim='adamw_torch'",
             )
-        if args.gradient_checkpointing:
+        # transformers 5 has two names for one option, and sets both.
+        names = ("activation_checkpointing", "gradient_checkpointing")
+        if any(getattr(args, name, False) for name in names):
             LOG.warning(
-                "steelyard: gradient_checkpointing is switched off: the plan chooses what is "
-                "recomputed"
+                "steelyard: %s is switched off: the plan chooses what is recomputed", names[0]
             )
-            args.gradient_checkpointing = False
+            for name in names:
+                setattr(args, name, False)
 
     def captured_loss(
         self, model: nn.Module, batch: dict[str, Any], num_items: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the loss that is captured; ``num_items`` as in ``compute_loss``."""
-        loss: torch.Tensor = self.compute_loss(model, batch, num_items_in_batch=num_items)
-        return loss
+        loss = self.compute_loss(model, batch, num_items_in_batch=num_items)
+        return loss[0] if isinstance(loss, tuple) else loss
 
     def training_step(
         self,
@@ -112,13 +114,11 @@ class PlannedTrainer(Trainer):
         """Return the plan of the model and optimizer that train now, made if there is none yet."""
         # The Trainer wraps its optimizer (AcceleratedOptimizer), and makes both anew in train().
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        model: Any = self.model
         known = self._loop_plan
-        if known is None or known.model is not self.model or known.optimizer is not optimizer:
-            if getattr(self.model, "is_gradient_checkpointing", False):
-                LOG.warning("steelyard: gradient checkpointing of the model is switched off")
-                self.model.gradient_checkpointing_disable()
+        if known is None or known.model is not model or known.optimizer is not optimizer:
             self._loop_plan = known = LoopPlan(
-                self.model,
+                model,
                 lambda model, batch: self.captured_loss(model, dict(batch), self._num_items),
                 batch,
                 optimizer=optimizer,
