@@ -249,8 +249,9 @@ def _refuse_options(trainer: Trainer, precision: str) -> None:
             "scales the loss or replaces layers",
             f"use one of {', '.join(_PRECISIONS)}",
         )
-    if trainer.num_devices * trainer.num_nodes > 1:
-        count = trainer.num_devices * trainer.num_nodes
+    # With a strategy for one device, ``num_devices`` is 1 whatever was asked for.
+    count = len(trainer._accelerator_connector._parallel_devices) * trainer.num_nodes
+    if count > 1:
         raise refuse_option(
             f"Trainer(devices={count})",
             "shares the batch among processes",

@@ -86,7 +86,8 @@ class PlannedTrainer(Trainer):
     ) -> torch.Tensor:
         """Return the loss that is captured; ``num_items`` as in ``compute_loss``."""
         loss = self.compute_loss(model, batch, num_items_in_batch=num_items)
-        return loss[0] if isinstance(loss, tuple) else loss
+        value: torch.Tensor = loss[0] if isinstance(loss, tuple) else loss
+        return value
 
     def training_step(
         self,

@@ -66,4 +66,5 @@ class PlannedSFTTrainer(PlannedTrainer, SFTTrainer):
         """Return the negative log-likelihood of the labels, as the model itself computes it."""
         batch["use_cache"] = False
         loss = Trainer.compute_loss(self, model, batch, num_items_in_batch=num_items)
-        return loss[0] if isinstance(loss, tuple) else loss
+        value: torch.Tensor = loss[0] if isinstance(loss, tuple) else loss
+        return value
