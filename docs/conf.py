@@ -39,6 +39,7 @@ NAVIGATION = {
         "docs/reading-a-plan",
         "docs/how-it-works",
         "docs/python-api",
+        "docs/loops",
         "docs/command-line",
         "docs/export",
         "docs/hooks",

@@ -17,7 +17,7 @@ from steelyard.api import Planned, plan
 from steelyard.api.receipt import ShownReceipt
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory
-from steelyard.errors import BadInput
+from steelyard.errors import BadInput, Infeasible
 from steelyard.plans.budget import Budget
 from steelyard.predict import kept_gradients_bytes
 from steelyard.units import format_bytes
@@ -86,7 +86,16 @@ def _with_kept_gradients(made: Planned, budget: Budget) -> Planned:
             break
         limit -= excess
         LOG.info("steelyard: gradients that the loop keeps take %s more", format_bytes(kept))
-        made = made.what_if(**{**_bounds(budget), "memory_bytes": limit})
+        try:
+            made = made.what_if(**{**_bounds(budget), "memory_bytes": limit})
+        except Infeasible as error:
+            raise Infeasible(
+                f"no plan fits memory <= {format_bytes(budget.memory_bytes)} together with the "
+                f"gradients that the loop keeps between batches, {format_bytes(kept)}",
+                expected=f"a plan of {format_bytes(limit)} for each batch, but {error.happened}",
+                remedy="allow more memory, or accumulate over one larger batch: the plan itself "
+                "may cut it into micro-batches",
+            ) from error
     return made
 
 

@@ -5,7 +5,10 @@
     ```python    is executed; all of a page share their names. One that begins with `# train.py`
                  is saved under that name instead.
     ```sh        a line that begins with `steelyard` runs in this process and must end with 0, or
-                 as its comment `# exit code 3` says. Other lines are ways to set up: see SET_UP.
+                 as its comment `# exit code 3` says; `torchrun` runs, too. Other lines are ways to
+                 set up: see SET_UP.
+    ```diff      a change of the code before it, of at most five lines. The changed code is executed
+                 or saved, as that code was.
     ```text      what the block before it prints, compared by its form: see form().
     ```toml      tables that the plan file of the page has, with these keys. One that begins with
                  `# cluster.toml` is saved under that name instead.
@@ -23,11 +26,12 @@ import io
 import json
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,7 +51,8 @@ _CONFIG = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
     "num_key_value_heads": 4,
 }  # fmt: skip
-_LANGUAGES = ("python", "sh", "text", "toml", "json", "")
+_LANGUAGES = ("python", "diff", "sh", "text", "toml", "json", "")
+_CHANGED_LINES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,7 @@ class Session:
     module: ModuleType = field(default_factory=lambda: ModuleType("page"))
     printed: str = ""
     complained: str = ""
+    code: str = ""
 
     def read(self, page: str) -> int:
         """Read the page; return how many blocks were executed or compared."""
@@ -103,7 +109,7 @@ class Session:
     def take(self, block: Block) -> None:
         """Execute the block, or compare its text with what was printed."""
         assert block.language in _LANGUAGES, f"a block in {block.language!r} is not checked"
-        if block.language in ("python", "sh"):
+        if block.language in ("python", "diff", "sh"):
             self.printed = self.complained = ""
         if block.language:
             getattr(self, f"_{block.language}")(block)
@@ -112,7 +118,11 @@ class Session:
         """Return the output of the previous block, or its errors if it printed nothing."""
         return self.printed or self.complained
 
+    def _diff(self, block: Block) -> None:
+        self._python(replace(block, text=changed(self.code, block.text)))
+
     def _python(self, block: Block) -> None:
+        self.code = block.text
         if save(block):
             return
         # Blank lines give the code its line numbers of the page, for tracebacks.
@@ -129,7 +139,12 @@ class Session:
                 continue
             if words == ["steelyard", "demo"]:
                 continue  # takes minutes; tests/system/demo/test_demo.py runs a smaller one
-            if words[0] == "steelyard":
+            if words[0] == "torchrun":
+                launch = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+                done = subprocess.run(launch, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, done.stderr[-3000:]
+                self.printed += done.stdout
+            elif words[0] == "steelyard":
                 with self._heard():
                     code = steelyard(words[1:])
                 wanted = re.search(r"exit code (\d+)", comment)
@@ -161,6 +176,25 @@ class Session:
         finally:
             self.printed += out.getvalue()
             self.complained += err.getvalue()
+
+
+def changed(code: str, diff: str) -> str:
+    """Return the code after the diff, whose lines are found in this order."""
+    old, new = code.splitlines(), list[str]()
+    signs = [line[:1] for line in diff.splitlines()]
+    for sign in "+-":
+        assert signs.count(sign) <= _CHANGED_LINES, f"more than {_CHANGED_LINES} lines with {sign}"
+    for line in diff.splitlines():
+        sign, text = line[:1], line[1:]
+        if sign == "+":
+            new.append(text)
+            continue
+        assert sign in ("-", " ", ""), f"{line!r} is no line of a diff"
+        assert text in old, f"{text!r} is not in the code from here on"
+        at = old.index(text)
+        new += old[: at + (sign != "-")]
+        old = old[at + 1 :]
+    return "\n".join([*new, *old]) + "\n"
 
 
 def save(block: Block) -> bool:

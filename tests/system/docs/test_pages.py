@@ -25,6 +25,7 @@ PAGES = sorted(
 )
 # test_new_trade.py runs this page, because it changes the package.
 NEW_TRADE = "docs/extend/a-new-trade.md"
+LOOPS = "docs/loops.md"
 WITH_CODE = [
     p for p in PAGES if p != NEW_TRADE and any(pages.blocks((ROOT / p).read_text(encoding="utf-8")))
 ]
@@ -66,8 +67,13 @@ def _planned_once(
 
 def _in_one_worker(name: str) -> Any:
     """Keep pages that plan the quickstart's script on one worker, so that they share its costs."""
-    shares = pytest.mark.xdist_group("train.py")
-    return pytest.param(name, marks=shares if "steelyard plan train.py" in _text(name) else ())
+    marks = []
+    if "steelyard plan train.py" in _text(name):
+        marks.append(pytest.mark.xdist_group("train.py"))
+    if name == LOOPS:
+        # Other libraries warn about one another, and about few workers and small batches.
+        marks.append(pytest.mark.filterwarnings("ignore"))
+    return pytest.param(name, marks=marks)
 
 
 @pytest.fixture
@@ -93,7 +99,7 @@ def test_commands_and_code_of_the_page_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(empty_folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as in a Python prompt
     pages.set_the_table()
     monkeypatch.setattr(api, "plan_workload", _planned_once)
     text = _text(name)
@@ -153,6 +159,9 @@ def test_names_are_shared_by_the_blocks_of_a_page() -> None:
         "```sh\nscripts/absent\n```\n",
         "```sh\nsteelyard explain absent.plan.toml\n```\n",
         "```c\nint x;\n```\n",
+        "```python\nx = 1\n```\n```diff\n-x = 2\n+x = 3\n```\n",
+        "```python\nx = 1\n```\n```diff\n" + "+x = 2\n" * 6 + "```\n",
+        "```python\nx = 1\n```\n```diff\n+raise KeyError\n```\n",
     ],
 )  # fmt: skip
 def test_wrong_output_on_a_page_is_detected(page: str) -> None:
@@ -168,6 +177,14 @@ def test_a_block_that_is_written_anew_ends_where_it_did(
     assert pages.rewritten(page.format("a 0\n...")) == page.format("a 1\n...")
     assert pages.rewritten(page.format("a 0")) == page.format("a 1\nb 2\nc 3")
     assert pages.rewritten(page.format("...\nc 0")) == page.format("...\nc 0")
+
+
+def test_a_diff_changes_the_code_before_it_which_is_then_run() -> None:
+    page = (
+        "```python\nx = 1\nx += 1\nprint(x, 'is x')\n```\n"
+        "```diff\n x = 1\n-x += 1\n+x += 2\n```\n```text\n3 is x\n```\n"
+    )
+    assert read(page).said() == "3 is x\n"
 
 
 def test_an_exit_code_that_is_promised_is_no_failure() -> None:
