@@ -52,7 +52,13 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 
 
 def trainer_of(
-    kind: Any, folder: Path, *, count: int = 32, budget: str = BUDGET, **options: Any
+    kind: Any,
+    folder: Path,
+    *,
+    count: int = 32,
+    budget: str = BUDGET,
+    compute_loss_func: Any = None,
+    **options: Any,
 ) -> Any:
     planned = {"budget": budget} if issubclass(kind, PlannedTrainer) else {}
     data = sentences(count)
@@ -61,6 +67,7 @@ def trainer_of(
         args=arguments(folder, **options),
         train_dataset=data,
         eval_dataset=data[:8],
+        compute_loss_func=compute_loss_func,
         **planned,
     )
 
@@ -141,6 +148,24 @@ def test_the_loss_of_a_users_own_trainer_is_captured(tmp_path: Path) -> None:
     planned = trainer_of(PlannedDoubled, tmp_path)
     planned.train()
     assert_trained_alike(plain, planned)
+
+
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = torch.nn.functional.cross_entropy(
+        logits, targets, ignore_index=-100, reduction="sum", label_smoothing=0.2
+    )
+    return total / num_items_in_batch
+
+
+@pytest.mark.slow
+def test_compute_loss_func_is_captured_with_the_number_of_items(tmp_path: Path) -> None:
+    trainers = [
+        trainer_of(kind, tmp_path, compute_loss_func=own_loss) for kind in (Trainer, PlannedTrainer)
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert_trained_alike(*trainers)
 
 
 @pytest.mark.parametrize(
