@@ -23,7 +23,7 @@ from steelyard.errors import BadInput
 from steelyard.integrations.loop_plan import LoopPlan, budget_of, refuse_option
 from steelyard.plans.budget import Budget
 
-_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+_PRECISIONS = ("32-true", "bf16-mixed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,9 @@ class _Logged:
 class PlannedStrategy(SingleDeviceStrategy):
     """One device, on which ``training_step`` and its backward pass run as planned.
 
-    ``budget`` is an amount of memory, or a ``sy.Budget``. ``training_step`` may log the loss; it is
-    then logged at every step. Other values exist only in the captured step and are refused.
+    ``budget`` is an amount of memory, or a ``sy.Budget``. By default, ``device`` is the first GPU,
+    or the CPU if there is none. ``training_step`` may log the loss, which is then logged at every
+    step. Other values exist only in the captured step and are refused.
     """
 
     strategy_name = "steelyard"
@@ -66,12 +67,6 @@ class PlannedStrategy(SingleDeviceStrategy):
         """Refuse what a planned step cannot honour, then set up the single device."""
         _refuse_options(trainer, self.precision_plugin.precision)
         super().setup(trainer)
-        if len(self.optimizers) > 1:
-            raise refuse_option(
-                f"{len(self.optimizers)} optimizers",
-                "take turns in one training step",
-                "return one optimizer, which may have several parameter groups",
-            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
         """Run the planned forward and backward pass on one batch; return the detached loss."""
@@ -132,7 +127,13 @@ class PlannedStrategy(SingleDeviceStrategy):
 
     def _plan_for(self, module: LightningModule, batch: Any) -> LoopPlan:
         known = self._loop_plan
-        if known is None or known.model is not module or known.optimizer is not self.optimizers[0]:
+        keeps_gradients = module.trainer.accumulate_grad_batches > 1
+        if (
+            known is None
+            or known.model is not module
+            or known.optimizer is not self.optimizers[0]
+            or (keeps_gradients and not known.keeps_gradients)
+        ):
             is_mixed = self.precision_plugin.precision == "bf16-mixed"
             self._loss.autocast_device = self.root_device.type if is_mixed else ""
             self._logged = _logs_of_loss(module, self._loss, batch)
@@ -142,7 +143,7 @@ class PlannedStrategy(SingleDeviceStrategy):
                 batch,
                 optimizer=self.optimizers[0],
                 budget=self.budget,
-                keeps_gradients=module.trainer.accumulate_grad_batches > 1,
+                keeps_gradients=keeps_gradients,
             )
         return known
 

@@ -47,6 +47,7 @@ class LoopPlan:
         bound = "" if budget.memory_bytes is None else f" for {format_bytes(budget.memory_bytes)}"
         LOG.warning("steelyard: planning %s%s, which takes up to a minute", name, bound)
         self.model, self.optimizer, self._budget = model, optimizer, budget
+        self.keeps_gradients = keeps_gradients
         made = plan(
             model,
             loss,

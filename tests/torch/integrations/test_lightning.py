@@ -74,6 +74,10 @@ def trainer_of(strategy: Any, *, epochs: int = 2, **options: Any) -> Any:
     )
 
 
+def planned_strategy(budget: str = BUDGET) -> PlannedStrategy:
+    return PlannedStrategy(budget=budget, device="cpu")
+
+
 def fit(trainer: Any, net: Net, checkpoint: Path | None = None) -> None:
     data = sentences()
     train, validate = DataLoader(data, batch_size=8), DataLoader(data[:8], batch_size=8)  # type: ignore[arg-type,var-annotated]
@@ -92,7 +96,7 @@ pytestmark = [
 def test_training_and_resuming_equal_lightnings_own_device(tmp_path: Path) -> None:
     plain, expected = Net(), trainer_of("auto")
     fit(expected, plain)
-    net, strategy = Net(), PlannedStrategy(budget=BUDGET)
+    net, strategy = Net(), planned_strategy()
     trainer = trainer_of(strategy)
     fit(trainer, net)
     assert net.seen == pytest.approx(plain.seen, abs=1e-5)
@@ -107,11 +111,11 @@ def test_training_and_resuming_equal_lightnings_own_device(tmp_path: Path) -> No
     assert measured.memory_bytes is not None
     assert measured.memory_bytes <= BUDGET_BYTES
 
-    first = trainer_of(PlannedStrategy(budget=BUDGET), epochs=1)
+    first = trainer_of(planned_strategy(), epochs=1)
     fit(first, Net())
     first.save_checkpoint(str(tmp_path / "one.ckpt"))
     resumed = Net()
-    fit(trainer_of(PlannedStrategy(budget=BUDGET)), resumed, tmp_path / "one.ckpt")
+    fit(trainer_of(planned_strategy()), resumed, tmp_path / "one.ckpt")
     assert_same_weights(plain, resumed)
 
 
@@ -120,7 +124,7 @@ def test_bf16_mixed_equals_lightnings_own_device() -> None:
     plain, net = Net(), Net()
     fit(trainer_of("auto", precision="bf16-mixed", epochs=1), plain)
     # Micro-batches would round each to bf16. With this budget the plan needs none.
-    fit(trainer_of(PlannedStrategy(budget="6 MiB"), precision="bf16-mixed", epochs=1), net)
+    fit(trainer_of(planned_strategy("6 MiB"), precision="bf16-mixed", epochs=1), net)
     assert net.seen == pytest.approx(plain.seen, abs=1e-5)
     assert_same_weights(plain, net)
 
@@ -148,11 +152,6 @@ class OwnBackward(Net):
         loss.backward(*args, **kwargs)
 
 
-class TwoOptimizers(Net):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
-
-
 @pytest.mark.parametrize(
     ("net", "options", "happened"),
     [
@@ -160,13 +159,14 @@ class TwoOptimizers(Net):
         (Manual, {"accumulate_grad_batches": 1, "gradient_clip_val": None}, "automatic_optimiz"),
         (OwnBackward, {}, r"OwnBackward\.backward"),
         (Net, {"precision": "16-true"}, "precision='16-true'"),
+        (Net, {"precision": "bf16-true"}, "precision='bf16-true'"),
         (Net, {"devices": 2}, r"Trainer\(devices=2\)"),
     ],
 )
 def test_what_a_plan_cannot_honour_is_refused_by_name(
     net: type[Net], options: dict[str, Any], happened: str
 ) -> None:
-    trainer = trainer_of(PlannedStrategy(budget=BUDGET), **options)
+    trainer = trainer_of(planned_strategy(), **options)
     with pytest.raises(BadInput, match=happened) as refused:
         fit(trainer, net())
     assert refused.value.remedy
@@ -175,4 +175,4 @@ def test_what_a_plan_cannot_honour_is_refused_by_name(
 @pytest.mark.slow
 def test_a_step_that_reads_the_index_of_the_batch_is_refused() -> None:
     with pytest.raises(BadInput, match="batch_idx"):
-        fit(trainer_of(PlannedStrategy(budget="8 MiB")), ReadsIndex())
+        fit(trainer_of(planned_strategy("8 MiB")), ReadsIndex())

@@ -22,6 +22,7 @@ from tests.support.tiny_llama import (
     sentences,
     tiny_llama,
 )
+from tests.support.torch_since import torch_since
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +104,7 @@ def with_adapters() -> Any:
 
 # peft 0.21 asks transformers 5 by its old name.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@torch_since((2, 12), "Dynamo traces requires_grad_() of intermediate tensors since torch 2.12")
 @pytest.mark.slow
 def test_adapters_of_peft_train_as_in_plain_pytorch(tmp_path: Path) -> None:
     plain, model = with_adapters(), with_adapters()
