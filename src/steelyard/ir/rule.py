@@ -7,10 +7,11 @@ search/.
 
 import re
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 from pydantic import (
     BaseModel,
@@ -213,14 +214,40 @@ class CallSite:
     nth: int
 
 
-def spots(graph: Graph) -> dict[CallSite, str]:
+class _Calls:
+    """The forward values of one graph that are computed (not viewed), by call site.
+
+    ``paths`` are the modules of the operators themselves, by operator and call number.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.names: dict[CallSite, str] = {}
+        self.by_call: dict[tuple[str, int], list[tuple[str, str]]] = {}
+        for node in graph.forward():
+            site = spot_of(graph, node)
+            if site is not None:
+                self.names[site] = node.name
+        self.paths: dict[tuple[str, int], list[str]] = {}
+        for node in graph.forward():
+            if not node.is_free:
+                self.paths.setdefault((node.op, node.nth), []).append(node.path)
+        for site, name in self.names.items():
+            self.by_call.setdefault((site.op, site.nth), []).append((site.module, name))
+
+
+_CALLS: WeakKeyDictionary[Graph, _Calls] = WeakKeyDictionary()
+
+
+def _calls(graph: Graph) -> _Calls:
+    """Return the calls of a graph, which is immutable, and keep them as long as the graph."""
+    if graph not in _CALLS:
+        _CALLS[graph] = _Calls(graph)
+    return _CALLS[graph]
+
+
+def spots(graph: Graph) -> Mapping[CallSite, str]:
     """Return the node name of each forward value that is computed (not viewed), by call site."""
-    found: dict[CallSite, str] = {}
-    for node in graph.forward():
-        site = spot_of(graph, node)
-        if site is not None:
-            found[site] = node.name
-    return found
+    return _calls(graph).names
 
 
 def spot_of(graph: Graph, node: Node) -> CallSite | None:
@@ -267,9 +294,7 @@ def matching(graph: Graph, rules: Sequence[CallRule]) -> frozenset[str]:
 
 def rule_of(graph: Graph, rules: Sequence[CallRuleT]) -> dict[str, CallRuleT]:
     """Return each value that the rules name, with the last rule that names it."""
-    by_call: dict[tuple[str, int], list[tuple[str, str]]] = {}
-    for site, name in spots(graph).items():
-        by_call.setdefault((site.op, site.nth), []).append((site.module, name))
+    by_call = _calls(graph).by_call
     named: dict[str, CallRuleT] = {}
     for rule in rules:
         found = [
@@ -290,12 +315,8 @@ def rule_of(graph: Graph, rules: Sequence[CallRuleT]) -> dict[str, CallRuleT]:
 
 def _count_matches(graph: Graph, pattern: CallSite) -> int:
     """Count the calls that the pattern names; another run in the same list may match too."""
-    return sum(
-        (node.op, node.nth) == (pattern.op.partition("#")[0], pattern.nth)
-        and path_matches(node.path, pattern.module)
-        for node in graph.forward()
-        if not node.is_free
-    )
+    paths = _calls(graph).paths.get((pattern.op.partition("#")[0], pattern.nth), [])
+    return sum(path_matches(path, pattern.module) for path in paths)
 
 
 def rule_for(

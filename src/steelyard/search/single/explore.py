@@ -80,7 +80,7 @@ class Exploration:
         self._groups = block_uniform_choices(self._estimator)
         self._choices = [*self._estimator.unit_of, *self._estimator.eviction_choices()]
         self._thorough, self._repeats = thorough, repeats
-        self._bounds: dict[int, float] = {}
+        self._bounds: dict[tuple[int, bool], float] = {}
         self._improved: set[int] = set()
         self.is_complete = not self._choices
         self._trials = self._swept(known)
@@ -121,11 +121,17 @@ class Exploration:
         )
 
     def lower_bound(self, limit_bytes: int) -> float:
-        """Return a lower bound on the seconds of all plans of this program within the limit."""
-        if limit_bytes not in self._bounds:
+        """Return a lower bound on the seconds of the plans of this program within the limit.
+
+        It is for plans that recompute each value at most once, unless the best plan so far
+        recomputes one more often. This is the bound that is printed with the plan.
+        """
+        known = self._trials.archive.within(limit_bytes) or self._trials.archive.least
+        is_often = bool(self._estimator.times_of(known.choices))
+        key = limit_bytes, is_often
+        if key not in self._bounds:
             plain = self._trials.plain
-            known = self._trials.archive.within(limit_bytes) or self._trials.archive.least
-            self._bounds[limit_bytes] = (
+            self._bounds[key] = (
                 plain.seconds - self._estimator.slicing_gain_seconds
                 if not self._choices or plain.peak_bytes <= limit_bytes
                 else least_seconds(
@@ -133,10 +139,10 @@ class Exploration:
                     self._cut,
                     limit_bytes=limit_bytes,
                     within_seconds=known.seconds,
-                    repeats=self._repeats,
+                    repeats=is_often,
                 )
             )
-        return self._bounds[limit_bytes]
+        return self._bounds[key]
 
     def is_near_bound(self, limit_bytes: int) -> bool:
         """True if the best plan within the limit is hardly slower than the lower bound."""
@@ -151,9 +157,26 @@ class Exploration:
             return
         self._improved.add(limit_bytes)
         for local_search in self._local_searches():
-            if self.is_near_bound(limit_bytes):
+            self._improve_at(limit_bytes, local_search)
+
+    def _improve_at(self, limit_bytes: int, local_search: LocalSearch) -> None:
+        trials = self._trials
+        known = trials.block_uniform if local_search.are_block_uniform else trials.archive
+        local_search.seed(_around(trials.archive, limit_bytes, 2 * _NEIGHBORS))
+        stale = 0
+        for number in range(_ROUNDS_AT_LIMIT):
+            if self.is_near_bound(limit_bytes) or stale == 2:
                 return
-            _improve_at(self._trials, local_search, limit_bytes)
+            before = _overhead_within(trials, limit_bytes)
+            if number == 0:
+                local_search.descend(trials=_DESCENT)
+            local_search.relink(_around(known, limit_bytes, _NEIGHBORS))
+            local_search.settle(limit_bytes)
+            local_search.exchange(limit_bytes, trials=_EXCHANGE)
+            if number:
+                local_search.kick(limit_bytes, times=_KICKS_AT_LIMIT, seed=number)
+            is_stale = _overhead_within(trials, limit_bytes) >= before * _STALE_RATIO
+            stale = stale + 1 if is_stale else 0
 
     def complete(self, known: Explored | None = None) -> None:
         """Improve the plans for all amounts of memory.
@@ -269,25 +292,6 @@ def _try_quantize_all(trials: Trials) -> None:
     all_quantized = {trials.estimator.quantize_choice(s) for s in trials.estimator.quantizable}
     for point in (trials.plain, *trials.archive.hull()):
         trials.evaluate(point.choices | all_quantized)
-
-
-def _improve_at(trials: Trials, local_search: LocalSearch, limit_bytes: int) -> None:
-    """Improve the best plan within the limit, round after round, until two rounds bring nothing."""
-    known = trials.block_uniform if local_search.are_block_uniform else trials.archive
-    local_search.seed(_around(trials.archive, limit_bytes, 2 * _NEIGHBORS))
-    local_search.descend(trials=_DESCENT)
-    stale = 0
-    for number in range(_ROUNDS_AT_LIMIT):
-        before = _overhead_within(trials, limit_bytes)
-        local_search.relink(_around(known, limit_bytes, _NEIGHBORS))
-        local_search.settle(limit_bytes)
-        local_search.exchange(limit_bytes, trials=_EXCHANGE)
-        if number:
-            local_search.kick(limit_bytes, times=_KICKS_AT_LIMIT, seed=number)
-        is_stale = _overhead_within(trials, limit_bytes) >= before * _STALE_RATIO
-        stale = stale + 1 if is_stale else 0
-        if stale == 2:
-            return
 
 
 def _overhead_within(trials: Trials, limit_bytes: int) -> float:
