@@ -4,7 +4,6 @@ The public names are loaded when they are first used, so that importing steelyar
 torch.
 """
 
-import gc
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -44,22 +43,14 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     # ``from steelyard import api`` calls this too, before it imports the submodule.
     if name == "api":
-        return _import_without_gc("steelyard.api")
+        return _import("steelyard.api")
     if name not in _MODULES:
         raise AttributeError(f"module 'steelyard' has no attribute {name!r}")
-    return getattr(_import_without_gc(_MODULES[name]), name)
+    return getattr(_import(_MODULES[name]), name)
 
 
-def _import_without_gc(module_name: str) -> ModuleType:
-    """Import a module with garbage collection disabled.
+def _import(module_name: str) -> ModuleType:
+    from steelyard.garbage_collection import without_collection
 
-    Importing torch creates half a million permanent objects. Scanning them for garbage takes a
-    quarter of the import time.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collection():
         return import_module(module_name)
-    finally:
-        if collects:
-            gc.enable()

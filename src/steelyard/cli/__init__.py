@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Never
 
-from steelyard.cli.garbage_collection import without_collection
 from steelyard.cli.process_exit import leave
 from steelyard.cli.signals import InterruptHandler, was_pressed
+from steelyard.garbage_collection import without_collection
 
 _INTERRUPTED = 130
 # These import torch, which takes seconds.

@@ -38,11 +38,11 @@ from steelyard.cli.arguments import (
 from steelyard.cli.config_options import ConfigOptions
 from steelyard.cli.exit_codes import BAD_INPUT, OK, RUN_FAILED, user_code
 from steelyard.cli.export_command import export
-from steelyard.cli.garbage_collection import without_collection
 from steelyard.cli.output_options import OutputOptions, hint, load_script, planning
 from steelyard.cli.signals import handle_interrupts
 from steelyard.cli.training_script import refuse_no_script, script_path
 from steelyard.errors import BadInput
+from steelyard.garbage_collection import without_collection
 from steelyard.hardware.cluster import OffloadMemory
 from steelyard.plans.budget import Budget, Effort, Maximize, Minimize
 from steelyard.report.styled_text import Zoom

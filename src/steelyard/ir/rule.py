@@ -214,7 +214,7 @@ class CallSite:
     nth: int
 
 
-class _Calls:
+class _CallIndex:
     """The forward values of one graph that are computed (not viewed), by call site.
 
     ``paths`` are the modules of the operators themselves, by operator and call number.
@@ -235,13 +235,13 @@ class _Calls:
             self.by_call.setdefault((site.op, site.nth), []).append((site.module, name))
 
 
-_CALLS: WeakKeyDictionary[Graph, _Calls] = WeakKeyDictionary()
+_CALLS: WeakKeyDictionary[Graph, _CallIndex] = WeakKeyDictionary()
 
 
-def _calls(graph: Graph) -> _Calls:
+def _calls(graph: Graph) -> _CallIndex:
     """Return the calls of a graph, which is immutable, and keep them as long as the graph."""
     if graph not in _CALLS:
-        _CALLS[graph] = _Calls(graph)
+        _CALLS[graph] = _CallIndex(graph)
     return _CALLS[graph]
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from steelyard.capture.batch.splitting import batch_size
 from steelyard.comm.devices import torch_device_of
 from steelyard.errors import Infeasible, Mismatch
+from steelyard.garbage_collection import without_collection
 from steelyard.ir.parallel_layout import ParallelLayout
 from steelyard.ir.program import Program
 from steelyard.ir.rule import Rule
@@ -58,7 +59,8 @@ class Planner:
         session = self.session
         request = session.request
         request.on_progress("searching")
-        found, predicted = self.find(budget)
+        with without_collection():
+            found, predicted = self.find(budget)
         is_python = session.request.runner == "python"
         plan = Plan(
             title=self._title(found.rules),
