@@ -210,7 +210,7 @@ class PlanningSession:
 
     @cached_property
     def search(self) -> StepSearch:
-        """The search on one device, which explores once and then answers any budget.
+        """The search on one device, which keeps the plans that it found for earlier budgets.
 
         It computes memory as for generated Python.
         """

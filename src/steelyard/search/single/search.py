@@ -1,4 +1,4 @@
-"""Chooses the trades to apply: the fastest program within the budget, from one exploration.
+"""Chooses the trades to apply: the fastest program within the budget.
 
 Not for exploring plans (variant_plans.py) or for explaining them (explain.py).
 """
@@ -69,7 +69,7 @@ def search(
 
 
 class StepSearch:
-    """The search over one training step, explored once for all budgets.
+    """The search over one training step; each budget adds to the plans that are known.
 
     More micro-batches are explored only on demand. ``lossy`` are the call sites of the values that
     a lossy trade may change. If there are none, lossy trades are offered, but refused for the
