@@ -5,6 +5,7 @@ with it.
 """
 
 from steelyard.predict.collectives.curves import collective_curves
+from steelyard.predict.lifetimes import memory_history
 from steelyard.predict.pipeline.messages import message_of
 from steelyard.predict.pipeline.step import pipelined
 from steelyard.predict.slowdown import slowdown
@@ -23,6 +24,7 @@ __all__ = [
     "collective_curves",
     "kept_gradients_bytes",
     "least_possible_bytes",
+    "memory_history",
     "message_of",
     "peak_bytes",
     "pipelined",

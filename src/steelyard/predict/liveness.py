@@ -56,7 +56,7 @@ def liveness(program: Program, costs: CostTable | None, *, accumulating: bool = 
 def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tuple[LiveTensor, ...]:
     """Return the tensors, beyond the resident bytes, while line ``index`` runs, largest first."""
     graph = program.graph
-    owners, last = _owners_and_last_reads(program, accumulating=accumulating)
+    owners, last = owners_and_last_reads(program, accumulating=accumulating)
     found = []
     for key, (born, instruction) in owners.items():
         if born <= index <= last[key]:
@@ -64,7 +64,7 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
             found.append(
                 LiveTensor(
                     nbytes=graph.storages[key[0]].nbytes,
-                    what=_label(graph, instruction),
+                    what=label_of(graph, instruction),
                     path=node.path,
                     line=node.line,
                     phase=node.phase,
@@ -72,14 +72,14 @@ def alive_at(program: Program, index: int, *, accumulating: bool = False) -> tup
                 )
             )
     found += [
-        _in_flight_tensor(program.graph.by_name[program.instructions[exchange.issue].node], nbytes)
+        in_flight_tensor(program.graph.by_name[program.instructions[exchange.issue].node], nbytes)
         for exchange, nbytes in held_underway(program)
         if exchange.issue <= index and (exchange.wait is None or index <= exchange.wait)
     ]
     return tuple(sorted(found, key=lambda h: -h.nbytes))
 
 
-def _label(graph: Graph, instruction: Instruction) -> str:
+def label_of(graph: Graph, instruction: Instruction) -> str:
     node = graph.by_name[instruction.node]
     if node.is_transfer and node.op in _FETCHES:
         how = "in slices" if node.args[1:] else "fetched"
@@ -114,7 +114,7 @@ def held_underway(program: Program) -> list[tuple[Underway, int]]:
     return found
 
 
-def _in_flight_tensor(node: Node, nbytes: int) -> LiveTensor:
+def in_flight_tensor(node: Node, nbytes: int) -> LiveTensor:
     what = f"{node.op} (in flight)"
     return LiveTensor(
         nbytes=nbytes, what=what, path=node.path, line=node.line, phase=node.phase,
@@ -124,14 +124,14 @@ def _in_flight_tensor(node: Node, nbytes: int) -> LiveTensor:
 
 # A storage of the graph may exist several times in a program, once for each time that it is
 # computed. The key is therefore the storage with the number of the copy.
-_Key = tuple[int, int]
+StorageCopy = tuple[int, int]
 
 
 def _lifetimes(program: Program, *, accumulating: bool) -> tuple[list[int], list[int]]:
     """Return the bytes allocated and the bytes freed at each line."""
     births = [0] * len(program.instructions)
     deaths = [0] * len(program.instructions)
-    owners, last = _owners_and_last_reads(program, accumulating=accumulating)
+    owners, last = owners_and_last_reads(program, accumulating=accumulating)
     storages = program.graph.storages
     for key, (born, _) in owners.items():
         nbytes = storages[key[0]].nbytes
@@ -141,15 +141,15 @@ def _lifetimes(program: Program, *, accumulating: bool) -> tuple[list[int], list
     return births, deaths
 
 
-def _owners_and_last_reads(
+def owners_and_last_reads(
     program: Program, *, accumulating: bool
-) -> tuple[dict[_Key, tuple[int, Instruction]], dict[_Key, int]]:
+) -> tuple[dict[StorageCopy, tuple[int, Instruction]], dict[StorageCopy, int]]:
     """Return the line that made each storage copy, and the last line that reads a value on it."""
     graph = program.graph
     resident = _resident(graph)
-    on: dict[str, tuple[_Key, ...]] = {}
-    owners: dict[_Key, tuple[int, Instruction]] = {}
-    last: dict[_Key, int] = {}
+    on: dict[str, tuple[StorageCopy, ...]] = {}
+    owners: dict[StorageCopy, tuple[int, Instruction]] = {}
+    last: dict[StorageCopy, int] = {}
     copies: dict[int, int] = {}
     end = len(program.instructions)
     for index, instruction in enumerate(program.instructions):
@@ -165,7 +165,7 @@ def _owners_and_last_reads(
                 last[key] = end if survives else last[key]
             continue
         inherited = {key[0]: key for name in instruction.inputs for key in on.get(name, ())}
-        keys: list[_Key] = []
+        keys: list[StorageCopy] = []
         for storage in graph.storages_of(instruction.node):
             if storage in resident:
                 continue

@@ -31,7 +31,7 @@ def predict(program: Program, costs: CostTable) -> Prediction:
         return pipelined(program, program.pipeline, costs).prediction()
     # If ranks take unequal shares of the batch, the peak is that of the rank that needs most.
     fullest, passes = max(
-        ((one, _passes(one, costs)) for one in (program, *program.sibling_programs)),
+        ((one, passes_of(one, costs)) for one in (program, *program.sibling_programs)),
         key=lambda found: max(p.nbytes for p in found[1]),
     )
     worst = max(passes, key=lambda p: p.nbytes)
@@ -49,7 +49,7 @@ def predict(program: Program, costs: CostTable) -> Prediction:
         metrics=metrics,
         peak=_peak_memory(worst, fullest, costs),
         flops=program.flops,
-        timeline=_timeline(costs, passes),
+        timeline=timeline_of(costs, passes),
     )
 
 
@@ -78,7 +78,7 @@ def rank_peak_bytes(program: Program, costs: CostTable) -> tuple[int, ...]:
 
 def kept_gradients_bytes(program: Program, costs: CostTable) -> int:
     """Return by how much the peak rises if gradients are added to those of earlier steps."""
-    planned = _passes(program, costs)
+    planned = passes_of(program, costs)
     if program.earlier is not program:
         # The sums are stored separately during the passes, and added to the gradients afterwards.
         accumulated = program.graph.resident_bytes(Role.GRADIENT)
@@ -118,7 +118,7 @@ def least_possible_bytes(program: Program, costs: CostTable) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
+class StepPass:
     """One part of the step: the first micro-batch, the last one, or the optimizer's update."""
 
     program: Program
@@ -133,18 +133,18 @@ class _Pass:
 
 
 def _nbytes(program: Program, costs: CostTable) -> int:
-    return max(p.nbytes for p in _passes(program, costs))
+    return max(p.nbytes for p in passes_of(program, costs))
 
 
-def _passes(program: Program, costs: CostTable) -> list[_Pass]:
+def passes_of(program: Program, costs: CostTable) -> list[StepPass]:
     resident = _resident_bytes(program, costs)
     first_pass = program.passes[0]
     first = liveness(first_pass, costs)
-    passes = [_Pass(program=first_pass, liveness=first, base_bytes=resident, base=())]
+    passes = [StepPass(program=first_pass, liveness=first, base_bytes=resident, base=())]
     gradients = first.left_bytes
     if program.repeats > 1:
         passes.append(
-            _Pass(
+            StepPass(
                 program=program,
                 liveness=liveness(program, costs, accumulating=True),
                 base_bytes=resident + gradients,
@@ -159,11 +159,11 @@ def _passes(program: Program, costs: CostTable) -> list[_Pass]:
     return passes
 
 
-def _update_pass(program: Program, costs: CostTable, base_bytes: int) -> _Pass | None:
+def _update_pass(program: Program, costs: CostTable, base_bytes: int) -> StepPass | None:
     if program.update is None:
         return None
     alive = liveness(program.update, costs)
-    return _Pass(program=program.update, liveness=alive, base_bytes=base_bytes, base=())
+    return StepPass(program=program.update, liveness=alive, base_bytes=base_bytes, base=())
 
 
 def _resident_bytes(program: Program, costs: CostTable) -> int:
@@ -201,19 +201,19 @@ def _durations(program: Program, costs: CostTable) -> Durations:
     return combined_durations(classes) if len(classes) > 1 else classes[0].uniform_durations
 
 
-def _peak_memory(worst: _Pass, program: Program, costs: CostTable) -> PeakMemory:
+def _peak_memory(worst: StepPass, program: Program, costs: CostTable) -> PeakMemory:
     alive = worst.liveness
     resident = _resident_bytes(program, costs)
     if not worst.program.instructions:
         return PeakMemory(
             nbytes=worst.nbytes, resident_bytes=resident, workspace_bytes=0, at="", path="",
-            line="", phase=Phase.UPDATE, alive=(*_resident_tensors(program, costs), *worst.base),
+            line="", phase=Phase.UPDATE, alive=(*resident_tensors(program, costs), *worst.base),
         )  # fmt: skip
     instruction = worst.program.instructions[alive.peak_index]
     node = worst.program.graph.by_name[instruction.node]
     live = alive_at(worst.program, alive.peak_index, accumulating=worst.accumulating)
     workspace = alive.peak_bytes - sum(h.nbytes for h in live)
-    everything = [*_resident_tensors(program, costs), *worst.base, *live]
+    everything = [*resident_tensors(program, costs), *worst.base, *live]
     return PeakMemory(
         nbytes=worst.nbytes,
         resident_bytes=resident,
@@ -226,7 +226,7 @@ def _peak_memory(worst: _Pass, program: Program, costs: CostTable) -> PeakMemory
     )
 
 
-def _resident_tensors(program: Program, costs: CostTable) -> list[LiveTensor]:
+def resident_tensors(program: Program, costs: CostTable) -> list[LiveTensor]:
     graph = program.graph
     tensors = [
         LiveTensor.of(graph.resident_bytes(Role.PARAMETER), "parameters", Role.PARAMETER),
@@ -249,7 +249,7 @@ def _resident_tensors(program: Program, costs: CostTable) -> list[LiveTensor]:
     return tensors
 
 
-def _timeline(costs: CostTable, passes: list[_Pass]) -> Timeline:
+def timeline_of(costs: CostTable, passes: list[StepPass]) -> Timeline:
     """Concatenate the timelines of the first micro-batch, the last one and the update."""
     clock = 0.0
     begins: list[float] = []
