@@ -5,6 +5,7 @@ from dataclasses import replace
 from steelyard.ir.graph import Phase, Role
 from steelyard.ir.metrics import Estimate, Metrics
 from steelyard.plans.budget import Budget
+from steelyard.plans.lifetimes import Lifetime, MemoryHistory, StepDetail
 from steelyard.plans.peak_memory import LiveTensor, PeakMemory, Timeline
 from steelyard.plans.plan import (
     BatchEntry,
@@ -17,6 +18,7 @@ from steelyard.plans.plan import (
     Target,
 )
 from steelyard.plans.receipt import Receipt, RunMeasurement
+from steelyard.plans.trace_span import DEVICE, WAITING, Span
 from steelyard.plans.trade import Rejection
 from steelyard.trades.accumulate import AccumulateRule
 from steelyard.trades.recompute import RecomputeRule
@@ -167,6 +169,50 @@ PLAN = Plan(
     next_cent=NextCent(more_bytes=34 * MIB, saved_seconds=0.08),
     least_bytes=171 * MIB,
     notes=("costs of 12 of 214 operators are declared, not measured",),
+)
+
+
+def history(count: int, peak_bytes: int, what: str = "aten.gelu.default") -> MemoryHistory:
+    """Return the lifetimes of ``timeline(count, peak_bytes)``: weights, and one tensor a step."""
+    levels = timeline(count, peak_bytes)
+    weights = min(levels.nbytes)
+    lifetimes = [
+        Lifetime(
+            tensor=LiveTensor.of(weights, "parameters", Role.PARAMETER), first=0, last=count - 1
+        )
+    ]
+    turn = levels.nbytes.index(max(levels.nbytes))
+    for born in range(1, turn + 1):
+        last = max(i for i in range(count) if levels.nbytes[i] >= levels.nbytes[born])
+        nbytes = levels.nbytes[born] - levels.nbytes[born - 1]
+        tensor = replace(held(0, what, f"blocks.{born % 4}.mlp", "gpt.py:41"), nbytes=nbytes)
+        lifetimes.append(
+            Lifetime(
+                tensor=tensor, first=born, last=last, last_use="aten.mm.default",
+                last_path=tensor.path, is_saved=last >= turn,
+            )
+        )  # fmt: skip
+    return MemoryHistory(timeline=levels, lifetimes=tuple(lifetimes))
+
+
+def schedule(ranks: int = 2, count: int = 40) -> tuple[Span, ...]:
+    """Return the same work on each rank, with a wait in the middle."""
+    return tuple(
+        Span(
+            rank=rank,
+            stream=WAITING if i == count // 2 else DEVICE,
+            name="waiting for all_reduce" if i == count // 2 else "aten.mm.default",
+            where=f"blocks.{i % 4}.mlp",
+            begin_seconds=i * 1e-3,
+            seconds=1e-3,
+        )
+        for rank in range(ranks)
+        for i in range(count)
+    )
+
+
+DETAIL = StepDetail(
+    planned=history(60, 296 * MIB), unplanned=history(60, 441 * MIB), spans=schedule()
 )
 
 MEASURED = RunMeasurement(

@@ -24,9 +24,10 @@ from steelyard.plan_files.prediction_file import write_plan
 from steelyard.planner.planner import Planner
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.budget import Budget
+from steelyard.plans.lifetimes import StepDetail
 from steelyard.plans.plan import FrontierPoint, Plan
 from steelyard.plans.trace_span import Span
-from steelyard.predict import spans
+from steelyard.predict import memory_history, spans
 from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
 from steelyard.report.styled_text import plain
@@ -78,6 +79,21 @@ class Planned:
         session = self.session
         return spans(
             session.as_executed(session.apply_rules(self.plan.decisions.rules)), session.costs
+        )
+
+    def detail(self) -> StepDetail:
+        """Return who is alive when, in the plan and without trades, and the schedule of the ranks.
+
+        A report in HTML draws it; it is computed here, and is in no plan file.
+        """
+        session = self.session
+        rules = self.plan.decisions.rules
+        base = session.as_executed(session.base)
+        program = session.as_executed(session.apply_rules(rules)) if rules else base
+        return StepDetail(
+            planned=memory_history(program, session.costs),
+            unplanned=memory_history(base, session.costs) if rules else None,
+            spans=spans(program, session.costs),
         )
 
     def save(self, path: str | Path) -> None:

@@ -11,6 +11,7 @@ from steelyard.errors import BadInput
 from steelyard.hardware.cluster import Cluster
 from steelyard.planner.declared_cluster import DeclaredClusterPlanner
 from steelyard.plans.budget import Budget, Minimize
+from steelyard.plans.lifetimes import StepDetail
 from steelyard.plans.plan import FrontierPoint, Plan
 from steelyard.plans.trace_span import Span
 from steelyard.predict.analytic.trace import analytic_spans
@@ -44,6 +45,10 @@ class PlannedForCluster(Planned):
         """
         search, chosen = self._cluster_planner.search, self._chosen
         return analytic_spans(search.stage_costs(chosen), search.stage_blocks(chosen))
+
+    def detail(self) -> StepDetail:
+        """Return the schedule alone; a declared cluster's blocks have no lines to count memory."""
+        return StepDetail(spans=self.simulated())
 
     def _cluster(self) -> Cluster:
         return self._cluster_planner.request.cluster

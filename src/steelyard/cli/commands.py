@@ -330,9 +330,10 @@ def frontier(
             workload, budget=Budget(), runner=runner, maximize=None,
             cluster=cluster_of(None, 1, offload_memory), title=title(train), on_progress=tell,
         ).with_frontier()  # fmt: skip
+        detail = planned.detail() if html else None
     tree = tree_of(planned.plan)
     show(tree, zoom=Zoom.FRONTIER, in_json=shown.json)
-    write_page(tree, html)
+    write_page(tree, html, detail=detail)
     hint(f"next: steelyard plan {shlex.quote(train)} --memory (one of these)", shown)
     return OK
 

@@ -180,6 +180,7 @@ def _here(options: PlanOptions, rendezvous: "HostRendezvous | None" = None) -> i
             planned.plan = with_reasons(planned.plan, path)
         what_if_tree = tree_of(planned.what_if(**options.what_if).plan) if options.what_if else None
         why_not_text = planned.why_not(options.why_not) if options.why_not else ""
+        detail = planned.detail() if options.html else None
     plan = planned.plan
     tree = tree_of(plan)
     show(tree, zoom=options.zoom, in_json=shown.json, what_if=what_if_tree, why_not=why_not_text)
@@ -188,7 +189,7 @@ def _here(options: PlanOptions, rendezvous: "HostRendezvous | None" = None) -> i
         write_explanation(path, plan)
     else:
         write_plan(path, plan, asked=Asked(script=options.train, cluster=options.cluster or ""))
-    write_page(tree, options.html)
+    write_page(tree, options.html, detail=detail)
     written = f"{path} and {json_name}"
     hint(f"written: {json_name if options.is_check else written}", shown)
     if options.cluster is None:

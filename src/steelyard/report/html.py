@@ -1,26 +1,34 @@
-"""Renders the document tree as one self-contained HTML page, without network, scripts or fonts.
+"""Renders the document tree as one self-contained HTML page, without network or fonts.
 
-Every figure that is drawn is also given as text. Not for the drawings: see svg.py.
+``to_html`` renders it without scripts, for notebooks; ``to_page`` with interactive charts. Every
+figure that is drawn is also given as text. Not for the drawings: see svg.py and page/.
 """
 
 import base64
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from steelyard.ir.rule import of_kind
 from steelyard.ir.rule_kinds import MicroBatches
+from steelyard.plans.lifetimes import StepDetail
 from steelyard.report import svg
 from steelyard.report.amounts_table import AmountRow
 from steelyard.report.document import ReportDocument, describe_rule, refused_label
+from steelyard.report.page import chart_table
+from steelyard.report.page.chart_data import chart_data, to_script
+from steelyard.report.page.schedule import ModuleTime
+from steelyard.report.perfetto import RankRow
 from steelyard.report.quantities import Quantity
 from steelyard.report.rank_memory import lines_of, shown_of
 from steelyard.report.styled_text import unbroken
 from steelyard.safe_text import printable
-from steelyard.units import format_bytes, format_share
+from steelyard.units import format_bytes, format_seconds, format_share
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5d6675; --rule: #d9dee6;
@@ -33,6 +41,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
   max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
 p { margin: .3rem 0; } .soft { color: var(--soft); } .good { color: var(--good); }
 .bad { color: var(--peak); font-weight: 600; }
 .wide { overflow-x: auto; }
@@ -63,29 +72,113 @@ circle.peak { fill: var(--peak); } line.peak { stroke-dasharray: 2 3; }
 .bar { fill: var(--held); } td svg { width: 6rem; margin: .35rem 0; }
 @media print { body { max-width: none; } details { display: block; } }
 """
-_MOST_REFUSED = 200
+_MOST_REFUSED, _MOST_REFUSED_IN_PAGE = 200, 2000
 
 
 def to_html(tree: ReportDocument) -> str:
-    """Render the page; the template is page.html.jinja next to this file."""
+    """Render the page without scripts; the template is page.html.jinja next to this file."""
+    return _rendered(tree, None)
+
+
+def to_page(tree: ReportDocument, detail: StepDetail | None = None) -> str:
+    """Render the page with interactive charts.
+
+    A plan file has no ``detail``: without it, two charts are left out, and a sentence says how to
+    get them.
+    """
+    return _rendered(tree, _charts_of(tree, detail or StepDetail()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Script:
+    text: Markup
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Charts:
+    """The scripts and data of the charts, and the tables that repeat the data."""
+
+    scripts: tuple[_Script, ...]
+    data: Markup
+    has_amounts: bool
+    has_lifetimes: bool
+    no_lifetimes: str
+    no_schedule: str
+    instants: tuple[chart_table.Instant, ...]
+    lifetimes: list[tuple[str, tuple[chart_table.LifetimeRow, ...]]]
+    ranks: list[RankRow]
+    more_ranks: int
+    times: tuple[ModuleTime, ...]
+
+
+def _charts_of(tree: ReportDocument, detail: StepDetail) -> _Charts:
+    data = chart_data(tree, detail)
+    ranks, more_ranks = chart_table.ranks_of(detail.spans)
+    histories = [("the plan", detail.planned), ("without trades", detail.unplanned)]
+    return _Charts(
+        scripts=_scripts(),
+        data=Markup(to_script(data)),
+        has_amounts=bool(data["amounts"]),
+        has_lifetimes=detail.planned is not None,
+        no_lifetimes=_NO_LIFETIMES if not detail.spans else _NO_LIFETIMES_OF_RANKS,
+        no_schedule="" if detail.spans else _NO_SCHEDULE,
+        instants=chart_table.instants_of(tree.timeline, detail.planned),
+        lifetimes=[
+            (title, chart_table.lifetimes_of(history))
+            for title, history in histories
+            if history is not None
+        ],
+        ranks=ranks,
+        more_ranks=more_ranks,
+        times=chart_table.module_times_of(detail.spans),
+    )
+
+
+_AGAIN = "steelyard plan train.py --check train.plan.toml --html page.html draws it"
+_NO_LIFETIMES = f"The tensors alive at each instant are computed from the script: {_AGAIN}."
+_NO_LIFETIMES_OF_RANKS = "The tensors alive at each instant are not known for this plan."
+_NO_SCHEDULE = f"The schedule is computed from the script: {_AGAIN}."
+
+
+def _rendered(tree: ReportDocument, charts: _Charts | None) -> str:
     shown = shown_of(tree.ranks)
     drawing = svg.timeline(tree)
-    return _page().render(
-        tree=tree,
-        kind="receipt" if tree.is_receipt else "plan",
-        style=Markup(_STYLE),
-        digest=base64.b64encode(sha256(_STYLE.encode()).digest()).decode(),
-        columns=_columns(tree),
-        rows=[_row(row, tree) for row in tree.rows],
-        shown_ranks=shown,
-        other_ranks=lines_of(tree.ranks)[len(shown) :] if tree.ranks else [],
-        timeline=Markup(drawing),
-        in_micro_batches=bool(of_kind(tree.rules, MicroBatches)),
-        rules=[describe_rule(rule) for rule in tree.rules] if not tree.taken else [],
-        refusals=[(one, refused_label(one)) for one in tree.refused[:_MOST_REFUSED]],
-        more_refused=len(tree.refused) - _MOST_REFUSED,
-        curve=Markup(svg.curve(tree.curve)) if tree.curve else "",
-    )
+    style = _STYLE if charts is None else _STYLE + _asset("charts.css")
+    most = _MOST_REFUSED if charts is None else _MOST_REFUSED_IN_PAGE
+    values: dict[str, Any] = {
+        "tree": tree,
+        "charts": charts,
+        "kind": "receipt" if tree.is_receipt else "plan",
+        "style": Markup(style),
+        "digest": _digest(style),
+        "columns": _columns(tree),
+        "rows": [_row(row, tree) for row in tree.rows],
+        "shown_ranks": shown,
+        "other_ranks": lines_of(tree.ranks)[len(shown) :] if tree.ranks else [],
+        "timeline": Markup(drawing),
+        "in_micro_batches": bool(of_kind(tree.rules, MicroBatches)),
+        "rules": [describe_rule(rule) for rule in tree.rules] if not tree.taken else [],
+        "refusals": [(one, refused_label(one)) for one in tree.refused[:most]],
+        "more_refused": len(tree.refused) - most,
+        "curve": Markup(svg.curve(tree.curve)) if tree.curve else "",
+    }
+    return _page().render(values)
+
+
+@cache
+def _scripts() -> tuple[_Script, ...]:
+    """Return the library and our script; the library comes first."""
+    texts = [_asset("echarts.min.js"), _asset("charts.js")]
+    return tuple(_Script(text=Markup(text), digest=_digest(text)) for text in texts)
+
+
+def _asset(name: str) -> str:
+    return (Path(__file__).parent / "page" / name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(sha256(text.encode()).digest()).decode()
 
 
 @cache
@@ -99,6 +192,7 @@ def _page() -> Template:
     )
     environment.filters |= {
         "bytes": format_bytes,
+        "seconds": format_seconds,
         "share": format_share,
         "numeric": lambda column: f">{column}",
     }

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from steelyard.errors import BadInput
 from steelyard.hardware.diagnosis import DoctorRow, Verdict
+from steelyard.plans.lifetimes import StepDetail
 from steelyard.plans.plan_on_file import PlanOnFile, explanation_path
 from steelyard.plans.scaling_laws import Scaling
 from steelyard.report import json as as_json
@@ -67,13 +68,15 @@ def show_json(document: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def write_page(tree: ReportDocument, path: Path | None) -> None:
+def write_page(
+    tree: ReportDocument, path: Path | None, *, detail: StepDetail | None = None
+) -> None:
     """Write the HTML page to ``path``; if that is None, write nothing."""
     if path is None:
         return
-    from steelyard.report.html import to_html
+    from steelyard.report.html import to_page
 
-    page = to_html(tree).encode("utf-8")
+    page = to_page(tree, detail).encode("utf-8")
     if not path.is_symlink() and (path.is_file() or not path.exists()):
         write_whole(path, page, option="--html")
         return

@@ -20,11 +20,12 @@ from steelyard.export.target import ExportTarget, configuration, settings_for
 from steelyard.hardware.diagnosis import DoctorRow, Verdict
 from steelyard.ir.metrics import Estimate
 from steelyard.plans.budget import Budget
+from steelyard.plans.lifetimes import StepDetail
 from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import Receipt
 from steelyard.plans.scaling_laws import Run, ScalePoint, Scaling
 from steelyard.plans.trace_span import DEVICE, WAITING, Span
-from tests.support.sample import MEASURED, MIB, PLAN
+from tests.support.sample import DETAIL, MEASURED, MIB, PLAN
 
 CALLS: list[tuple[str, dict[str, Any]]] = []
 # The predicted peak of exported settings.
@@ -60,6 +61,10 @@ class Planned:
             Span(rank=0, stream=WAITING, name="for all-reduce", where="data",
                  begin_seconds=1e-3, seconds=2e-3),
         )  # fmt: skip
+
+    def detail(self) -> StepDetail:
+        CALLS.append(("detail", {}))
+        return DETAIL
 
     def exported(self, target: ExportTarget, **asked: Any) -> Exported:
         CALLS.append(("exported", {"target": target, **asked}))

@@ -175,3 +175,18 @@ def test_a_plan_with_damaged_predictions_can_be_checked(api: fake_api.Fake, plan
     planned.with_suffix(".json").write_text("{")
     assert main(["plan", "train.py", "--check", "train.plan.toml"]) == 0
     assert read_plan(planned).plan is not None
+
+
+@pytest.mark.parametrize("command", ["plan train.py", "frontier train.py"])
+def test_the_page_has_what_only_the_script_can_tell(
+    api: fake_api.Fake, tmp_path: Path, command: str
+) -> None:
+    page = tmp_path / "page.html"
+    assert main([*command.split(), "--html", str(page)]) == 0
+    assert arguments_of("detail") == {}
+    assert "computed from the script" not in page.read_text("utf-8")
+
+
+def test_without_a_page_its_details_are_not_computed(api: fake_api.Fake) -> None:
+    assert main(["plan", "train.py"]) == 0
+    assert "detail" not in {name for name, _ in fake_api.CALLS}

@@ -189,7 +189,7 @@ def test_a_full_disk_loses_the_page_and_not_the_receipt(
     def full(path: Path, *_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("steelyard.report.html.to_html", lambda _: "<svg")
+    monkeypatch.setattr("steelyard.report.html.to_page", lambda *_: "<svg")
     assert main(["run", "train.py", "--steps", "2", "--html", "/dev/full"]) == 2
     assert "<- largest miss" in capsys.readouterr().out
     assert read_plan(planned).measured == MEASURED

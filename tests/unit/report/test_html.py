@@ -51,7 +51,7 @@ class Page(HTMLParser):
 ALLOWED = {
     "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "table", "thead",
     "tbody", "tr", "th", "td", "code", "details", "summary", "svg", "rect", "line", "polyline",
-    "polygon", "circle", "text",
+    "polygon", "circle", "text", "main", "h3",
 }  # fmt: skip
 
 
