@@ -15,7 +15,7 @@ from steelyard.garbage_collection import without_collection
 
 _INTERRUPTED = 130
 # These import torch, which takes seconds.
-_LONG = frozenset({"plan", "run", "fit", "demo", "doctor"})
+_LONG = frozenset({"plan", "run", "fit", "why", "demo", "doctor"})
 _WITHOUT_PROGRESS = frozenset({"--quiet", "--json", "--help", "-h"})
 
 

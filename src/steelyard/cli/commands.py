@@ -1,4 +1,4 @@
-"""The ten commands: each reads its arguments, calls the api and prints the result.
+"""The commands: each reads its arguments, calls the api and prints the result.
 
 Commands decide nothing and connect nothing. A command that only reads a plan never imports torch.
 Each imports what it alone needs when it is called, so that ``--help`` and ``explain`` start fast.
@@ -6,7 +6,6 @@ Each imports what it alone needs when it is called, so that ``--help`` and ``exp
 
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +19,6 @@ from steelyard.cli.arguments import (
     cluster_or_gpu,
     device_range,
     explanation_of,
-    offload_memory_of,
     parse_what_if,
     plan_path,
     planned_for,
@@ -38,12 +36,13 @@ from steelyard.cli.arguments import (
 from steelyard.cli.config_options import ConfigOptions
 from steelyard.cli.exit_codes import BAD_INPUT, OK, RUN_FAILED, user_code
 from steelyard.cli.export_command import export
+from steelyard.cli.offload_options import OffloadOptions
 from steelyard.cli.output_options import OutputOptions, hint, load_script, planning
 from steelyard.cli.signals import handle_interrupts
 from steelyard.cli.training_script import refuse_no_script, script_path
+from steelyard.cli.why_command import why
 from steelyard.errors import BadInput
 from steelyard.garbage_collection import without_collection
-from steelyard.hardware.cluster import OffloadMemory
 from steelyard.plans.budget import Budget, Effort, Maximize, Minimize
 from steelyard.report.styled_text import Zoom
 
@@ -62,25 +61,6 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.register_install_completion_command()
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class OffloadOptions:
-    """The folder that tensors may be offloaded to."""
-
-    offload_dir: Annotated[
-        Path | None,
-        Parameter(help="Folder on a disk that tensors may be offloaded to."),
-    ] = None
-    offload_rate: Annotated[
-        str | None, Parameter(help="Its bandwidth in each direction: 500MB/s.")
-    ] = None
-    offload_size: Annotated[str | None, Parameter(help="Its size limit, such as 20GiB.")] = None
-
-    def memory(self) -> OffloadMemory | None:
-        """The offload memory that the options declare, if they do."""
-        return offload_memory_of(self.offload_dir, self.offload_rate, self.offload_size)
 
 
 _DEFAULT_OUTPUT, _NO_OFFLOAD, _NO_CONFIG = OutputOptions(), OffloadOptions(), ConfigOptions()
@@ -457,6 +437,7 @@ def explain(
     return OK
 
 
+app.command(why)
 app.command(export)
 
 

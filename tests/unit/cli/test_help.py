@@ -13,7 +13,7 @@ def test_help_lists_the_commands_and_exit_codes(capsys: pytest.CaptureFixture[st
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     verbs = ("plan", "run", "frontier", "simulate", "scale", "explain", "export", "doctor", "demo")
-    for verb in (*verbs, "--install-completion"):
+    for verb in (*verbs, "fit", "why", "--install-completion"):
         assert f" {verb} " in out
     for code in ("0 ok", "2 bad input", "3 no plan", "4 the run", "5 a measurement", "130"):
         assert code in out
@@ -21,8 +21,8 @@ def test_help_lists_the_commands_and_exit_codes(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize(
     "arguments", [
-        "--help", "plan --help", "explain train.plan.toml", "explain none.toml", "bogus",
-        "export train.plan.toml --as trainer",
+        "--help", "plan --help", "why --help", "explain train.plan.toml", "explain none.toml",
+        "bogus", "export train.plan.toml --as trainer",
     ],
 )  # fmt: skip
 def test_commands_that_only_read_a_plan_never_import_torch(planned: Path, arguments: str) -> None:
