@@ -112,6 +112,7 @@
               type: "rect",
               shape: { x: x1, y: y - 7, width: Math.max(1, x2 - x1), height: 14 },
               style: { fill: "var(--held)", opacity: 0.3 },
+              emphasisDisabled: true,
             };
           },
         },
@@ -305,10 +306,15 @@
   const drawCurve = () => {
     if (!data.curve.length) return;
     const points = [...data.curve].sort((a, b) => a.nbytes - b.nbytes);
+    const least = points[0].nbytes, most = points[points.length - 1].nbytes;
+    const step = 2 ** Math.ceil(Math.log2((most - least || most) / 6));
     draw("curve-chart", {
       grid: { left: 8, right: 24, top: 28, bottom: 24, containLabel: true },
       tooltip: tooltip(({ data: point }) => lines(point.here ? "this plan" : "", point.said)),
-      xAxis: axis({ scale: true, axisLabel: { formatter: bytes }, name: "memory", nameLocation: "middle", nameGap: 26 }),
+      xAxis: axis({
+        min: Math.floor(least / step) * step, max: Math.ceil(most / step) * step, interval: step,
+        axisLabel: { formatter: bytes }, name: "memory", nameLocation: "middle", nameGap: 26,
+      }),
       yAxis: axis({ scale: true, axisLabel: { formatter: seconds }, name: "step", nameTextStyle: { ...TEXT, align: "right" } }),
       series: [
         {
@@ -370,6 +376,7 @@
             type: "rect",
             shape: { x, y: y - tall / 2, width: Math.max(0.5, end - x), height: tall },
             style: { fill: fills[blocks[dataIndex].row.stream], stroke: PAGE, lineWidth: end - x > 4 ? 0.5 : 0 },
+            emphasisDisabled: true,
           };
         },
       }],
@@ -413,14 +420,18 @@
 
   for (const one of [drawAmounts, drawPeak, drawMemory, drawCurve, drawSchedule, filterPrices]) one();
 
-  // A printed page is narrower than most windows, and nothing on it can be opened.
+  // A printed page is narrower than most windows, and nothing on it can be opened; what would fill
+  // many sheets stays closed.
   const closed = [];
   addEventListener("beforeprint", () => {
-    for (const part of document.querySelectorAll("details:not([open])")) {
+    for (const part of document.querySelectorAll("details:not([open], .long)")) {
       closed.push(part);
       part.open = true;
     }
-    for (const chart of drawn) chart.resize({ width: Math.min(660, chart.getWidth()) });
+    for (const chart of drawn) {
+      chart.resize({ width: Math.min(660, chart.getWidth()) });
+      chart.getZr().flush();
+    }
   });
   addEventListener("afterprint", () => {
     for (const part of closed.splice(0)) part.open = false;
