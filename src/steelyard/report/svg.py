@@ -43,7 +43,10 @@ def timeline(tree: ReportDocument) -> str:
         return ""
     bare = tree.unplanned_timeline.thinned(_MOST_INSTANTS) if tree.unplanned_timeline else None
     drawn = [plan, bare] if bare and bare.nbytes else [plan]
-    top = max(*(max(t.nbytes) for t in drawn), tree.budget_bytes or 0) * 1.06
+    highest = max(max(t.nbytes) for t in drawn)
+    # A budget far above would flatten the curve; the text names it.
+    budget = tree.budget_bytes if tree.budget_bytes and tree.budget_bytes <= 3 * highest else 0
+    top = max(highest, budget) * 1.06
     axes = Axes(x=(0.0, max(t.seconds[-1] for t in drawn) or 1.0), y=(0.0, top))
     parts = [_phases(plan, axes), grid(axes, top)]
     if len(drawn) == 2:
@@ -52,8 +55,8 @@ def timeline(tree: ReportDocument) -> str:
     begin, end = axes.x(plan.seconds[0]), axes.x(plan.seconds[-1])
     area = f"{begin:.1f},{floor} {_steps(plan, axes)} {end:.1f},{floor}"
     parts.append(f'<polygon class="held" points="{area}"/>')
-    if tree.budget_bytes:
-        y = axes.y(tree.budget_bytes)
+    if budget:
+        y = axes.y(budget)
         parts.append(line("budget", LEFT, y, WIDTH - RIGHT, y))
         parts.append(text(WIDTH - RIGHT, y - 5, "budget", "end"))
     parts.append(_peak_mark(plan, axes))

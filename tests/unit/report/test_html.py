@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steelyard.plans.budget import Budget
 from steelyard.plans.plan import Plan
 from steelyard.plans.receipt import Receipt
 from steelyard.report.document import tree_of
 from steelyard.report.html import to_html
 from steelyard.report.quantities import Quantity
-from tests.support.sample import MIB, PLAN, RECEIPT, hostile, timeline
+from tests.support.sample import DECISIONS, MIB, PLAN, RECEIPT, hostile, timeline
 
 VOID = {"meta"}  # the drawings close their tags with a slash
 
@@ -156,3 +157,17 @@ def test_amounts_are_labelled_where_the_heading_is_left_out() -> None:
     for column in ("before", "without trades", "plan", "interval of the plan", "measured", "miss"):
         assert page.count(f'data-of="{column}"') == 5
     assert 'data-of="miss"' not in to_html(tree_of(PLAN))
+
+
+def test_a_budget_far_above_the_peak_does_not_flatten_the_curve() -> None:
+    def drawn(memory: str) -> Page:
+        return page_of(replace(PLAN, decisions=replace(DECISIONS, budget=Budget(memory=memory))))
+
+    near, far = drawn("300 MiB"), drawn("24 GiB")
+    assert [a for _, a in near.tags if a.get("class") == "budget"]
+    assert not [a for _, a in far.tags if a.get("class") == "budget"]
+    heights = [
+        next(a["cy"] for t, a in page.tags if t == "circle" and a.get("class") == "peak")
+        for page in (near, far)
+    ]
+    assert heights[0] == heights[1]

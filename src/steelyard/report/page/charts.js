@@ -137,6 +137,8 @@
   const drawPeak = () => {
     if (!data.peaks.length) return;
     const text = { ...TEXT, color: INK, overflow: "truncate" };
+    const total = (peak) =>
+      peak.tiles.flatMap((part) => part.children).reduce((sum, tile) => sum + tile.value, 0);
     const series = (peak) => ({
       id: "peak", type: "treemap", name: peak.title, roam: false, nodeClick: "zoomToNode",
       left: 0, right: 0, top: 0, bottom: 30,
@@ -162,6 +164,8 @@
         itemStyle: { color: RULE },
         children: part.children.map((tile) => ({
           ...tile, itemStyle: { color: FILLS[tile.role] || "var(--tile-others)" },
+          // No room for a label; the tooltip and the table have it.
+          label: { show: tile.value > 0.02 * total(peak) },
         })),
       })),
     });
@@ -181,7 +185,10 @@
     if (!data.memory.length) return;
     const [plan] = data.memory;
     const end = Math.max(...data.memory.map((one) => one.seconds[one.seconds.length - 1]));
-    const top = Math.max(data.budget || 0, ...data.memory.map((one) => Math.max(...one.nbytes)));
+    const highest = Math.max(...data.memory.map((one) => Math.max(...one.nbytes)));
+    // A budget far above would flatten the curve; the text names it.
+    const budget = data.budget && data.budget <= 3 * highest ? data.budget : null;
+    const top = Math.max(budget || 0, highest);
     const step = 2 ** Math.ceil(Math.log2(top / 5));
     const line = (one, color, filled) => ({
       type: "line", step: "end", symbol: "none", silent: true, emphasis: { disabled: true },
@@ -191,7 +198,7 @@
     });
     const phases = plan.phases.map(([begin, phase], number) => [
       { xAxis: begin, name: phase, itemStyle: { color: `var(--${phase})` } },
-      { xAxis: number + 1 < plan.phases.length ? plan.phases[number + 1][0] : end },
+      { xAxis: number + 1 < plan.phases.length ? plan.phases[number + 1][0] : plan.seconds[plan.seconds.length - 1] },
     ]);
     const wide = (begin, until) => (until - begin) / end > 0.08;
     for (const [begin, until] of phases) if (!wide(begin.xAxis, until.xAxis)) begin.name = "";
@@ -206,8 +213,8 @@
         {
           ...line(plan, "var(--held)", true),
           markArea: { silent: true, label: { ...TEXT, position: "insideTop" }, data: phases },
-          markLine: data.budget ? {
-            silent: true, symbol: "none", data: [{ yAxis: data.budget }],
+          markLine: budget ? {
+            silent: true, symbol: "none", data: [{ yAxis: budget }],
             lineStyle: { color: "var(--peak)", type: "dashed" },
             label: { ...TEXT, formatter: "budget", position: "insideEndTop" },
           } : undefined,
