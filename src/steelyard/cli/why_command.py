@@ -73,12 +73,12 @@ def why(
     budget = Budget(memory)
     with planning(shown) as tell:
         workload = load_script(train, tell)
-        refusal = ""
+        refusal = remedy = ""
         try:
             planned = _planned(train, workload, budget, plan, tell)
         except Infeasible as error:
             # The tensors can be named even if no plan fits.
-            refusal = error.happened
+            refusal, remedy = error.happened, error.remedy
             planned = _planned(train, workload, Budget(), None, tell)
         detail = planned.detail()
     known = planned.plan.decisions.budget.memory_bytes
@@ -91,7 +91,9 @@ def why(
         width = terminal.width_of(sys.stdout)
         terminal.write(cause_lines(found, width=width), sys.stdout)
     write_page(tree_of(planned.plan), html, detail=detail)
-    if plan is None and not refusal:
+    if refusal:
+        hint(f"next: {remedy}", shown)
+    elif plan is None:
         words = ["steelyard", "plan", train, "--memory", memory or "8GiB"]
         hint(f"next: {shlex.join(words)}", shown)
     return INFEASIBLE if refusal else OK

@@ -78,7 +78,7 @@ def _verdict(found: PeakCauses, width: int) -> tuple[Line, ...]:
         tone = Tone.BAD if over > 0 else Tone.GOOD
     lines = words(text, width=width, tone=tone)
     if found.refusal:
-        lines += words(f"no plan fits: {found.refusal}", width=width, tone=Tone.BAD)
+        lines += words(found.refusal, width=width, tone=Tone.BAD)
     return lines
 
 
