@@ -1,4 +1,4 @@
-"""How much CPU time passes before a user sees a first line, a first plan and a second one.
+"""Measures the CPU time until a user sees a first line, a first plan and a second one.
 
 Each plan is made in a fresh process. Cold means an empty cache of measurements. Processes use one
 thread, because CPU time of several threads also counts their waiting for each other. Models: the
