@@ -65,7 +65,7 @@ def plan(
         loss=loss,
         batch=batch,
         optimizer=optimizer,
-        cluster=cluster or Cluster.here(),
+        cluster=_with_host_memory(cluster or Cluster.here(), budget),
         budget=_with_device_memory(budget or Budget(), cluster),
         runner=runner,
         title=title or type(model).__name__,
@@ -99,6 +99,16 @@ def _with_device_memory(budget: Budget, cluster: Cluster | None) -> Budget:
     if budget.memory_bytes is not None:
         return budget
     return replace(budget, memory_bytes=Capacity.of(cluster.device).usable_bytes)
+
+
+def _with_host_memory(cluster: Cluster, budget: Budget | None) -> Cluster:
+    """Return the cluster; a single declared device offloads to its host's memory by default.
+
+    A probe of accuracy runs the step here, where that memory is not.
+    """
+    if cluster.offload_memory is not None or (budget is not None and budget.accuracy_loss):
+        return cluster
+    return replace(cluster, offload_memory=cluster.host_memory)
 
 
 def _needs_cluster_planner(request: PlanRequest, minimize: Minimize | str | None) -> bool:
@@ -211,6 +221,10 @@ def load(
     decisions = read_decisions(path_of(path))
     target = decisions.target
     check_file(path, decisions)
+    if cluster is not None:
+        check_cluster(decisions, cluster)
+        if cluster.num_devices == 1 and cluster.offload_memory is None:
+            cluster = replace(cluster, offload_memory=decisions.offload_memory)
     request = PlanRequest(
         model=model,
         loss=loss,
@@ -223,15 +237,13 @@ def load(
         title=title or type(model).__name__,
         on_progress=on_progress,
     )
-    if cluster is not None:
-        check_cluster(decisions, cluster)
-        if cluster.num_devices > 1 and not cluster.is_here:
-            cluster_planner = DeclaredClusterPlanner(request=request)
-            if cut(model) is not None or cluster_planner.target().graph == target.graph:
-                check_target(decisions, cluster_planner.target())
-                return PlannedForCluster(
-                    cluster_planner, *cluster_planner.predict(decisions), minimize=None
-                )
+    if cluster is not None and cluster.num_devices > 1 and not cluster.is_here:
+        cluster_planner = DeclaredClusterPlanner(request=request)
+        if cut(model) is not None or cluster_planner.target().graph == target.graph:
+            check_target(decisions, cluster_planner.target())
+            return PlannedForCluster(
+                cluster_planner, *cluster_planner.predict(decisions), minimize=None
+            )
     session = request.capture_and_price(is_priced=predict_anew)
     planner = Planner(session)
     check_target(decisions, session.target())

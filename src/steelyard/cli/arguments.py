@@ -107,9 +107,17 @@ def cluster_of(
     return Cluster.load(cluster) if cluster.endswith(".toml") else Cluster.named(cluster)
 
 
-def cluster_or_gpu(cluster: str | None, gpu: str | None) -> str | None:
+def cluster_or_gpu(
+    cluster: str | None, gpu: str | None, host_memory: str | None = None
+) -> str | None:
     """Return the cluster's name, or the whole name of one GPU, which names a cluster too."""
     if gpu is None:
+        if host_memory is not None:
+            raise BadInput(
+                "--host-memory was given without --gpu",
+                expected="the memory of the host of one GPU that is not here",
+                remedy="name the GPU with --gpu, or declare host_memory in the cluster file",
+            )
         return cluster
     if cluster is not None:
         raise BadInput(
@@ -117,7 +125,7 @@ def cluster_or_gpu(cluster: str | None, gpu: str | None) -> str | None:
             expected="only one of them",
             remedy="leave out one of them",
         )
-    return Cluster.gpu(gpu).tree.name
+    return Cluster.gpu(gpu, host_memory=host_memory).tree.name
 
 
 def planned_for(

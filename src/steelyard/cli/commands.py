@@ -33,7 +33,7 @@ from steelyard.cli.arguments import (
     waits_seconds,
     whole_number,
 )
-from steelyard.cli.config_options import ConfigOptions
+from steelyard.cli.config_options import ConfigOptions, FitDevices, OneGpu
 from steelyard.cli.exit_codes import BAD_INPUT, OK, RUN_FAILED, user_code
 from steelyard.cli.export_command import export
 from steelyard.cli.offload_options import OffloadOptions
@@ -64,6 +64,7 @@ app.register_install_completion_command()
 
 
 _DEFAULT_OUTPUT, _NO_OFFLOAD, _NO_CONFIG = OutputOptions(), OffloadOptions(), ConfigOptions()
+_NO_DEVICES, _NO_GPU = FitDevices(), OneGpu()
 _Train = Annotated[
     str, Parameter(help="Script with a workload() function; train.py:name selects one of several.")
 ]
@@ -117,10 +118,7 @@ def plan(
             help="Plan for this declared cluster: a TOML file, or a preset such as dgx-h100."
         ),
     ] = None,
-    gpu: Annotated[
-        str | None,
-        Parameter(help="Plan for one GPU, such as RTX-4090; its memory is the budget."),
-    ] = None,
+    device: OneGpu = _NO_GPU,
     offload: OffloadOptions = _NO_OFFLOAD,
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Default: train.plan.toml.")
@@ -146,7 +144,7 @@ def plan(
 
     refuse_no_script(train, "plan")
     check_range("--ranks", ranks, most=MOST_RANKS, write=2)
-    cluster = cluster_or_gpu(cluster, gpu)
+    cluster = cluster_or_gpu(cluster, device.gpu, device.host_memory)
     path = check or output or plan_path(train)
     refuse_same_file("--html", html, path, explanation_of(path), script_path(train))
     if output or path.parent.is_dir():
@@ -156,7 +154,16 @@ def plan(
     question, offload_memory = parse_what_if(what_if), offload.memory()
     if check is not None:
         if any(
-            (budget != Budget(), maximize, minimize, output, offload_memory, ranks > 1, speeds)
+            (
+                budget != Budget(),
+                maximize,
+                minimize,
+                output,
+                offload_memory,
+                ranks > 1,
+                speeds,
+                device.host_memory,
+            )
         ) or (runner != "python"):
             raise BadInput(
                 "--check takes its budget from the plan file",
@@ -175,8 +182,9 @@ def plan(
         PlanOptions(
             train=train, path=path, is_check=check is not None, budget=budget, runner=runner,
             maximize=maximize, minimize=minimize, effort=effort, ranks=ranks, speeds=speeds,
-            cluster=cluster, offload_memory=offload_memory, what_if=question, why_not=why_not,
-            zoom=zoom, html=html, shown=shown, ) )  # fmt: skip
+            cluster=cluster, host_memory=device.host_memory, offload_memory=offload_memory,
+            what_if=question, why_not=why_not, zoom=zoom, html=html, shown=shown, )
+    )  # fmt: skip
 
 
 @app.command
@@ -189,14 +197,14 @@ def fit(
     ],
     /,
     *,
-    gpu: Annotated[str, Parameter(help="The device, such as RTX-4090, A100-40 or H100.")],
+    devices: FitDevices = _NO_DEVICES,
     config: ConfigOptions = _NO_CONFIG,
     shown: OutputOptions = _DEFAULT_OUTPUT,
 ) -> int:
     """Answer within seconds whether a step fits a GPU, and what would make it fit."""
     from steelyard.cli.fit_command import fit_by, fit_options
 
-    return fit_by(fit_options(target, gpu=gpu, config=config, shown=shown))
+    return fit_by(fit_options(target, devices=devices, config=config, shown=shown))
 
 
 @app.command

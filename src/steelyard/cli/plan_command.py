@@ -43,6 +43,7 @@ class PlanOptions:
     ranks: int
     speeds: str | None
     cluster: str | None
+    host_memory: str | None
     offload_memory: OffloadMemory | None
     what_if: Mapping[str, Any]
     why_not: str | None
@@ -227,9 +228,12 @@ def _cluster(options: PlanOptions, rendezvous: "HostRendezvous | None") -> Clust
     ranks, hosts = (
         (options.ranks, 1) if rendezvous is None else (rendezvous.num_ranks, rendezvous.hosts)
     )
-    return cluster_of(
+    found = cluster_of(
         options.cluster, ranks, options.offload_memory, hosts=hosts, speeds=options.speeds
     )
+    if options.host_memory is None:
+        return found
+    return Cluster.gpu(found.device.kind, host_memory=options.host_memory)
 
 
 def _next_command(options: PlanOptions, spec: LaunchSpec) -> str:

@@ -23,6 +23,7 @@ from steelyard.hardware.offload_memory import (
 )
 from steelyard.hardware.topology import LevelMember, LevelPosition, TopologyLevel
 from steelyard.safe_text import printable
+from steelyard.units import parse_bytes
 
 __all__ = [
     "DTYPES",
@@ -151,6 +152,19 @@ class Cluster:
         return replace(self, tree=tree, speeds=tuple(speeds))
 
     @property
+    def host_memory(self) -> OffloadMemory | None:
+        """The host's memory of a single declared device; None if it, or the link to it, is unknown.
+
+        Plans offload to it, unless another offload memory is given.
+        """
+        if self.num_devices > 1 or self.is_here:
+            return None
+        size, link = self.device.host_memory_bytes, self.device.host_link
+        if size is None or link is None:
+            return None
+        return OffloadMemory.of_host(rate=link.bytes_per_second, size=size)
+
+    @property
     def fingerprint(self) -> str:
         """A hash of all that plans depend on; for a single device, of its name and threads only."""
         (device, count), *_ = self.tree.classes
@@ -225,8 +239,17 @@ class Cluster:
         return cls(tree=preset_tree(name), offload_memory=offload_memory)
 
     @classmethod
-    def gpu(cls, name: str) -> "Cluster":
-        """Return one preset GPU, such as ``"RTX-4090"``: see docs/cluster-presets.md."""
+    def gpu(cls, name: str, *, host_memory: str | int | None = None) -> "Cluster":
+        """Return one preset GPU, such as ``"RTX-4090"``: see docs/cluster-presets.md.
+
+        Plans may offload to ``host_memory``, such as ``"64 GiB"``, over the GPU's host link.
+        """
         from steelyard.hardware.cluster_file import gpu_tree
 
-        return cls(tree=gpu_tree(name))
+        tree = gpu_tree(name)
+        if host_memory is not None:
+            (member,) = tree.members
+            nbytes = parse_bytes(host_memory, what="host_memory")
+            device = replace(tree.classes[0][0], host_memory_bytes=nbytes)
+            tree = replace(tree, members=(replace(member, of=device),))
+        return cls(tree=tree)

@@ -9,6 +9,8 @@ from steelyard.errors import BudgetError
 from steelyard.units import format_bytes, parse_bytes, parse_rate
 
 OFFLOAD_PAGE_BYTES = 4096
+# In place of a folder: the memory of a declared device's host, over its host link.
+_HOST = "the memory of the host"
 # Offloading to a slower memory gains nothing; more likely a unit was forgotten.
 _SLOWEST = 1e6
 # The axis names of the links to and from offload memory. On them, a rank communicates with itself
@@ -53,6 +55,16 @@ class OffloadMemory:
                 expected="a size that holds the offloaded values",
                 remedy="write it as 20GiB",
             )
+
+    @classmethod
+    def of_host(cls, *, rate: float, size: int) -> "OffloadMemory":
+        """Return the memory of a declared device's host."""
+        return cls(_HOST, rate=rate, size=size)
+
+    @property
+    def is_host(self) -> bool:
+        """True for the memory of a declared device's host, which no folder stands for."""
+        return self.folder == _HOST
 
     def __str__(self) -> str:
         rate, size = format_bytes(self.bytes_per_second), format_bytes(self.size_bytes)

@@ -17,7 +17,7 @@ import torch
 from steelyard.capture.step import CapturedStep
 from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.comm.devices import CPU
-from steelyard.hardware.cluster import Cluster, Link
+from steelyard.hardware.cluster import OFFLOAD_IN, OFFLOAD_OUT, Cluster, Link
 from steelyard.hardware.host_os import is_virtual, quota_cores
 from steelyard.ir.collective import SLOTS
 from steelyard.ir.graph import Graph, Node
@@ -117,7 +117,11 @@ class CostProvider:
             host_speed=host_speed,
         )
         self._calibration = StepCalibration(self._conditions, on_progress=on_progress)
-        if cluster.offload_memory is not None:
+        if cluster.offload_memory is not None and cluster.offload_memory.is_host:
+            host_link = cluster.device.host_link
+            assert host_link is not None, "host memory is known only with its link"
+            links |= dict.fromkeys((OFFLOAD_OUT, OFFLOAD_IN), host_link)
+        elif cluster.offload_memory is not None:
             on_progress("measuring offload memory")
             offload_links, notes = measured_links(cluster.offload_memory, cache=cache)
             links |= offload_links

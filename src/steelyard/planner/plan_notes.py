@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from steelyard.capture.batch.splitting import computes_in_half
+from steelyard.hardware.cluster import Cluster
 from steelyard.ir.graph import Graph, OutputKind, Role
 from steelyard.ir.parallel_layout import ParallelLayout, spelled
 from steelyard.ir.program import Program
@@ -50,6 +51,29 @@ def effort_note(effort: Effort, micro_batches: int) -> Iterator[str]:
     """Yield a note if the search was quick and did not need micro-batches."""
     if effort is Effort.QUICK and micro_batches == 1:
         yield "a quick search: plans in micro-batches, which may be faster, were not considered"
+
+
+def host_memory_note(cluster: Cluster) -> Iterator[str]:
+    """Yield a note on the memory that a plan for one declared device may offload to."""
+    if cluster.is_here or cluster.num_devices > 1:
+        return
+    memory, device = cluster.offload_memory, cluster.device
+    if memory is not None and memory.is_host:
+        assert device.host_link is not None
+        yield (
+            f"{device.kind} may offload to {format_bytes(memory.size_bytes)} of its host's memory, "
+            f"over {device.host_link.kind} at its declared {format_bytes(memory.bytes_per_second)}"
+            "/s each way"
+        )
+    elif memory is None and cluster.host_memory is not None:
+        yield "nothing is offloaded to the host's memory in a plan with a budget of accuracy loss"
+    elif memory is None and device.host_link is None:
+        yield f"nothing is offloaded: no link of {device.kind} to its host is declared"
+    elif memory is None:
+        yield (
+            f"nothing is offloaded: the memory of the host of {device.kind} is not known; give it "
+            "with --host-memory 64GiB (host_memory= of sy.Cluster.gpu, or of a cluster file)"
+        )
 
 
 def batch_size_note(layout: ParallelLayout, samples: int) -> Iterator[str]:

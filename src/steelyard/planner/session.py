@@ -36,6 +36,7 @@ from steelyard.operators import is_pointwise
 from steelyard.passes.offload.sliced_optimizer import why_whole
 from steelyard.planner.cost_provider import CostProvider, LazyCosts, Progress, dims_of
 from steelyard.planner.local_cluster import local_cluster
+from steelyard.planner.plan_notes import host_memory_note
 from steelyard.planner.priced_source import PricedSource
 from steelyard.plans.budget import Budget, Effort
 from steelyard.plans.plan import Prediction, Target
@@ -443,6 +444,7 @@ class PlanningSession:
         update = self.base.update
         graphs = [self.base.graph] if update is None else [self.base.graph, update.graph]
         found += notes_on_uncounted(graphs, self.prices.costs)
+        found += host_memory_note(self.request.cluster)
         return tuple(found)
 
 

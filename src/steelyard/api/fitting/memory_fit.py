@@ -14,7 +14,9 @@ from steelyard.api.workload import Workload, load_workload
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.hardware.cluster import Cluster
-from steelyard.planner.memory_fit import FitStep, Variant, fit_step
+from steelyard.planner.fit.levers import Variant
+from steelyard.planner.fit.measured_step import FitStep
+from steelyard.planner.memory_fit import fit_step
 from steelyard.plans.memory_fit import Fit
 
 
@@ -80,13 +82,16 @@ def _variants(request: ConfigRequest) -> list[Variant]:
     found: list[Variant] = []
     if request.precision in ("fp32", "bf16-mixed", "fp16-mixed"):
         costs = "weights, gradients and state are rounded to 8 bits of mantissa"
-        found.append(("weights in bf16", costs, changed(precision="bf16")))
+        make = changed(precision="bf16")
+        found.append(Variant(name="weights in bf16", pays=costs, make=make))
     if request.sequence > 1:
         half = request.sequence // 2
-        found.append((f"{half} tokens", "shorter samples", changed(sequence=half)))
+        make = changed(sequence=half)
+        name = f"{half} tokens"
+        found.append(Variant(name=name, pays="shorter samples", make=make, keeps_model=True))
     if request.lora is None and _has_peft():
         costs = "only adapters are trained"
-        found.append(("LoRA of rank 16", costs, changed(lora=16)))
+        found.append(Variant(name="LoRA of rank 16", pays=costs, make=changed(lora=16)))
     return found
 
 

@@ -6,7 +6,8 @@ second. Not for the captured graph: see predict/liveness.py.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -23,6 +24,7 @@ from steelyard.capture.eager_baseline import fake_step
 from steelyard.capture.tracing.fake_execution import StorageWatch
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory
+from steelyard.operators.flops import flops_of_call, format_of_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,16 @@ class MemoryLevel:
 class EagerLevels:
     """The levels of an eager step: of forward and backward pass, and of the optimizer's calls.
 
-    The highest levels of the full model are among them. ``state_bytes`` is the optimizer's state.
+    The highest levels of the full model are among them. ``update_each`` are those of an optimizer
+    that updates one parameter after the other. ``state_bytes`` is the optimizer's state. ``flops``
+    are those of the passes, by the format of the operands.
     """
 
     passes: frozenset[MemoryLevel]
     update: frozenset[MemoryLevel]
+    update_each: frozenset[MemoryLevel]
     state_bytes: int
+    flops: tuple[tuple[str, int], ...]
 
 
 def eager_levels(
@@ -75,20 +81,23 @@ def eager_levels(
     how = _How(loss, batch, optimizer, on_gpu, recomputes)
     truncation = cut(model)
     if truncation is None:
-        return _found(_run(model, how))
+        run = _run(model, how)
+        phases = [{level for _, level in calls} for calls in run.phases]
+        return _found(phases, run.state_bytes, run.flops)
     base = _run(truncation.model, how)
     grown = [[{level} for _, level in calls] for calls in base.phases]
-    state_bytes = base.state_bytes
+    state_bytes, flops = base.state_bytes, Counter(base.flops)
     for prefix, run in truncation.runs.items():
         more = with_one_more_block(model, truncation.runs, prefix)
         longer, times = _run(more, how), run.count - KEPT
         state_bytes += times * (longer.state_bytes - base.state_bytes)
+        for kind, count in longer.flops.items():
+            flops[kind] += times * (count - base.flops[kind])
         for calls, longer_calls, levels in zip(base.phases, longer.phases, grown, strict=True):
             for index, growths in enumerate(_growths(calls, longer_calls)):
                 levels[index] = {a.plus(b, times) for a in levels[index] for b in growths}
-    forward, backward, update = ({level for found in p for level in found} for p in grown)
-    return EagerLevels(
-        passes=frozenset(forward | backward), update=frozenset(update), state_bytes=state_bytes
+    return _found(
+        [{level for found in phase for level in found} for phase in grown], state_bytes, flops
     )
 
 
@@ -97,15 +106,27 @@ _Calls = list[tuple[Any, MemoryLevel]]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The calls of forward pass, backward pass and optimizer, and the bytes of its state."""
+    """The calls of forward pass, backward pass and optimizer, the bytes of its state, and FLOPs.
 
-    phases: tuple[_Calls, _Calls, _Calls]
+    The last phase is an optimizer that updates one parameter after the other.
+    """
+
+    phases: tuple[_Calls, _Calls, _Calls, _Calls]
     state_bytes: int
+    flops: Counter[str]
 
 
-def _found(run: _Run) -> EagerLevels:
-    forward, backward, update = (frozenset(level for _, level in calls) for calls in run.phases)
-    return EagerLevels(passes=forward | backward, update=update, state_bytes=run.state_bytes)
+def _found(
+    phases: Sequence[set[MemoryLevel]], state_bytes: int, flops: Mapping[str, int]
+) -> EagerLevels:
+    forward, backward, update, update_each = map(frozenset, phases)
+    return EagerLevels(
+        passes=forward | backward,
+        update=update,
+        update_each=update_each,
+        state_bytes=state_bytes,
+        flops=tuple(sorted(flops.items())),
+    )
 
 
 def _growths(calls: _Calls, longer: _Calls) -> Iterator[set[MemoryLevel]]:
@@ -158,26 +179,31 @@ def _run(model: nn.Module, how: _How) -> _Run:
             forward = watch.taken()
             value.backward()
             del value
-            backward = watch.taken()
-            update, state_bytes = _update(parameters.values(), how, watch)
-    return _Run((forward, backward, update), state_bytes)
+            backward, flops = watch.taken(), Counter(watch.flops)
+            update, update_each, state_bytes = _update(parameters.values(), how, watch)
+    return _Run((forward, backward, update, update_each), state_bytes, flops)
 
 
 def _update(
     parameters: Iterable[nn.Parameter], how: _How, watch: "_GradientWatch"
-) -> tuple[_Calls, int]:
-    """Run the optimizer twice; return the calls of its second step, and the bytes of its state."""
+) -> tuple[_Calls, _Calls, int]:
+    """Run the optimizer; return the calls of a step that already has state, those of one that
+    updates one parameter after the other, and the bytes of the state.
+    """
     if how.optimizer is None:
-        return [], 0
+        return [], [], 0
     before = watch.alive_bytes
     optimizer = how.optimizer([p for p in parameters if p.requires_grad])
-    if how.on_gpu:
-        _choose_foreach(optimizer)
     optimizer.step()
     state_bytes = watch.alive_bytes - before
     watch.taken()
     optimizer.step()
-    return watch.taken(), state_bytes
+    each = watch.taken()
+    if not how.on_gpu:
+        return each, each, state_bytes
+    _choose_foreach(optimizer)
+    optimizer.step()
+    return watch.taken(), each, state_bytes
 
 
 def block_names(model: nn.Module) -> tuple[str, ...]:
@@ -214,7 +240,7 @@ def _choose_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _GradientWatch(StorageWatch):
-    """Records the level at each operator call."""
+    """Records the level at each operator call, and counts FLOPs by the format of the operands."""
 
     def __init__(
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], batch: Any
@@ -223,6 +249,7 @@ class _GradientWatch(StorageWatch):
         super().__init__([*parameters.values(), *model.buffers(), *leaves], on_call=self._note)
         self._calls: _Calls = []
         self._gradient_bytes = 0
+        self.flops: Counter[str] = Counter()
         for parameter in parameters.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._count)
@@ -235,5 +262,9 @@ class _GradientWatch(StorageWatch):
     def _count(self, parameter: torch.Tensor) -> None:
         self._gradient_bytes += parameter.untyped_storage().nbytes()
 
-    def _note(self, func: Any, args: Any, kwargs: Any, _: Any) -> None:  # noqa: ARG002
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if isinstance(func, _torch.OpOverload):
+            flops = flops_of_call(func, args, kwargs, result)
+            if flops:
+                self.flops[format_of_call(args)] += flops
         self._calls.append((func, MemoryLevel(self.alive_bytes, self._gradient_bytes)))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from steelyard.capture.deep.equal_blocks import describe_node
@@ -98,7 +99,10 @@ def _equal_to_the_end(blocks: list[nn.Module]) -> BlockRange:
 
 
 def _same(a: Any, b: Any, at_a: int, at_b: int) -> bool:
-    """True if the class and all attributes are equal; a number may be the block's own index."""
+    """True if the class and all attributes are equal.
+
+    A number may be the block's own index, and a text may be a path with that index.
+    """
     if type(a) is not type(b):
         return False
     if isinstance(a, nn.Module):
@@ -113,9 +117,21 @@ def _same(a: Any, b: Any, at_a: int, at_b: int) -> bool:
         )
     if a is b:
         return True
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k], at_a, at_b) for k in a)
+    if isinstance(a, str):
+        return a == b or _path_of(a, at_a) == _path_of(b, at_b)
     if isinstance(a, bool) or not isinstance(a, int):
-        return isinstance(a, (bool, float, str, tuple, type(None))) and bool(a == b)
+        return isinstance(a, _PLAIN) and bool(a == b)
     return a == b or (a == at_a and b == at_b)
+
+
+_PLAIN = (bool, float, tuple, type(None), torch.device, torch.dtype)
+
+
+def _path_of(text: str, index: int) -> list[str]:
+    """Return the parts of a path, with the block's index replaced by a star."""
+    return ["*" if part == str(index) else part for part in text.split(".")]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
