@@ -9,15 +9,18 @@ from typing import Any
 
 from torch import nn
 
+from steelyard.api.argument_checks import check
 from steelyard.api.fitting.config_workload import ConfigRequest
 from steelyard.api.workload import Workload, load_workload
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory
-from steelyard.hardware.cluster import Cluster
+from steelyard.hardware.cluster import Cluster, Device
 from steelyard.planner.fit.levers import Variant
 from steelyard.planner.fit.measured_step import FitStep
 from steelyard.planner.memory_fit import fit_step
 from steelyard.plans.memory_fit import Fit
+
+_MOST_DEVICES = 1024
 
 
 def fit(
@@ -27,19 +30,24 @@ def fit(
     *,
     optimizer: OptimizerFactory | None = None,
     gpu: str,
+    gpus: int = 1,
 ) -> Fit:
     """Return whether the eager step fits a GPU, such as ``"RTX-4090"``, and what would make it fit.
 
-    The arguments are those of ``plan``. The model may be on the meta device.
+    The arguments are those of ``plan``. The model may be on the meta device. Several ``gpus`` shard
+    weights, gradients and optimizer state, and divide the batch.
     """
+    fine = type(gpus) is int and 1 <= gpus <= _MOST_DEVICES
+    check("gpus", gpus, fine=fine, expected=f"a whole number from 1 to {_MOST_DEVICES}")
     step = FitStep(model=model, loss=loss, batch=batch, optimizer=optimizer)
-    return fit_step(step, Cluster.gpu(gpu).device, title=type(model).__name__)
+    return fit_step(step, Cluster.gpu(gpu).device, title=type(model).__name__, devices=gpus)
 
 
 def fit_script(
     script: str,
-    cluster: Cluster,
+    device: Device,
     *,
+    devices: int,
     title: str,
     on_verdict: Callable[[Fit], None],
     on_progress: Callable[[str], None],
@@ -47,7 +55,8 @@ def fit_script(
     on_progress(f"loading {script}")
     return fit_step(
         _step(load_workload(script)),
-        cluster.device,
+        device,
+        devices=devices,
         title=title,
         on_verdict=on_verdict,
         on_progress=on_progress,
@@ -56,8 +65,9 @@ def fit_script(
 
 def fit_config(
     request: ConfigRequest,
-    cluster: Cluster,
+    device: Device,
     *,
+    devices: int,
     title: str,
     on_verdict: Callable[[Fit], None],
     on_progress: Callable[[str], None],
@@ -65,7 +75,8 @@ def fit_config(
     on_progress(f"reading {request.path}")
     return fit_step(
         _step(request.workload()),
-        cluster.device,
+        device,
+        devices=devices,
         title=title,
         variants=tuple(_variants(request)),
         on_verdict=on_verdict,
