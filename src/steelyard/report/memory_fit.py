@@ -39,7 +39,9 @@ def _devices(fit: Fit) -> str:
     kind, count, samples = fit.capacity.kind, fit.capacity.count, fit.samples
     if count == 1:
         return f"one {kind}"
-    each = "the whole batch" if samples is None else f"{samples} sample{'s' * (samples > 1)}"
+    each = "the whole batch"
+    if samples is not None:
+        each = f"{samples} sample{'s' * (samples > 1)} ({samples * count} in all)"
     return (
         f"each of {count} {kind} with {each}, where weights, gradients and state are sharded "
         "(FSDP, ZeRO-3)"
@@ -57,7 +59,7 @@ def lever_lines(fit: Fit, *, width: int) -> list[Line]:
         lines += words("  no single change makes it fit; the least memory:", width=width)
         lines += shown(headed("  -  ", _said(fit.least), width))
     if any(_share(lever) for lever in (*fit.levers, fit.least)):
-        lines += words(f"  {_SHARES}", width=width)
+        lines += shown(headed("  ", _SHARES, width))
     return lines
 
 

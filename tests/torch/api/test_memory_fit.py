@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import steelyard as sy
 from steelyard.api import ConfigRequest
+from steelyard.capture.deep import eager_levels as deep_levels
 from steelyard.capture.deep.eager_levels import eager_levels
+from steelyard.capture.deep.truncate import cut
 from steelyard.cli import main
 from steelyard.measure.operators.memory import meter_once
 from steelyard.plans.memory_fit import Capacity, FitVerdict
@@ -69,6 +71,93 @@ def test_adapters_fit_where_all_weights_do_not(
     assert found["state_bytes"] == pytest.approx(2 * 4 * 32 * 16 * 13312, rel=1e-3)
 
 
+def test_several_gpus_shard_weights_and_state_and_divide_the_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = written(tmp_path)
+    _, one = fitted(capsys, config, "--gpu", "RTX-4090", "--batch", "2")
+    _, found = fitted(capsys, config, "--gpu", "4xRTX-4090", "--batch", "8")
+    assert (found["devices"], found["relative_error"]) == (4, 0.2)
+    assert (one["devices"], one["gathered_bytes"]) == (1, 0)
+    for part in ("weight", "state"):
+        assert found[f"{part}_bytes"] == -(-one[f"{part}_bytes"] // 4)
+    # Two samples on each device, as on the one.
+    assert found["working_bytes"] == one["working_bytes"]
+    # Embeddings and head with their gradients, two blocks, and the gradients of one.
+    block = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
+    assert found["gathered_bytes"] == 4 * (2 * 128256 * 4096 + 4096) + 3 * block
+    devices = [c for lever in found["would_fit"] for c in lever["changes"] if " x " in c]
+    assert devices
+    assert all(change.endswith(", 1 sample each") for change in devices)
+    _, cluster = fitted(capsys, config, "--cluster", "dgx-h100", "--batch", "8")
+    assert (cluster["devices"], cluster["verdict"]) == (8, "fits")
+
+
+def test_changes_say_the_time_they_add_as_a_share_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+             "num_key_value_heads": 4, "vocab_size": 32000}  # fmt: skip
+    config = written(tmp_path, **sizes)
+    _, found = fitted(capsys, config, "--gpu", "RTX-4060")
+    shares = {tuple(lever["changes"]): lever["step_share"] for lever in found["would_fit"]}
+    changes = ("optimizer state in host memory", "activation checkpointing of each block")
+    device = sy.Cluster.gpu("RTX-4060").device
+    assert device.host_link is not None
+    # AdamW keeps two values of each weight, which go out and come in; 2,048 tokens.
+    transfers = 2 * 2 * found["weight_bytes"] / device.host_link.bytes_per_second
+    products = 6 * 2048 * found["weight_bytes"] / 2 / (0.4 * dict(device.peaks)["bfloat16"])
+    # Recomputation takes less than a third: the head, and the last product of a block, are not
+    # run again. Attention makes the step longer than the products with weights.
+    share = shares[changes]
+    assert 0.8 * transfers / products + 0.15 < share < transfers / products + 1 / 3
+    assert shares["LoRA of rank 16",] is None
+    # No rate of bf16 is declared for a T4, so that transfers have nothing to be compared with.
+    _, found = fitted(capsys, config, "--gpu", "T4", "--batch", "8")
+    shares = {tuple(lever["changes"]): lever["step_share"] for lever in found["would_fit"]}
+    assert shares[changes] is None
+    assert 0.15 < shares["1024 tokens", "activation checkpointing of each block"] < 1 / 3
+
+
+def test_blocks_with_adapters_are_measured_like_other_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 200, **SIZES}))
+    workload = ConfigRequest(path=path, batch=2, sequence=16, lora=4).workload()
+    assert cut(workload.model) is not None
+    arguments = (workload.model, workload.loss, workload.first_batch(), workload.optimizer)
+    short = eager_levels(*arguments, on_gpu=True)
+    monkeypatch.setattr(deep_levels, "cut", lambda _: None)
+    whole = eager_levels(*arguments, on_gpu=True)
+    assert (short.state_bytes, short.flops) == (whole.state_bytes, whole.flops)
+    for phase, error in (("passes", 0), ("update", 0), ("update_each", 0.05)):
+        highest = [max(level.nbytes for level in getattr(f, phase)) for f in (short, whole)]
+        assert highest[1] <= highest[0] <= (1 + error) * highest[1], phase
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "no device was given"),
+        (["--gpu", "L4", "--cluster", "dgx-h100"], "--gpu and --cluster both name devices"),
+        (["--gpu", "2xL4", "--gpus", "3"], "--gpu 2xL4 and --gpus 3 both give a number"),
+        (["--cluster", "dgx-h100", "--gpus", "2"], "--gpus was given with --cluster"),
+        (["--gpu", "0xL4"], "--gpus 0 is not possible"),
+        (["--gpu", "2xRTX-4091"], "the GPU RTX-4091 is unknown; did you mean RTX-4090?"),
+        (["--cluster", "dgx-h10"], "unknown cluster preset dgx-h10"),
+    ],
+)
+def test_unclear_devices_are_refused_in_three_lines(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = fitted(capsys, written(tmp_path), *options)
+    assert code == 2
+    assert said in found["happened"]
+    assert found["expected"]
+    assert found["next"]
+
+
 def test_text_gives_the_verdict_then_the_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +209,7 @@ def test_other_architectures(
         ({}, ["--sequence", "9000"], "--sequence 9000 is longer than the model's 8192 positions"),
         ({"quantization_config": {"bits": 4}}, [], "has a quantization_config"),
         ({"num_attention_heads": "x"}, [], "transformers refuses"),
+        ({"dtype": "bfloat16", "torch_dtype": "float16"}, [], "has dtype bfloat16 and torch_dtype"),
         ({"model_type": "encodec"}, [], "has no model of encodec with a loss"),
     ],
 )
@@ -221,6 +311,32 @@ def test_a_gpu_is_the_budget_of_its_plan(tmp_path: Path) -> None:
     assert main(["plan", str(script), "--check", str(tmp_path / "train.plan.toml")]) == 0
     assert main(["plan", str(script), "--cluster", "T4", "--memory", "8GiB"]) == 0
     assert 'memory = "8 GiB"' in (tmp_path / "train.plan.toml").read_text()
+
+
+def test_a_plan_for_a_gpu_offloads_to_its_host_if_that_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, plan = tmp_path / "train.py", tmp_path / "train.plan.toml"
+    script.write_text(
+        SCRIPT.replace("4096, 4096", "1024, 1024").replace("64, 4096", "64, 1024")
+        .replace("WIDTH", "4")
+    )  # fmt: skip
+    arguments = ["plan", str(script), "--gpu", "RTX-4090", "--quiet"]
+    assert main([*arguments, "--memory", "1GiB"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the memory of the host of RTX-4090 is not known" in said
+    # 64 MiB of weights, gradients and state do not fit; the state goes to the host.
+    assert main([*arguments, "--memory", "60MiB"]) == 2 + 1
+    plan.unlink()
+    assert main([*arguments, "--memory", "60MiB", "--host-memory", "64GiB"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "offload_state optimizer of 4 parameters" in said
+    assert "RTX-4090 may offload to 64.0 GiB of its host's memory, over pcie4-x16" in said
+    assert 'folder = "the memory of the host"' in plan.read_text()
+    assert main(["plan", str(script), "--check", str(plan), "--quiet"]) == 0
+    assert "64.0 GiB of its host's memory" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", str(script), "--host-memory", "64GiB"]) == 2
+    assert "--host-memory was given without --gpu" in capsys.readouterr().err
 
 
 def test_fit_from_python_leaves_the_model_alone() -> None:

@@ -7,7 +7,14 @@ import pytest
 from steelyard.errors import ClusterFileError
 from steelyard.hardware.cluster import Cluster
 from steelyard.hardware.presets import preset_tables
-from steelyard.plans.memory_fit import DOUBT, Capacity, FitVerdict, Lever, without_needless
+from steelyard.plans.memory_fit import (
+    DOUBT,
+    SHARDED_DOUBT,
+    Capacity,
+    FitVerdict,
+    Lever,
+    without_needless,
+)
 
 GPU = Capacity(kind="RTX-4090", memory_bytes=24 * 2**30, is_gpu=True)
 
@@ -22,6 +29,27 @@ def test_it_fits_only_if_the_error_of_the_estimate_fits_too() -> None:
 
 def test_a_cpu_has_no_context_beside_the_tensors() -> None:
     assert Capacity(kind="cpu", memory_bytes=2**30, is_gpu=False).usable_bytes == 2**30
+
+
+def test_several_devices_are_estimated_less_precisely() -> None:
+    two = Capacity.of(Cluster.gpu("RTX-4090").device, count=2)
+    nbytes = int(two.usable_bytes / (1 + SHARDED_DOUBT))
+    assert SHARDED_DOUBT > DOUBT
+    assert two.verdict(nbytes - 1) is FitVerdict.FITS
+    assert two.verdict(nbytes + 2) is FitVerdict.TIGHT
+    assert GPU.verdict(nbytes + 2) is FitVerdict.FITS
+
+
+def test_the_memory_of_a_host_is_offload_memory_only_if_it_is_known() -> None:
+    assert Cluster.gpu("RTX-4090").host_memory is None, "no preset of a card knows its host"
+    known = Cluster.gpu("RTX-4090", host_memory="64 GiB")
+    memory, link = known.host_memory, known.device.host_link
+    assert memory is not None
+    assert link is not None
+    assert (memory.size_bytes, memory.is_host) == (64 * 2**30, True)
+    assert memory.bytes_per_second == link.bytes_per_second
+    assert Cluster.named("dgx-h100").host_memory is None, "several devices have their own search"
+    assert Cluster.here().host_memory is None
 
 
 def test_a_change_that_contains_another_one_is_left_out() -> None:

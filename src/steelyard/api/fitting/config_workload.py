@@ -165,6 +165,14 @@ def _config(transformers: Any, given: dict[str, Any], path: Path) -> Any:
             expected=f"an architecture of transformers {transformers.__version__}",
             remedy="correct it, install a newer transformers, or name a script with a workload()",
         )
+    dtypes = {str(given[key]) for key in ("dtype", "torch_dtype") if given.get(key) is not None}
+    if len(dtypes) > 1:
+        raise BadInput(
+            f"{printable(str(path))} has dtype {printable(str(given['dtype']), most=40)} and "
+            f"torch_dtype {printable(str(given['torch_dtype']), most=40)}",
+            expected="one precision",
+            remedy="remove torch_dtype, which is the old name of dtype",
+        )
     if given.get("quantization_config"):
         raise BadInput(
             f"{printable(str(path))} has a quantization_config",
