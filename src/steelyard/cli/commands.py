@@ -153,18 +153,8 @@ def plan(
     budget = Budget(memory, step_time, communication, computation, accuracy_loss)
     question, offload_memory = parse_what_if(what_if), offload.memory()
     if check is not None:
-        if any(
-            (
-                budget != Budget(),
-                maximize,
-                minimize,
-                output,
-                offload_memory,
-                ranks > 1,
-                speeds,
-                device.host_memory,
-            )
-        ) or (runner != "python"):
+        searched = (budget != Budget(), maximize, minimize, output, offload_memory, speeds)
+        if any(searched) or device.host_memory or ranks > 1 or runner != "python":
             raise BadInput(
                 "--check takes its budget from the plan file",
                 expected="--check without a budget, --maximize, --minimize, --runner, --ranks, "
