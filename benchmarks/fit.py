@@ -30,7 +30,7 @@ import steelyard as sy
 from steelyard.api import ConfigRequest, Workload
 from steelyard.api.fitting.config_workload import without_packing
 from steelyard.hardware.cluster import Cluster
-from steelyard.planner.fit.measured_step import FitStep, need_of
+from steelyard.planner.fit.step_memory import FitStep, need_of
 from steelyard.plans.memory_fit import Capacity, FitVerdict
 
 _FOLDER = Path(__file__).resolve().parent / "published"

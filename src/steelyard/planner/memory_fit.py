@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from steelyard.hardware.device import Device
-from steelyard.planner.fit.levers import Levers, Variant
-from steelyard.planner.fit.measured_step import FitStep, MeasuredStep
+from steelyard.planner.fit.candidates import Levers, StepVariant
+from steelyard.planner.fit.step_memory import FitStep, MeasuredStep
 from steelyard.plans.memory_fit import Capacity, Fit, FitVerdict, without_needless
 
 
@@ -18,7 +18,7 @@ def fit_step(
     *,
     title: str,
     devices: int = 1,
-    variants: tuple[Variant, ...] = (),
+    variants: tuple[StepVariant, ...] = (),
     on_verdict: Callable[[Fit], None] = lambda _: None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Fit:

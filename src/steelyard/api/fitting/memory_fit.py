@@ -15,8 +15,8 @@ from steelyard.api.workload import Workload, load_workload
 from steelyard.capture.tracing.joint_graph import Loss
 from steelyard.capture.tracing.optimizer import OptimizerFactory
 from steelyard.hardware.cluster import Cluster, Device
-from steelyard.planner.fit.levers import Variant
-from steelyard.planner.fit.measured_step import FitStep
+from steelyard.planner.fit.candidates import StepVariant
+from steelyard.planner.fit.step_memory import FitStep
 from steelyard.planner.memory_fit import fit_step
 from steelyard.plans.memory_fit import Fit
 
@@ -84,25 +84,25 @@ def fit_config(
     )
 
 
-def _variants(request: ConfigRequest) -> list[Variant]:
+def _variants(request: ConfigRequest) -> list[StepVariant]:
     """Return the changes that only a configuration allows: another precision, adapters, length."""
 
     def changed(**settings: Any) -> Callable[[], FitStep]:
         return lambda: _step(replace(request, **settings).workload())
 
-    found: list[Variant] = []
+    found: list[StepVariant] = []
     if request.precision in ("fp32", "bf16-mixed", "fp16-mixed"):
         costs = "weights, gradients and state are rounded to 8 bits of mantissa"
         make = changed(precision="bf16")
-        found.append(Variant(name="weights in bf16", pays=costs, make=make))
+        found.append(StepVariant(name="weights in bf16", pays=costs, make=make))
     if request.sequence > 1:
         half = request.sequence // 2
         make = changed(sequence=half)
         name = f"{half} tokens"
-        found.append(Variant(name=name, pays="shorter samples", make=make, keeps_model=True))
+        found.append(StepVariant(name=name, pays="shorter samples", make=make, keeps_model=True))
     if request.lora is None and _has_peft():
         costs = "only adapters are trained"
-        found.append(Variant(name="LoRA of rank 16", pays=costs, make=changed(lora=16)))
+        found.append(StepVariant(name="LoRA of rank 16", pays=costs, make=changed(lora=16)))
     return found
 
 

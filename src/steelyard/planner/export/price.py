@@ -17,7 +17,7 @@ from steelyard.ir.graph import Graph, Phase
 from steelyard.ir.metrics import Estimate
 from steelyard.ir.rule import Rule, matching, of_kind, to_rules
 from steelyard.ir.rule_kinds import MicroBatches, Recomputation, SlicedComputation
-from steelyard.planner.fit.measured_step import FitStep, need_of
+from steelyard.planner.fit.step_memory import FitStep, need_of
 from steelyard.planner.session import PlanningSession
 from steelyard.plans.memory_fit import Capacity
 from steelyard.plans.plan import Decisions

@@ -1,6 +1,6 @@
 """A step measured on fake tensors, and its memory on one device or sharded over several.
 
-Not for changes to the step: see levers.py.
+Not for changes to the step: see candidates.py.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

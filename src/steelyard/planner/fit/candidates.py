@@ -1,13 +1,13 @@
 """The changes that are tried if a step does not fit, with their memory and what they cost.
 
-Not for measuring steps: see measured_step.py.
+Not for measuring steps: see step_memory.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from steelyard.hardware.device import Device
-from steelyard.planner.fit.measured_step import FitStep, MeasuredStep, ModelSizes
+from steelyard.planner.fit.step_memory import FitStep, MeasuredStep, ModelSizes
 from steelyard.plans.memory_fit import UTILIZATION, FitVerdict, Lever
 from steelyard.units import format_bytes
 
@@ -22,7 +22,7 @@ _Way = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class StepVariant:
     """Another way to make the step: its name, what it costs, and the function that makes it.
 
     ``keeps_model``: weights, gradients and state are those of the step.
@@ -52,7 +52,7 @@ class Levers:
     whole: FitStep
     plain: MeasuredStep
     device: Device
-    variants: tuple[Variant, ...]
+    variants: tuple[StepVariant, ...]
     on_progress: Callable[[str], None]
     # By model, samples, and whether activations are recomputed.
     _measured: dict[tuple[int, int | None, bool], MeasuredStep] = field(
