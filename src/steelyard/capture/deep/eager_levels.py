@@ -81,9 +81,9 @@ def eager_levels(
     how = _How(loss, batch, optimizer, on_gpu, recomputes)
     truncation = cut(model)
     if truncation is None:
-        run = _run(model, how)
-        phases = [{level for _, level in calls} for calls in run.phases]
-        return _found(phases, run.state_bytes, run.flops)
+        only = _run(model, how)
+        phases = [{level for _, level in calls} for calls in only.phases]
+        return _found(phases, only.state_bytes, only.flops)
     base = _run(truncation.model, how)
     grown = [[{level} for _, level in calls] for calls in base.phases]
     state_bytes, flops = base.state_bytes, Counter(base.flops)
