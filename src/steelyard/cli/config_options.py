@@ -14,7 +14,7 @@ from steelyard.cli.arguments import whole_number
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions:
-    """How the model of a configuration is trained; None means the default."""
+    """The training settings of a model that is built from a configuration; None is the default."""
 
     batch: Annotated[
         int | None, Parameter(help="Samples of a step, for a config.", converter=whole_number)

@@ -103,17 +103,21 @@ def _is_same_optimizer(one: OptimizerFactory | None, other: OptimizerFactory | N
         return False
     values = (*one.args, *other.args, *one.keywords.values(), *other.keywords.values())
     return (
-        all(isinstance(value, _PLAIN) for value in values)
+        all(map(_is_plain, values))
         and (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
     )  # fmt: skip
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (int, float, str, type(None)))
 
 
 def _conditions(batch: Any) -> tuple[object, ...]:
     """Return the form of the batch, and the settings of the process that measurements depend on."""
     leaves = [
-        (_torch.keystr(path), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-        if isinstance(leaf, torch.Tensor)
-        else (_torch.keystr(path), type(leaf), leaf)
+        (_torch.keystr(path), *_form(leaf))
         for path, leaf in _torch.tree_flatten_with_path(batch)[0]
     ]
     return (
@@ -128,6 +132,14 @@ def _conditions(batch: Any) -> tuple[object, ...]:
     )
 
 
+def _form(leaf: Any) -> tuple[object, ...]:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf
+    if leaf.is_nested or leaf.layout != torch.strided:
+        return (leaf.layout,)  # has no strides; the capture refuses it
+    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+
+
 def _is_unchanged(planner: Planner) -> bool:
     """True if the model, and the state that the captured code read, are as they were."""
     session = planner.session
@@ -140,5 +152,4 @@ def _is_unchanged(planner: Planner) -> bool:
     return True
 
 
-_PLAIN = (int, float, str, bool, type(None), tuple)
 _AUTOCAST = ("cpu", "cuda")

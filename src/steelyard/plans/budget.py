@@ -29,9 +29,10 @@ class Minimize(StrEnum):
 
 
 class Effort(StrEnum):
-    """How long to search: for a first plan, until the lower bound is near, or for everything.
+    """The effort of a search.
 
-    A quick search does not split the batch into micro-batches if a plan fits without that.
+    ``QUICK`` does not split the batch into micro-batches if a plan fits without that. ``NORMAL``
+    stops once a plan is near the lower bound. ``FULL`` explores all amounts of memory.
     """
 
     QUICK = "quick"

@@ -139,3 +139,19 @@ def test_an_unknown_effort_is_refused() -> None:
     with pytest.raises(sy.SteelyardError, match="effort") as refusal:
         sy.plan(model, loss, batch, effort="hard")
     assert "quick or normal or full" in str(refusal.value)
+
+
+def _nested(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([*x])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("made_batch", [torch.Tensor.to_sparse, _nested])
+def test_a_batch_without_strides_is_refused_as_before(
+    made_batch: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model, batch = made()
+    first = sy.plan(model, loss, batch)
+    with pytest.raises(sy.SteelyardError, match=r"nested tensor|layout"):
+        sy.plan(model, loss, made_batch(batch))
+    del first

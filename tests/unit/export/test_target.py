@@ -171,7 +171,8 @@ def with_plan(monkeypatch: pytest.MonkeyPatch, decisions: Decisions, **asked: An
 
 @pytest.mark.parametrize("case", CASES_OF_ALL)
 def test_torchtitan_has_the_fields_that_are_set(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_plan(monkeypatch, CASES[case])
+    config = with_plan(monkeypatch, CASES[case])
+    assert config.training.local_batch_size >= 1
 
 
 def test_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How long a search goes on: each effort keeps the budget, and more effort is not slower."""
+"""Each effort of a search keeps the budget, and more effort gives no slower plan."""
 
 from __future__ import annotations
 
