@@ -50,6 +50,7 @@ class PlannedTrainer(Trainer):
                 self.check_arguments(given)
         super().__init__(*args, **kwargs)
         self._refuse_wrappers()
+        _capture_without_unwrapping(self.accelerator)
 
     @property
     def planned(self) -> Planned:
@@ -177,3 +178,19 @@ class PlannedTrainer(Trainer):
                     "wraps the model",
                     "turn it off, and run one process",
                 )
+
+
+def _capture_without_unwrapping(accelerator: Any) -> None:
+    """Make ``unwrap_model`` return its argument while a step is captured.
+
+    A Trainer with label smoothing calls it in ``compute_loss``. The captured model is not wrapped,
+    and accelerate looks for installed packages there, which cannot be traced.
+    """
+    unwrap_model = accelerator.unwrap_model
+
+    def unwrap(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return model
+        return unwrap_model(model, *args, **kwargs)
+
+    accelerator.unwrap_model = unwrap
