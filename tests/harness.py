@@ -37,7 +37,7 @@ from steelyard.measure.operators import benchmark as operators
 from steelyard.measure.operators.memory import meter_once
 from steelyard.offload.tier import OffloadFile
 from steelyard.planner import calibration
-from steelyard.plans.budget import Budget
+from steelyard.plans.budget import Budget, Effort
 from steelyard.plans.plan import Prediction
 from steelyard.plans.trade import Trade, apply_rules
 from steelyard.predict import predict
@@ -177,8 +177,14 @@ class Trial:
     def costs(self, *, micro_batches: Sequence[int] = (1,)) -> CostTable:
         return costs_of(*(self.source.graph(micro_batches=k) for k in micro_batches))
 
-    def searching(self, costs: CostTable, *, trades: Sequence[Trade] = TRADES) -> StepSearch:
-        return StepSearch(self.plain, trades=trades, source=self.source, costs=costs)
+    def searching(
+        self,
+        costs: CostTable,
+        *,
+        trades: Sequence[Trade] = TRADES,
+        effort: Effort = Effort.NORMAL,
+    ) -> StepSearch:
+        return StepSearch(self.plain, trades=trades, source=self.source, costs=costs, effort=effort)
 
     def apply_rules(self, rules: Sequence[Rule]) -> Program:
         return apply_rules(self.plain, rules, trades=TRADES, source=self.source)
