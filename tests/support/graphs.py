@@ -205,6 +205,13 @@ class Whole:
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
         return False
 
+    @property
+    def split_doubt(self) -> float:
+        return 0.0
+
+    def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
+        pass
+
     def why_not_split(self) -> str | None:
         return None
 
@@ -256,6 +263,13 @@ class Split:
 
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
         return False
+
+    @property
+    def split_doubt(self) -> float:
+        return 0.0
+
+    def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
+        pass
 
     def why_not_split(self) -> str | None:
         return self._reason or None

@@ -127,6 +127,13 @@ class CapturedStep:
         del micro_batches, than, share  # a captured graph has no times
         return False
 
+    @property
+    def split_doubt(self) -> float:
+        return 0.0
+
+    def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
+        del micro_batches, share  # a captured graph has no costs
+
     def sharers(self) -> tuple[int, ...]:
         size = batch_size(self.batch) or 1
         # BatchNorm needs two samples per rank: a single one may have no variance.

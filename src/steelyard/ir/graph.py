@@ -433,6 +433,14 @@ class Graph:
         seen = {t.storage for node in self.inputs() for t in node.outputs}
         return sum(self.storages[s].nbytes for s in seen if self.storages[s].role in roles)
 
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """The bytes of all gradients of parameters that the graph computes."""
+        inputs = {t.storage for node in self.inputs() for t in node.outputs}
+        names = (o.node for o in self.outputs if o.kind is OutputKind.GRADIENT)
+        computed = {storage for name in names for storage in self.storages_of(name)} - inputs
+        return sum(self.storages[storage].nbytes for storage in computed)
+
     def problems(self) -> list[str]:
         """Return the reasons why the graph is invalid; empty for a valid graph."""
         found: list[str] = []

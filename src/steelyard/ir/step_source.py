@@ -64,6 +64,20 @@ class StepSource(Protocol):
         """
         ...
 
+    @property
+    def split_doubt(self) -> float:
+        """The relative doubt of the time of a step in micro-batches, as long as it is not
+        calibrated.
+        """
+        ...
+
+    def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
+        """Make the costs of a step in ``micro_batches`` parts as accurate as those of the whole.
+
+        A source without measured costs does nothing.
+        """
+        ...
+
     def sharers(self) -> tuple[int, ...]:
         """Return the possible numbers of ranks that share the batch equally, 1 first."""
         ...
@@ -128,6 +142,14 @@ class ShardedSource:
         return self.source.is_no_faster(
             micro_batches=micro_batches * units, than=than * units, share=share * own
         )
+
+    @property
+    def split_doubt(self) -> float:
+        return self.source.split_doubt
+
+    def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
+        units, own = self.layout.units, self.layout.share_of(self.rank)
+        self.source.calibrate_split(micro_batches=micro_batches * units, share=share * own)
 
     def sharers(self) -> tuple[int, ...]:
         return self.source.sharers()

@@ -36,6 +36,7 @@ from steelyard.measure.operators.benchmark import Calls, measure_operators
 from steelyard.measure.operators.memory import is_profiled
 from steelyard.measure.operators.optimizer_overhead import update_call_seconds
 from steelyard.planner.calibration import StepCalibration, operator_seconds
+from steelyard.predict import micro_batch_overhead
 from steelyard.predict.collectives.host_groups import RanksPerHost
 from steelyard.predict.cost_table import CostTable, Missing, OperatorCost, Survey
 from steelyard.predict.declared_curves import declared_curves, declared_subsets
@@ -343,6 +344,21 @@ class CostProvider:
         """True if the operators of ``cut`` take at least as long in total as those of ``whole``."""
         return operator_seconds(cut, self.costs) >= operator_seconds(whole, self.costs)
 
+    def estimate_cut(self, cut: Program) -> None:
+        """Estimate the time of a step in micro-batches until it is calibrated.
+
+        Operators on smaller tensors, timed alone, find more of them in the caches than in a step.
+        So the step counts as no faster than the whole batch, or than coarser splits.
+        """
+        if cut.repeats in self._split_calibrations:
+            return
+        whole = operator_seconds(self._base, self.costs)
+        overhead = (cut.repeats - 1) * micro_batch_overhead(self._base, self.costs)
+        coarser = [time.value for parts, time in self._split_times.items() if parts < cut.repeats]
+        least = max([whole + overhead, *(whole * time for time in coarser)])
+        ratio = max(1.0, least / operator_seconds(cut, self.costs))
+        self._split_calibrations[cut.repeats] = self.costs.whole_step.scaled(ratio)
+
     def check_cut(self, source: CapturedStep, cut: Program) -> None:
         """Calibrate the step in micro-batches against the whole step, once for each number of them.
 
@@ -352,7 +368,7 @@ class CostProvider:
         slower than a coarser one, finer splits are never predicted to be faster, because the search
         stops there.
         """
-        if cut.repeats in self._split_calibrations:
+        if cut.repeats in self._split_times:
             return
         operator_ratio = operator_seconds(cut, self.costs) / operator_seconds(
             self._base, self.costs

@@ -276,6 +276,8 @@ class PlanningSession:
         layout = ParallelLayout.of(rules)
         _refuse_unequal_stages(layout, self.prices.costs.on(layout.num_ranks).devices)
         program = apply_rules_on_ranks(self.base, rules, trades=TRADES, source=self._priced_source)
+        if layout.num_ranks == 1:
+            self._priced_source.calibrate_split(micro_batches=program.repeats)
         if program.quantized:
             # The quantization operators exist only in the rewritten program.
             self.prices.measure(program.graph)

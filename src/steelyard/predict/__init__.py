@@ -12,6 +12,7 @@ from steelyard.predict.slowdown import slowdown
 from steelyard.predict.step import (
     kept_gradients_bytes,
     least_possible_bytes,
+    micro_batch_overhead,
     peak_bytes,
     predict,
     rank_peak_bytes,
@@ -26,6 +27,7 @@ __all__ = [
     "least_possible_bytes",
     "memory_history",
     "message_of",
+    "micro_batch_overhead",
     "peak_bytes",
     "pipelined",
     "predict",

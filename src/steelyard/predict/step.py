@@ -96,6 +96,19 @@ def step_seconds(program: Program, costs: CostTable) -> Estimate:
     return _durations(program, costs).step
 
 
+def micro_batch_overhead(program: Program, costs: CostTable) -> float:
+    """Return the declared seconds that each further micro-batch adds to a step.
+
+    It launches all operators once more, and adds its gradients to those of the earlier ones. These
+    sums are not among the program's operators; a calibration includes them.
+    """
+    nodes = program.graph.by_name
+    num_calls = sum(not nodes[i.node].is_free for i in program.instructions if i.sink is None)
+    moved_bytes = 3 * program.graph.gradient_bytes  # a sum reads two tensors and writes one
+    device = costs.device
+    return num_calls * device.call_seconds + moved_bytes / device.bytes_per_second
+
+
 def least_possible_bytes(program: Program, costs: CostTable) -> int:
     """Return a lower bound on peak memory, which no recomputation can go below.
 

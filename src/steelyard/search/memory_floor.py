@@ -7,7 +7,7 @@ that a plan reaches: see search/single/explore.py.
 from dataclasses import dataclass
 
 from steelyard.errors import Infeasible
-from steelyard.ir.graph import OutputKind, Role
+from steelyard.ir.graph import Role
 from steelyard.ir.program import Program
 from steelyard.plans.budget import Budget
 from steelyard.units import format_bytes
@@ -36,14 +36,11 @@ class Floor:
         captured.
         """
         graph, update = program.graph, program.update
-        inputs = {tensor.storage for node in graph.inputs() for tensor in node.outputs}
-        producers = (o.node for o in graph.outputs if o.kind is OutputKind.GRADIENT)
-        gradients = {storage for name in producers for storage in graph.storages_of(name)} - inputs
         return cls(
             parameter_bytes=graph.resident_bytes(Role.PARAMETER),
             buffer_bytes=graph.resident_bytes(Role.BUFFER),
             batch_bytes=graph.resident_bytes(Role.BATCH),
-            gradient_bytes=sum(graph.storages[storage].nbytes for storage in gradients),
+            gradient_bytes=graph.gradient_bytes,
             state_bytes=0 if update is None else update.graph.resident_bytes(Role.STATE),
         )
 

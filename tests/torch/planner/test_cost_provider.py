@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,37 @@ def test_micro_batches_count_as_faster_only_beyond_their_uncertainty(
 
 def test_micro_batches_are_no_faster_if_their_operators_are_not() -> None:
     assert said({2: (0.8, 0.85, 0.9)}, operators=1.0) == {2: 1.0}
+
+
+def estimated(operators: float, parts: int, *, coarser: dict[int, float]) -> float:
+    """Return the estimated time of an uncalibrated split, relative to the whole batch.
+
+    Its ``operators`` and the time of ``coarser`` splits are relative as well.
+    """
+    prices = CostProvider.__new__(CostProvider)
+    prices._split_calibrations, prices._base = {}, plain()
+    prices._split_times = {k: Estimate.exactly(time) for k, time in coarser.items()}
+    device = replace(this_device(), call_seconds=0.0)
+    prices.costs = CostTable(device=device, whole_step=Estimate.exactly(1.0))
+    # A sum of gradients takes as long as the whole batch.
+    whole = 3 * plain().graph.gradient_bytes / device.bytes_per_second
+    with mock.patch(
+        "steelyard.planner.cost_provider.operator_seconds",
+        lambda program, _: whole * (operators if program.repeats > 1 else 1.0),
+    ):
+        prices.estimate_cut(cut_into(parts))
+    return prices._split_calibrations[parts].value * operators
+
+
+def test_an_uncalibrated_split_is_no_faster_than_the_whole_batch_and_its_sums() -> None:
+    assert estimated(0.8, 2, coarser={}) == pytest.approx(2.0)
+    assert estimated(0.8, 4, coarser={}) == pytest.approx(4.0)
+    assert estimated(7.0, 4, coarser={}) == pytest.approx(7.0)
+
+
+def test_an_uncalibrated_split_is_no_faster_than_a_coarser_one() -> None:
+    assert estimated(1.0, 4, coarser={2: 6.0}) == pytest.approx(6.0)
+    assert estimated(1.0, 4, coarser={8: 6.0}) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,13 @@ class StoredStep:
     def is_no_faster(self, *, micro_batches: int, than: int = 1, share: int = 1) -> bool:
         return False
 
+    @property
+    def split_doubt(self) -> float:
+        return 0.0
+
+    def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
+        pass
+
     def sharers(self) -> tuple[int, ...]:
         return self.equal_counts
 

@@ -9,9 +9,11 @@ measure/step_calibration.py corrects the rest. Not for storing costs: see measur
 
 import contextlib
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 import torch
 
@@ -36,6 +38,9 @@ _MOST_ROUNDS = 15
 # Time budget for preparing the operators of a background load.
 _BUSY_SECONDS = 10.0
 _FEWEST_ROUNDS = 3
+# Rounds end early if two halves of them, of this many rounds in all, give the same total time up to
+# this share.
+_ENOUGH_ROUNDS, _AGREEING = 6, 0.02
 # One call to warm up, one to meter, and one timed round; fewer calls are not a measurement.
 _FEWEST_CALLS = 3
 # Large operators must leave this share of the time budget to the many small, fast ones.
@@ -385,6 +390,8 @@ class _Table:
             now = time.perf_counter()
             if done >= _FEWEST_ROUNDS and now - begin > _ROUNDS_SECONDS:
                 break
+            if done >= _ENOUGH_ROUNDS and _difference_of_halves(subjects) <= _AGREEING:
+                break
             if done and now > self._deadline:
                 break
             for subject in subjects:
@@ -398,6 +405,18 @@ class _Table:
 
     def _give_up(self, subject: _Subject, why: Missing, detail: str = "") -> None:
         self.unmeasured.append(Unmeasured(signature=subject.node.signature, why=why, detail=detail))
+
+
+def _difference_of_halves(subjects: Sequence[_Subject]) -> float:
+    """Return by how much the even and the odd rounds differ, as a share of the time of all
+    operators.
+    """
+    halves = [
+        [subject.count * median(subject.samples[first::2]) for subject in subjects]
+        for first in (0, 1)
+    ]
+    difference = sum(abs(even - odd) for even, odd in zip(*halves, strict=True))
+    return difference / max(sum(map(sum, halves)) / 2, sys.float_info.min)
 
 
 def _result_bytes(subject: _Subject) -> int:

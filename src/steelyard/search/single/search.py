@@ -34,7 +34,7 @@ from steelyard.plans.trade import (
     Trade,
     rule_type,
 )
-from steelyard.predict import peak_bytes, predict, step_seconds
+from steelyard.predict import micro_batch_overhead, peak_bytes, predict, step_seconds
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.infeasible import beyond_budget, too_slow
 from steelyard.search.pareto_front import Point
@@ -91,6 +91,7 @@ class StepSearch:
         effort: Effort = Effort.NORMAL,
     ) -> None:
         self._effort = effort
+        self._calibrated = {1}  # numbers of micro-batches
         self._step = TradedStep(program, trades=trades, source=source, lossy=lossy, layout=layout)
         self.layout, self.program = self._step.layout, self._step.program
         self._all_costs = costs = costs.on(self.program.layout.num_ranks)
@@ -140,7 +141,7 @@ class StepSearch:
             and self._meets_budget_untraded(budget)
         ):
             return self._brief_search.find(budget, barred=barred)
-        variant, point = self._best(budget, on_better)
+        variant, point = self._best_calibrated(budget, on_better)
         self._explored(variant.unoffloaded.unsplit, budget)  # the baseline of the explanation
         rules = self._plans.rules(variant, point)
         program = self._step.apply_on_ranks(rules)
@@ -253,6 +254,7 @@ class StepSearch:
     def explore_all(self) -> None:
         """Explore every variant that the search may use, for the whole curve."""
         for parts in (1, *self._levels.micro_batch_counts):
+            self._calibrate(parts)
             for variant in self._levels.of(parts):
                 self.explored(variant)
 
@@ -275,6 +277,25 @@ class StepSearch:
             return self.explored(variant)
         return self._plans.explored_within(limit, variant)
 
+    def _best_calibrated(
+        self, budget: Budget, on_better: Callable[[float], None]
+    ) -> tuple[Variant, Point]:
+        """Return the fastest plan; if it is in micro-batches, these are calibrated.
+
+        Calibrating runs whole steps, so it is left out for splits that lose by the times of their
+        operators. A calibration may make a split lose that was the best, so the choice is repeated.
+        """
+        while True:
+            variant, point = self._best(budget, on_better)
+            if variant.parts in self._calibrated:
+                return variant, point
+            self._calibrate(variant.parts)
+
+    def _calibrate(self, parts: int) -> None:
+        self._step.source.calibrate_split(micro_batches=parts)
+        self._calibrated.add(parts)
+        self._plans.forget_outdated()
+
     def _best(self, budget: Budget, on_better: Callable[[float], None]) -> tuple[Variant, Point]:
         """Return the fastest plan over all variants that could contain it.
 
@@ -285,7 +306,10 @@ class StepSearch:
         limit = budget.memory_bytes
         is_met = budget != Budget() and self._meets_budget_untraded(budget)
         best: tuple[Variant, Point] | None = None
+        self._plans.forget_outdated()
         for variants in self._variant_groups(budget, is_met=is_met):
+            if self._effort is Effort.FULL:
+                self._calibrate(variants[0].parts)
             is_finer_worthwhile = False
             for variant in variants:
                 if best is not None and self._is_not_worth_exploring(variant, best[1], limit):
@@ -295,12 +319,12 @@ class StepSearch:
                     continue
                 is_finer_worthwhile = True
                 point = explored.within(limit)
-                if point is not None and (best is None or _is_faster(point, best[1])):
+                if point is not None and self._is_better(variant, point, best):
                     best = variant, point
                     on_better(point.seconds)
             if not is_finer_worthwhile and variants[0].parts > 1:
                 break
-            if not is_met and best is not None and self._is_hardly_slower(best[1]):
+            if not is_met and best is not None and self._is_hardly_slower(best[1], variants):
                 break
         if limit is not None and (best is None or self._effort is not Effort.QUICK):
             best = self._explored_further(best, limit)
@@ -311,12 +335,35 @@ class StepSearch:
             raise self._infeasible(peak, budget, parts=variant.parts)
         return best
 
-    def _is_hardly_slower(self, best: Point) -> bool:
-        """True if the plan takes hardly longer than the fastest variant with no other trade."""
-        if self._effort is Effort.FULL:
+    def _is_better(
+        self, variant: Variant, point: Point, best: tuple[Variant, Point] | None
+    ) -> bool:
+        """True if the plan is faster than the best one so far.
+
+        Micro-batches whose times are not calibrated have to be considerably faster.
+        """
+        if best is None:
+            return True
+        needed = 0.0 if variant.parts in self._calibrated else self._least_split_gain
+        return point.seconds < best[1].seconds * (1 - max(needed, _ROUNDING))
+
+    def _is_hardly_slower(self, best: Point, variants: Sequence[Variant]) -> bool:
+        """True if the plan takes hardly longer than these variants would in more micro-batches,
+        with no other trade.
+
+        More micro-batches do the same work in smaller operators, and add up gradients more often.
+        """
+        known = [self._plans.known[variant] for variant in variants if variant in self._plans.known]
+        if self._effort is Effort.FULL or not known:
             return False
-        fastest = min(explored.plain.seconds for explored in self._plans.known.values())
-        return best.seconds <= (1 + ENOUGH) * fastest
+        fastest = min(explored.plain.seconds for explored in known)
+        overhead = micro_batch_overhead(self.program, self._costs)
+        return best.seconds <= (1 + self._least_split_gain) * (fastest + overhead)
+
+    @property
+    def _least_split_gain(self) -> float:
+        """The relative gain that micro-batches must promise to be captured and calibrated."""
+        return max(ENOUGH, self._step.source.split_doubt)
 
     def _explored_further(
         self, best: tuple[Variant, Point] | None, limit: int

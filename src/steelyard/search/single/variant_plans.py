@@ -71,6 +71,14 @@ class VariantPlans:
         self._exploration(variant).improve(limit_bytes)
         return self._refreshed(variant)
 
+    def forget_outdated(self) -> None:
+        """Forget the plans of variants that were calibrated after they were explored."""
+        for variant, explored in [*self.known.items()]:
+            if not explored.estimator.is_calibrated_as(self._costs):
+                del self.known[variant]
+                self._explorations.pop(variant, None)
+                self._applied.pop(variant, None)
+
     def incomplete(self) -> list[Variant]:
         """Return the known variants that were not explored for all amounts of memory."""
         return [v for v, exploration in self._explorations.items() if not exploration.is_complete]

@@ -1,4 +1,5 @@
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from steelyard.ir.graph import Graph, Node
 from steelyard.measure.cache import CostCache
 from steelyard.measure.operators.benchmark import measure_operators
 from steelyard.measure.operators.memory import meter
+from steelyard.measure.operators.timer import Clock
 from steelyard.predict.cost_table import Missing, OperatorCost
 from tests.support.calls import graph_of
 
@@ -68,6 +70,27 @@ def test_every_distinct_operator_is_measured_once() -> None:
         assert costs.is_measured(node)
     for node in computed(graph):
         assert 0 < costs.seconds(node).low <= costs.seconds(node).high
+
+
+def test_rounds_end_as_soon_as_their_halves_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounds(times: Iterable[float]) -> int:
+        source = iter(times)
+        taken = []
+
+        def seconds(_clock: Clock, call: Callable[[], object]) -> float:
+            call()
+            taken.append(next(source))
+            return taken[-1]
+
+        monkeypatch.setattr(Clock, "seconds", seconds)
+        graph = graph_of(("aten.relu.default", [X], [X.clone()]))
+        measure_operators([graph], DEVICE)
+        return len(taken)
+
+    assert rounds(itertools.repeat(1e-3)) == 6
+    assert rounds(itertools.cycle([1e-3, 1.1e-3])) == 15
+    # Single slow calls do not count: each half has its median.
+    assert rounds(itertools.chain([1e-3, 1e-3, 5e-3], itertools.repeat(1e-3))) == 6
 
 
 def test_known_operators_are_not_measured_again(tmp_path: Path) -> None:

@@ -486,6 +486,65 @@ def test_a_split_that_is_faster_by_rounding_only_is_not_taken() -> None:
         assert {rule.trade for rule in answer.rules} == taken
 
 
+class Calibrated(Split):
+    """A source whose split takes ``ratio`` times its operators, which a calibration finds out."""
+
+    def __init__(self, graph: Graph, divisors: tuple[int, ...], *, ratio: float) -> None:
+        super().__init__(graph, divisors)
+        self.cut_steps = {2: Estimate.exactly(1.0)}
+        self._ratio = ratio
+        self.calibrated: list[int] = []
+
+    def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
+        if micro_batches > 1:
+            self.calibrated.append(micro_batches)
+            self.cut_steps[micro_batches] = Estimate.exactly(self._ratio)
+
+
+def found_with(source: Calibrated, graph: Graph, memory_bytes: int) -> SearchResult:
+    costs = replace(COSTS, cut_steps=source.cut_steps)
+    searching = StepSearch(Program.plain(graph), trades=TRADES, source=source, costs=costs)
+    return searching.find(Budget(memory_bytes=memory_bytes))
+
+
+def test_a_split_that_is_chosen_is_calibrated_and_kept_if_it_is_fast() -> None:
+    graph = tower(6)
+    least = least_possible_bytes(Program.plain(graph), COSTS)
+    source = Calibrated(graph, (1, 2), ratio=1.001)
+    answer = found_with(source, graph, least)
+    assert answer.micro_batches == 2
+    assert source.calibrated == [2]
+    exact = replace(COSTS, cut_steps={2: Estimate.exactly(1.001)})
+    assert answer.prediction.metrics.step_seconds == step_seconds(answer.program, exact)
+
+
+def test_a_split_that_a_calibration_finds_slow_is_not_taken() -> None:
+    graph = tower(6)
+    plain = peak_bytes(Program.plain(graph), COSTS)
+    tight = round(0.8 * plain)
+    slow = Calibrated(graph, (1, 2), ratio=50.0)
+    answer = found_with(slow, graph, tight)
+    assert slow.calibrated == [2], "it was chosen first"
+    assert answer.micro_batches == 1
+    alone = search(
+        Program.plain(graph),
+        trades=TRADES,
+        source=Whole(graph),
+        costs=COSTS,
+        budget=Budget(memory_bytes=tight),
+    )
+    assert answer.prediction.metrics.step_seconds == alone.prediction.metrics.step_seconds
+
+
+def test_a_split_that_loses_by_its_operators_is_not_calibrated() -> None:
+    graph = tower(6)
+    source = Calibrated(graph, (1, 2), ratio=1.0)
+    source.cut_steps[2] = Estimate.exactly(50.0)
+    answer = found_with(source, graph, round(0.8 * peak_bytes(Program.plain(graph), COSTS)))
+    assert answer.micro_batches == 1
+    assert source.calibrated == []
+
+
 def test_a_batch_that_cannot_be_cut_is_named_where_nothing_fits() -> None:
     graph = tower(4)
     source = Split(graph, (1, 2), reason="BatchNorm in bn counts the whole batch")

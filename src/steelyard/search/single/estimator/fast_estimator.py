@@ -333,6 +333,11 @@ class FastEstimator:
         self._offload_bytes = costs.offload_bytes - program.offload_bytes
         self._pieces_bytes = 0 if program.is_moving else 2 * OFFLOAD_PIECE_BYTES
 
+    def is_calibrated_as(self, costs: CostTable) -> bool:
+        """True if ``costs`` still have the calibration of this program that the estimates use."""
+        program = self.program
+        return self._factor == program.repeats * costs.whole_step_in(program.parts).value
+
     def storages_of(self, values: Iterable[str]) -> frozenset[int]:
         """Return the choices that recompute these values."""
         return frozenset(self._storages_by_node[value][0] for value in values)
