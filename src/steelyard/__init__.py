@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from steelyard.errors import SteelyardError
     from steelyard.hardware.cluster import Cluster, OffloadMemory
     from steelyard.plans.budget import Budget
+    from steelyard.plans.stop_request import StopRequest
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "OffloadMemory",
     "Planned",
     "SteelyardError",
+    "StopRequest",
     "Workload",
     "fit",
     "load",
@@ -33,6 +35,7 @@ _MODULES = {
     "OffloadMemory": "steelyard.hardware.cluster",
     "Planned": "steelyard.api",
     "SteelyardError": "steelyard.errors",
+    "StopRequest": "steelyard.plans.stop_request",
     "Workload": "steelyard.api",
     "fit": "steelyard.api",
     "load": "steelyard.api",

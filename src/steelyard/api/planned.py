@@ -26,6 +26,7 @@ from steelyard.planner.session import PlanningSession
 from steelyard.plans.budget import Budget
 from steelyard.plans.lifetimes import StepDetail
 from steelyard.plans.plan import FrontierPoint, Plan
+from steelyard.plans.stop_request import StopRequest
 from steelyard.plans.trace_span import Span
 from steelyard.predict import memory_history, spans
 from steelyard.report.document import tree_of
@@ -208,6 +209,6 @@ def budget_of(bounds: Mapping[str, Any]) -> Budget:
     return Budget(**bounds)
 
 
-def planned(planner: Planner, budget: Budget) -> Planned:
+def planned(planner: Planner, budget: Budget, *, stop: StopRequest | None = None) -> Planned:
     """Return the fastest plan of the step within the budget."""
-    return Planned(planner, planner.plan(budget))
+    return Planned(planner, planner.plan(budget, stop=stop))

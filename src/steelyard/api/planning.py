@@ -35,6 +35,7 @@ from steelyard.planner.stored_predictions import stored_plan
 from steelyard.plans.budget import Budget, Effort, Maximize, Minimize
 from steelyard.plans.memory_fit import Capacity
 from steelyard.plans.plan_check import DECOMPOSITIONS, check_file, cluster_for
+from steelyard.plans.stop_request import StopRequest
 
 
 def plan(
@@ -52,8 +53,12 @@ def plan(
     effort: Effort | str = Effort.NORMAL,
     title: str = "",
     on_progress: Progress = lambda _: None,
+    stop: StopRequest | None = None,
 ) -> "Planned":
-    """Return the cheapest plan of the step that stays within ``budget``, with its reasons."""
+    """Return the cheapest plan of the step that stays within ``budget``, with its reasons.
+
+    ``stop`` ends the search on one device early, with the best plan so far.
+    """
     del metric  # lossy trades bound the drift of a probe, not a metric of the model
     _check_step(model, loss, title, on_progress)
     _check_options(cluster, budget, runner, maximize, minimize)
@@ -80,7 +85,7 @@ def plan(
         _refuse_effort(request.effort)
         return plan_for_cluster(DeclaredClusterPlanner(request=request), request.budget, goal)
     request.check_floor(floor_of(model, batch), request.budget)
-    return planned(planner_for(request), request.budget)
+    return planned(planner_for(request), request.budget, stop=stop)
 
 
 def _refuse_effort(effort: Effort) -> None:
@@ -178,6 +183,7 @@ def plan_workload(
     effort: Effort = Effort.NORMAL,
     title: str = "",
     on_progress: Progress = lambda _: None,
+    stop: StopRequest | None = None,
 ) -> "Planned":
     return plan(
         workload.model,
@@ -192,6 +198,7 @@ def plan_workload(
         effort=effort,
         title=title,
         on_progress=on_progress,
+        stop=stop,
     )
 
 

@@ -17,6 +17,7 @@ from steelyard.cli.arguments import cluster_of, planned_for, speeds_of, title
 from steelyard.cli.exit_codes import INFEASIBLE, OK
 from steelyard.cli.output_options import OutputOptions, hint, load_script, planning
 from steelyard.cli.rank_launcher import LaunchSpec, num_started
+from steelyard.cli.signals import search_stops_first
 from steelyard.errors import BadInput, SteelyardError
 from steelyard.hardware.cluster import Cluster, OffloadMemory
 from steelyard.plans.budget import Budget, Effort, Maximize, Minimize
@@ -214,11 +215,16 @@ def _planned(options: PlanOptions, cluster: Cluster | None, tell: Any) -> "Plann
             options.path, workload, cluster=cluster, title=title(options.train), on_progress=tell,
             predict_anew=True,
         )  # fmt: skip
-    return api.plan_workload(
-        workload, budget=options.budget, runner=options.runner, maximize=options.maximize,
-        minimize=options.minimize, effort=options.effort, cluster=cluster,
-        title=title(options.train), on_progress=tell,
-    )  # fmt: skip
+    with search_stops_first() as stop:
+
+        def progress(doing: str) -> None:
+            tell(f"{doing}; Ctrl-C keeps it" if stop.is_possible and "so far" in doing else doing)
+
+        return api.plan_workload(
+            workload, budget=options.budget, runner=options.runner, maximize=options.maximize,
+            minimize=options.minimize, effort=options.effort, cluster=cluster,
+            title=title(options.train), on_progress=progress, stop=stop,
+        )  # fmt: skip
 
 
 def _cluster(options: PlanOptions, rendezvous: "HostRendezvous | None") -> Cluster | None:

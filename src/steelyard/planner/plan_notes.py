@@ -16,6 +16,7 @@ from steelyard.ir.rule import Rule, of_kind
 from steelyard.ir.rule_kinds import BatchSharding, MicroBatches
 from steelyard.plans.budget import Effort
 from steelyard.plans.plan import Prediction
+from steelyard.search import SearchResult
 from steelyard.units import format_bytes
 
 _MAX_LISTED = 3
@@ -47,9 +48,11 @@ def half_precision_note(rules: Sequence[Rule], graph: Graph) -> Iterator[str]:
         )
 
 
-def effort_note(effort: Effort, micro_batches: int) -> Iterator[str]:
-    """Yield a note if the search was quick and did not need micro-batches."""
-    if effort is Effort.QUICK and micro_batches == 1:
+def effort_note(effort: Effort, found: SearchResult) -> Iterator[str]:
+    """Yield a note if the search was stopped, or was quick and did not need micro-batches."""
+    if found.is_stopped:
+        yield "the search was stopped at the best plan so far; a faster one may exist"
+    elif effort is Effort.QUICK and found.micro_batches == 1:
         yield "a quick search: plans in micro-batches, which may be faster, were not considered"
 
 

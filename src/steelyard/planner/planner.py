@@ -35,6 +35,7 @@ from steelyard.planner.session import PlanningSession
 from steelyard.plans.accuracy import beyond
 from steelyard.plans.budget import Budget, Effort
 from steelyard.plans.plan import Decisions, Plan, Prediction
+from steelyard.plans.stop_request import StopRequest
 from steelyard.predict import slowdown
 from steelyard.safe_text import printable
 from steelyard.search import ALLOWS_NONE, Floor, PipelineSearch, SearchResult, StepSearch
@@ -54,13 +55,16 @@ class Planner:
         """The planner of plans that may lose accuracy."""
         return LossyPlanner(session=self.session)
 
-    def plan(self, budget: Budget) -> Plan:
-        """Return the fastest plan within the budget, with its reasons."""
+    def plan(self, budget: Budget, *, stop: StopRequest | None = None) -> Plan:
+        """Return the fastest plan within the budget, with its reasons.
+
+        ``stop`` ends the search with the best plan so far, on one device without accuracy loss.
+        """
         session = self.session
         request = session.request
         request.on_progress("searching")
         with without_collection():
-            found, predicted = self.find(budget)
+            found, predicted = self.find(budget, stop)
         is_python = session.request.runner == "python"
         plan = Plan(
             title=self._title(found.rules),
@@ -90,14 +94,16 @@ class Planner:
                 *self._state_notes(budget, found.program, predicted),
                 *note_beyond_eager(session.before(), predicted),
                 *((str(found.gap),) if found.gap else ()),
-                *effort_note(request.effort, found.micro_batches),
+                *effort_note(request.effort, found),
                 *(() if session.request.cluster.is_here else note_on_accuracy(budget)),
             ),
         )
         session.prices.stop_background_load()
         return plan
 
-    def find(self, budget: Budget) -> tuple[SearchResult, Prediction]:
+    def find(
+        self, budget: Budget, stop: StopRequest | None = None
+    ) -> tuple[SearchResult, Prediction]:
         """Find the fastest plan whose program, as its runner executes it, fits the budget."""
         session = self.session
         request = session.request
@@ -122,9 +128,11 @@ class Planner:
         if request.effort is Effort.QUICK:
             # If nothing fits without micro-batches, the other search says so with all reasons.
             with contextlib.suppress(Infeasible):
-                found = session.whole_batch_search.find(budget, on_better=self._report_better)
+                found = session.whole_batch_search.find(
+                    budget, on_better=self._report_better, stop=stop
+                )
                 return found, found.prediction
-        found = session.search.find(budget, on_better=self._report_better)
+        found = session.search.find(budget, on_better=self._report_better, stop=stop)
         return found, found.prediction
 
     def _report_better(self, seconds: float) -> None:

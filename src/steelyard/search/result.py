@@ -54,7 +54,8 @@ class SearchResult:
     """The plan for one budget, with the reasons for it.
 
     ``least`` is the smallest peak of all known plans. The search for it tried at most
-    ``least_within`` micro-batches; 0 if it tried finer splits too.
+    ``least_within`` micro-batches; 0 if it tried finer splits too. ``is_stopped`` says that a
+    request ended the search.
     """
 
     program: Program
@@ -69,6 +70,7 @@ class SearchResult:
     least_within: int
     next_cent: NextCent | None
     gap: Gap | None
+    is_stopped: bool = False
 
     def why_not(self, trade: str) -> tuple[Rejection, ...]:
         """Return why this trade, or the offer with this label, was not applied in full."""

@@ -6,10 +6,12 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from steelyard.cli import main
+from steelyard.plans.stop_request import StopRequest
 from tests.support.sample import MEASURED
 from tests.unit.cli import fake_api
 from tests.unit.cli.commands import steelyard_process
@@ -57,6 +59,29 @@ def test_ctrl_c_swallowed_by_an_import_still_stops(
     assert json.loads(captured.out)["kind"] == "Interrupted"
     api.outcome = None
     assert main(["plan", "train.py"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("known", "presses", "code"), [(True, 1, 0), (True, 2, 130), (False, 1, 130)]
+)
+def test_ctrl_c_in_a_search_keeps_the_best_plan_if_there_is_one(
+    api: fake_api.Fake, monkeypatch: pytest.MonkeyPatch, known: bool, presses: int, code: int
+) -> None:
+    answer = api.plan_workload
+
+    def plan_workload(workload: object, *, stop: StopRequest, **asked: Any) -> Any:
+        stop.is_possible = known
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.is_granted
+        return answer(workload, **asked)
+
+    monkeypatch.setattr(api, "plan_workload", plan_workload)
+    assert main(["plan", "train.py"]) == code
+    assert Path("train.plan.toml").exists() == (code == 0)
+    # After the search, Ctrl-C interrupts again.
+    api.outcome = lambda: signal.raise_signal(signal.SIGINT)
+    assert main(["plan", "train.py"]) == 130
 
 
 def test_ctrl_c_in_a_run_reports_the_last_step(planned: Path) -> None:

@@ -416,7 +416,7 @@ def _difference_of_halves(subjects: Sequence[_Subject]) -> float:
         for first in (0, 1)
     ]
     difference = sum(abs(even - odd) for even, odd in zip(*halves, strict=True))
-    return difference / max(sum(map(sum, halves)) / 2, sys.float_info.min)
+    return float(difference / max(sum(map(sum, halves)) / 2, sys.float_info.min))
 
 
 def _result_bytes(subject: _Subject) -> int:

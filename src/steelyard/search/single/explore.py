@@ -12,6 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from steelyard.ir.program import Program
+from steelyard.plans.stop_request import StopRequest
 from steelyard.predict.cost_table import CostTable
 from steelyard.search.pareto_front import ParetoFront, Point
 from steelyard.search.single.baseline_plans import simple_plans
@@ -149,23 +150,24 @@ class Exploration:
         best = self._trials.archive.within(limit_bytes)
         return best is not None and best.seconds <= (1 + ENOUGH) * self.lower_bound(limit_bytes)
 
-    def improve(self, limit_bytes: int) -> None:
+    def improve(self, limit_bytes: int, stop: StopRequest) -> None:
         """Improve the plans around a memory limit, until they are near the lower bound or a few
         rounds bring nothing.
         """
         if self.is_complete or limit_bytes in self._improved:
             return
-        self._improved.add(limit_bytes)
         for local_search in self._local_searches():
-            self._improve_at(limit_bytes, local_search)
+            self._improve_at(limit_bytes, local_search, stop)
+        if not stop.is_granted:
+            self._improved.add(limit_bytes)
 
-    def _improve_at(self, limit_bytes: int, local_search: LocalSearch) -> None:
+    def _improve_at(self, limit_bytes: int, local_search: LocalSearch, stop: StopRequest) -> None:
         trials = self._trials
         known = trials.block_uniform if local_search.are_block_uniform else trials.archive
         local_search.seed(_around(trials.archive, limit_bytes, 2 * _NEIGHBORS))
         stale = 0
         for number in range(_ROUNDS_AT_LIMIT):
-            if self.is_near_bound(limit_bytes) or stale == 2:
+            if stop.is_granted or self.is_near_bound(limit_bytes) or stale == 2:
                 return
             before = _overhead_within(trials, limit_bytes)
             if number == 0:
@@ -178,15 +180,15 @@ class Exploration:
             is_stale = _overhead_within(trials, limit_bytes) >= before * _STALE_RATIO
             stale = stale + 1 if is_stale else 0
 
-    def complete(self, known: Explored | None = None) -> None:
+    def complete(self, known: Explored | None = None, stop: StopRequest | None = None) -> None:
         """Improve the plans for all amounts of memory.
 
         The local search depends on where it starts. So it starts from the sweep again, to find no
         worse plans than without an earlier improvement.
         """
-        if self.is_complete:
+        stop = stop or StopRequest()
+        if self.is_complete or stop.is_granted:
             return
-        self.is_complete = True
         earlier = self._trials
         if self._improved:
             self._trials = self._swept(known)
@@ -195,12 +197,13 @@ class Exploration:
             efforts = _EFFORTS if self._thorough else _EFFORTS_ON_PARTS
             if local_search.are_block_uniform:
                 efforts = _BLOCK_UNIFORM_EFFORTS
-            _improve(self._trials, local_search, efforts=efforts)
+            _improve(self._trials, local_search, efforts=efforts, stop=stop)
         if self._thorough:
-            _kick(self._trials, local_searches[-1])
-        if self._repeats and self._estimator.unit_of:
+            _kick(self._trials, local_searches[-1], stop)
+        if self._repeats and self._estimator.unit_of and not stop.is_granted:
             recompute_repeatedly(self._trials)
         self._trials.add_all(earlier)
+        self.is_complete = not stop.is_granted
 
 
 def explore(
@@ -307,7 +310,9 @@ def _around(known: ParetoFront, limit_bytes: int, count: int) -> list[Point]:
     return points[max(0, within - count) : within + count]
 
 
-def _improve(trials: Trials, local_search: LocalSearch, *, efforts: tuple[int, ...]) -> None:
+def _improve(
+    trials: Trials, local_search: LocalSearch, *, efforts: tuple[int, ...], stop: StopRequest
+) -> None:
     known = trials.block_uniform if local_search.are_block_uniform else trials.archive
     local_search.seed(trials.archive.hull())
     for effort in efforts:
@@ -315,13 +320,17 @@ def _improve(trials: Trials, local_search: LocalSearch, *, efforts: tuple[int, .
         local_search.descend(trials=effort)
         local_search.relink(known.hull())
         for limit in _memory_limits(known):
+            if stop.is_granted:
+                return
             local_search.settle(limit)
     for limit in _memory_limits(known):
+        if stop.is_granted:
+            return
         local_search.exchange(limit, trials=40)
     local_search.relink(known.hull())
 
 
-def _kick(trials: Trials, local_search: LocalSearch) -> None:
+def _kick(trials: Trials, local_search: LocalSearch, stop: StopRequest) -> None:
     """Make random changes until they hardly help, or until enough was tried for this program's
     size.
     """
@@ -329,7 +338,7 @@ def _kick(trials: Trials, local_search: LocalSearch) -> None:
     limits = _memory_limits(trials.archive)
     stale = number = 0
     before = _overhead(trials, limits)
-    while stale < 2 and trials.num_tried < max_tried:
+    while stale < 2 and trials.num_tried < max_tried and not stop.is_granted:
         for limit in limits:
             local_search.kick(limit, times=_KICKS_PER_LIMIT, seed=number)
         local_search.relink(trials.archive.hull())

@@ -27,6 +27,7 @@ from steelyard.plans.budget import Budget, Effort
 from steelyard.plans.offers import offers_of
 from steelyard.plans.peak_memory import PeakMemory
 from steelyard.plans.plan import FrontierPoint
+from steelyard.plans.stop_request import StopRequest
 from steelyard.plans.trade import (
     Offer,
     Rejection,
@@ -129,20 +130,23 @@ class StepSearch:
         *,
         barred: str = ALLOWS_NONE,
         on_better: Callable[[float], None] = lambda _: None,
+        stop: StopRequest | None = None,
     ) -> SearchResult:
         """Return the plan for one budget.
 
         ``barred`` is the reason to refuse lossy trades, if none may be applied. ``on_better`` is
-        called with the step seconds of each plan that is the best so far.
+        called with the step seconds of each plan that is the best so far. ``stop`` ends the search
+        with that plan.
         """
+        stop = stop or StopRequest()
         if (
             not self._plans.is_brief
             and PLAIN not in self._plans.known
             and self._meets_budget_untraded(budget)
         ):
             return self._brief_search.find(budget, barred=barred)
-        variant, point = self._best_calibrated(budget, on_better)
-        self._explored(variant.unoffloaded.unsplit, budget)  # the baseline of the explanation
+        variant, point = self._best_calibrated(budget, on_better, stop)
+        self._explored(variant.unoffloaded.unsplit, budget, stop)  # the baseline of the explanation
         rules = self._plans.rules(variant, point)
         program = self._step.apply_on_ranks(rules)
         prediction = predict(program, self._all_costs)
@@ -174,6 +178,7 @@ class StepSearch:
             least_within=self._least_within(),
             next_cent=marginal_saving(self._plans, point, budget),
             gap=gap(explored, point, budget, has_offloaded_states=variant.offloads_in_passes),
+            is_stopped=stop.is_granted,
         )
 
     @cached_property
@@ -270,15 +275,15 @@ class StepSearch:
         """
         return frontier(self._plans, points=points)
 
-    def _explored(self, variant: Variant, budget: Budget) -> Explored:
+    def _explored(self, variant: Variant, budget: Budget, stop: StopRequest) -> Explored:
         """Return the plans of this variant, explored as far as the budget requires."""
         limit = budget.memory_bytes
         if limit is None or self._effort is Effort.FULL:
-            return self.explored(variant)
-        return self._plans.explored_within(limit, variant)
+            return self._plans.explored(variant, stop)
+        return self._plans.explored_within(limit, variant, stop)
 
     def _best_calibrated(
-        self, budget: Budget, on_better: Callable[[float], None]
+        self, budget: Budget, on_better: Callable[[float], None], stop: StopRequest
     ) -> tuple[Variant, Point]:
         """Return the fastest plan; if it is in micro-batches, these are calibrated.
 
@@ -286,8 +291,8 @@ class StepSearch:
         operators. A calibration may make a split lose that was the best, so the choice is repeated.
         """
         while True:
-            variant, point = self._best(budget, on_better)
-            if variant.parts in self._calibrated:
+            variant, point = self._best(budget, on_better, stop)
+            if variant.parts in self._calibrated or stop.is_granted:
                 return variant, point
             self._calibrate(variant.parts)
 
@@ -296,7 +301,9 @@ class StepSearch:
         self._calibrated.add(parts)
         self._plans.forget_outdated()
 
-    def _best(self, budget: Budget, on_better: Callable[[float], None]) -> tuple[Variant, Point]:
+    def _best(
+        self, budget: Budget, on_better: Callable[[float], None], stop: StopRequest
+    ) -> tuple[Variant, Point]:
         """Return the fastest plan over all variants that could contain it.
 
         Splitting the batch or chunking costs time even if nothing is recomputed, and from some
@@ -314,20 +321,23 @@ class StepSearch:
             for variant in variants:
                 if best is not None and self._is_not_worth_exploring(variant, best[1], limit):
                     continue
-                explored = self._explored(variant, budget)
+                if stop.is_granted and best is not None:
+                    return best
+                explored = self._explored(variant, budget, stop)
                 if best is not None and not _is_faster(explored.plain, best[1]):
                     continue
                 is_finer_worthwhile = True
                 point = explored.within(limit)
                 if point is not None and self._is_better(variant, point, best):
                     best = variant, point
+                    stop.is_possible = True
                     on_better(point.seconds)
             if not is_finer_worthwhile and variants[0].parts > 1:
                 break
             if not is_met and best is not None and self._is_hardly_slower(best[1], variants):
                 break
         if limit is not None and (best is None or self._effort is not Effort.QUICK):
-            best = self._explored_further(best, limit)
+            best = self._explored_further(best, limit, stop)
         if best is None:
             variant, least = self._plans.least()
             program = self._step.apply(self._plans.rules(variant, least))
@@ -344,7 +354,8 @@ class StepSearch:
         """
         if best is None:
             return True
-        needed = 0.0 if variant.parts in self._calibrated else self._least_split_gain
+        is_certain = variant.parts in self._calibrated
+        needed = 0.0 if is_certain else self._step.source.split_doubt
         return point.seconds < best[1].seconds * (1 - max(needed, _ROUNDING))
 
     def _is_hardly_slower(self, best: Point, variants: Sequence[Variant]) -> bool:
@@ -358,15 +369,11 @@ class StepSearch:
             return False
         fastest = min(explored.plain.seconds for explored in known)
         overhead = micro_batch_overhead(self.program, self._costs)
-        return best.seconds <= (1 + self._least_split_gain) * (fastest + overhead)
-
-    @property
-    def _least_split_gain(self) -> float:
-        """The relative gain that micro-batches must promise to be captured and calibrated."""
-        return max(ENOUGH, self._step.source.split_doubt)
+        least_gain = max(ENOUGH, self._step.source.split_doubt)
+        return best.seconds <= (1 + least_gain) * (fastest + overhead)
 
     def _explored_further(
-        self, best: tuple[Variant, Point] | None, limit: int
+        self, best: tuple[Variant, Point] | None, limit: int, stop: StopRequest
     ) -> tuple[Variant, Point] | None:
         """Explore in full each variant that may contain a considerably faster plan.
 
@@ -374,12 +381,15 @@ class StepSearch:
         """
         for variant in self._plans.incomplete():
             if best is not None:
+                if stop.is_granted:
+                    return best
                 bound = self._plans.lower_bound(limit, variant)
                 if best[1].seconds <= (1 + ENOUGH) * bound:
                     continue
-            point = self._plans.explored(variant).within(limit)
+            point = self._plans.explored(variant, stop).within(limit)
             if point is not None and (best is None or _is_faster(point, best[1])):
                 best = variant, point
+                stop.is_possible = True
         return best
 
     def _infeasible(self, peak: PeakMemory, budget: Budget, *, parts: int) -> Infeasible:

@@ -9,6 +9,7 @@ from steelyard.ir.program import Program
 from steelyard.ir.quantized_activation import settled
 from steelyard.ir.rule import Rule, rule_of, to_rules
 from steelyard.ir.rule_kinds import Recomputation, StateOffload, ValueCodec, ValueOffload
+from steelyard.plans.stop_request import StopRequest
 from steelyard.plans.trade import rule_type, trade_of
 from steelyard.predict import peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
@@ -50,7 +51,7 @@ class VariantPlans:
         self._explorations: dict[Variant, Exploration] = {}
         self._applied: dict[Variant, list[tuple[frozenset[int], Program]]] = {}
 
-    def explored(self, variant: Variant = PLAIN) -> Explored:
+    def explored(self, variant: Variant = PLAIN, stop: StopRequest | None = None) -> Explored:
         """Return the plans of this variant, explored for all amounts of memory."""
         if variant.states:
             if variant not in self.known:
@@ -58,17 +59,17 @@ class VariantPlans:
             return self.known[variant]
         exploration = self._exploration(variant)
         if not self.is_brief:
-            exploration.complete(self._refreshed(PLAIN) if variant != PLAIN else None)
+            exploration.complete(self._refreshed(PLAIN) if variant != PLAIN else None, stop)
         return self._refreshed(variant)
 
-    def explored_within(self, limit_bytes: int, variant: Variant) -> Explored:
+    def explored_within(self, limit_bytes: int, variant: Variant, stop: StopRequest) -> Explored:
         """Return the plans of this variant, explored around one amount of memory.
 
         Variants with offloaded states are made from all plans of the variant without them.
         """
         if variant.states or self.is_brief:
-            return self.explored(variant)
-        self._exploration(variant).improve(limit_bytes)
+            return self.explored(variant, stop)
+        self._exploration(variant).improve(limit_bytes, stop)
         return self._refreshed(variant)
 
     def forget_outdated(self) -> None:

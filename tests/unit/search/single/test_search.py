@@ -15,6 +15,7 @@ from steelyard.ir.metrics import Estimate
 from steelyard.ir.program import Program
 from steelyard.plans.budget import Budget
 from steelyard.plans.peak_memory import PIECES, LiveTensor, PeakMemory
+from steelyard.plans.stop_request import StopRequest
 from steelyard.plans.trade import Rejection, Remaining, apply_rules
 from steelyard.predict import least_possible_bytes, peak_bytes, step_seconds
 from steelyard.predict.cost_table import CostTable
@@ -543,6 +544,47 @@ def test_a_split_that_loses_by_its_operators_is_not_calibrated() -> None:
     answer = found_with(source, graph, round(0.8 * peak_bytes(Program.plain(graph), COSTS)))
     assert answer.micro_batches == 1
     assert source.calibrated == []
+
+
+def test_a_stopped_search_returns_the_best_plan_so_far() -> None:
+    graph = tower(6)
+    tight = round(0.7 * peak_bytes(Program.plain(graph), COSTS))
+    source = Split(graph, (1, 2, 4))
+    searching = StepSearch(Program.plain(graph), trades=TRADES, source=source, costs=COSTS)
+    stop, better = StopRequest(), list[float]()
+
+    def first_one(seconds: float) -> None:
+        assert stop.is_possible
+        better.append(seconds)
+        stop.is_made = True
+
+    stopped = searching.find(Budget(memory_bytes=tight), on_better=first_one, stop=stop)
+    assert stopped.is_stopped
+    assert len(better) == 1
+    assert stopped.prediction.peak.nbytes <= tight
+    assert stopped.prediction.metrics.step_seconds.value == pytest.approx(better[0])
+    assert 2 not in source.asked, "no other variant is explored"
+    # The same search goes on as if it had not been stopped.
+    whole = searching.find(Budget(memory_bytes=tight))
+    assert not whole.is_stopped
+    anew = search(
+        Program.plain(graph), trades=TRADES, source=Split(graph, (1, 2, 4)), costs=COSTS,
+        budget=Budget(memory_bytes=tight),
+    )  # fmt: skip
+    assert whole.prediction.metrics.step_seconds == anew.prediction.metrics.step_seconds
+
+
+def test_a_search_without_a_plan_is_not_stopped() -> None:
+    graph = tower(6)
+    stop = StopRequest(is_made=True)
+    searching = StepSearch(
+        Program.plain(graph), trades=TRADES, source=Split(graph, (1, 2)), costs=COSTS
+    )
+    least = searching.find(Budget(memory_bytes=1 << 40)).least.nbytes
+    answer = searching.find(Budget(memory_bytes=least), stop=stop)
+    assert answer.prediction.peak.nbytes <= least
+    with pytest.raises(Infeasible):
+        searching.find(Budget(memory_bytes=1), stop=StopRequest(is_made=True))
 
 
 def test_a_batch_that_cannot_be_cut_is_named_where_nothing_fits() -> None:
