@@ -56,7 +56,7 @@ def test_the_trade_of_the_page_is_planned_and_run_after_two_files_changed(tmp_pa
         check=False, env={**os.environ, "PYTHONPATH": str(source)},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    shown = _block("taken (1 of 19 offers)").splitlines()[1]
+    shown = _block("taken (1 of 9 offers)").splitlines()[1]
     assert shown in run.stdout.splitlines(), run.stdout
     assert re.search(r"fits: 22\.\d MiB of 25\.0 MiB", run.stdout)
     plan = tomllib.loads((tmp_path / "train.plan.toml").read_text())
