@@ -14,6 +14,8 @@ from steelyard.ir.metrics import Estimate
 from steelyard.measure.operators.timer import Clock, backlog_seconds, spread
 
 _MOST_ROUNDS, _FEWEST_ROUNDS = 7, 3
+# A ratio of two steps has at least 6 % of doubt, which more rounds do not reduce.
+_MOST_ROUNDS_OF_RATIO = 5
 # Rounds end early if the results of the fewest rounds differ by at most this share.
 _AGREEING = 0.03
 _LONG_SECONDS = 1.0
@@ -40,7 +42,7 @@ def whole_step(
     """Return step seconds over the sum of operator seconds; None if no round fits the time
     budget.
     """
-    found = _interleaved_ratios((program,), seconds_budget, device)
+    found = _interleaved_ratios((program,), seconds_budget, device, most_rounds=_MOST_ROUNDS)
     return _spread([seconds for (seconds,) in found])
 
 
@@ -59,7 +61,9 @@ def step_time_ratio(
 
     The two programs run interleaved, so that other load on the machine affects both.
     """
-    found = _interleaved_ratios((other, base), seconds_budget, device)
+    found = _interleaved_ratios(
+        (other, base), seconds_budget, device, most_rounds=_MOST_ROUNDS_OF_RATIO
+    )
     return _spread([ours / theirs for ours, theirs in found])
 
 
@@ -74,7 +78,11 @@ def _spread(samples: list[float]) -> Estimate | None:
 
 
 def _interleaved_ratios(
-    programs: Sequence[Runnable], seconds_budget: float, device: torch.device | None
+    programs: Sequence[Runnable],
+    seconds_budget: float,
+    device: torch.device | None,
+    *,
+    most_rounds: int,
 ) -> list[list[float]]:
     """Return the ratio of whole step to sum of operators for each program, round by round."""
     assert all(program.operator_seconds > 0 for program in programs)
@@ -86,7 +94,7 @@ def _interleaved_ratios(
     # In a long step, touching memory and caches for the first time takes a small part, so one
     # warm-up suffices.
     warmups = min(2 if round_seconds < _LONG_SECONDS else 1, affordable_runs - 1)
-    rounds = min(_MOST_ROUNDS, affordable_runs - warmups)
+    rounds = min(most_rounds, affordable_runs - warmups)
     for _ in range(warmups):
         for program in programs:
             program.run()

@@ -8,7 +8,7 @@ capture/checks/batch_independence.py.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from math import isfinite
@@ -126,11 +126,10 @@ def _compare(
         with _copied_parameters(
             model, is_double=is_double, is_perturbed=is_perturbed
         ) as parameters:
-            with torch.no_grad():
-                of_all, of_each = (
-                    float(value(together).double()),
-                    [float(value(x.batch).double()) if x.count else 0.0 for x in samples],
-                )
+            trained = {n: p for n, p in parameters.items() if p.requires_grad}
+            whole = _run(lambda: value(together), trained)
+            runs = [_run(partial(value, x.batch), trained) if x.count else _Run() for x in samples]
+            of_all, of_each = whole.loss, [run.loss for run in runs]
             if not all(map(isfinite, (of_all, *of_each))):
                 why = f"the loss is {of_all:.6g}, so splitting the batch cannot be checked"
                 return _Verdict(indivisible(why), is_judged=False)
@@ -140,11 +139,7 @@ def _compare(
                 return _Verdict(weighed)
             reduction, weights = weighed
             expected = sum(w * x for w, x in zip(weights, of_each))
-            differing = _differing_gradients(
-                lambda: value(together),
-                [(w, partial(value, x.batch)) for w, x in zip(weights, samples) if w],
-                parameters,
-            )
+            differing = _differing_gradients(whole, [*zip(weights, runs)], trained)
     except Exception as error:  # noqa: BLE001 - the user's own code: whatever it raises is the reason
         why = f"the step fails on single samples: {type(error).__name__}: {str(error)[:80]}"
         return _Verdict(indivisible(why), is_judged=False)
@@ -199,36 +194,41 @@ def _weights(
 # --- gradients ------------------------------------------------------------------------------------
 
 
-def _differing_gradients(
-    together: Callable[[], torch.Tensor],
-    samples: Sequence[tuple[float, Callable[[], torch.Tensor]]],
-    parameters: dict[str, nn.Parameter],
-) -> list[str]:
-    """Return the parameters whose gradient differs from the weighted sum of the samples' gradients.
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The loss of some samples, and a sketch of each gradient.
 
-    Compares sketches, so that only one full gradient is in memory at a time.
+    With sketches, only one full gradient is in memory at a time.
     """
-    trained = {n: p for n, p in parameters.items() if p.requires_grad}
-    if not trained:
-        return []
 
-    def gradients(value: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        hooks = [
-            p.register_post_accumulate_grad_hook(partial(_store_sketch, name=name, into=found))
-            for name, p in trained.items()
-        ]
-        try:
-            torch.autograd.backward(value(), inputs=[*trained.values()])
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return found
+    loss: float = 0.0
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    difference = gradients(together)
+
+def _run(value: Callable[[], torch.Tensor], trained: dict[str, nn.Parameter]) -> _Run:
+    found: dict[str, torch.Tensor] = {}
+    hooks = [
+        p.register_post_accumulate_grad_hook(partial(_store_sketch, name=name, into=found))
+        for name, p in trained.items()
+    ]
+    try:
+        loss = value()
+        if trained:
+            torch.autograd.backward(loss, inputs=[*trained.values()])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return _Run(loss=float(loss.detach().double()), gradients=found)
+
+
+def _differing_gradients(
+    whole: _Run, samples: Sequence[tuple[float, _Run]], trained: dict[str, nn.Parameter]
+) -> list[str]:
+    """Return the parameters whose gradient is not the weighted sum of the samples' gradients."""
+    difference = dict(whole.gradients)
     norms = {name: float(g.norm()) for name, g in difference.items()}
-    for weight, value in samples:
-        for name, gradient in gradients(value).items():
+    for weight, run in samples:
+        for name, gradient in run.gradients.items():
             if name not in difference:
                 return [name]
             difference[name] = difference[name].sub(gradient, alpha=weight)
