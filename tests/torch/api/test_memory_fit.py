@@ -71,6 +71,7 @@ def test_adapters_fit_where_all_weights_do_not(
     assert found["state_bytes"] == pytest.approx(2 * 4 * 32 * 16 * 13312, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_several_gpus_shard_weights_and_state_and_divide_the_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_several_gpus_shard_weights_and_state_and_divide_the_batch(
     assert (cluster["devices"], cluster["verdict"]) == (8, "fits")
 
 
+@pytest.mark.slow
 def test_changes_say_the_time_they_add_as_a_share_of_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,8 +176,10 @@ def test_text_gives_the_verdict_then_the_changes(
     [
         {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SIZES},
         {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4},
-        {"model_type": "t5", "d_model": 64, "num_layers": 7, "num_heads": 4, "d_ff": 128,
-         "decoder_start_token_id": 0},
+        pytest.param(
+            {"model_type": "t5", "d_model": 64, "num_layers": 7, "num_heads": 4, "d_ff": 128,
+             "decoder_start_token_id": 0}, marks=pytest.mark.slow,
+        ),
         {"model_type": "vit", "architectures": ["ViTForImageClassification"], **SIZES},
         {"model_type": "qwen3_moe", **SIZES, "num_experts": 4, "num_experts_per_tok": 2,
          "num_key_value_heads": 2, "moe_intermediate_size": 32},
