@@ -198,7 +198,9 @@ def test_long_loops_are_measured_on_some_of_their_slices(
         assert part.seconds(node).value == pytest.approx(times * took.seconds.value)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "bert", pytest.param("t5", marks=pytest.mark.slow), "gemma2"]
+)
 def test_the_heads_of_transformers_are_found_in_the_graph(name: str) -> None:
     torch.manual_seed(0)
     assert max(shares(hf(name))) <= 0.7

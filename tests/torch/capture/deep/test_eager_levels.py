@@ -54,7 +54,13 @@ def highest(levels: EagerLevels) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 64)], ids=["weights", "activations"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("t5", "mixtral", "qwen3") else name
+        for name in CONFIGS
+    ],
+)
 def test_three_blocks_say_what_all_blocks_say(
     name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -290,7 +290,9 @@ def _widened(leaf: Any) -> Any:
     return leaf.to(torch.float64) if is_float else leaf
 
 
-@pytest.mark.parametrize("name", ["gpt", "hf_llama", "moe"])
+@pytest.mark.parametrize(
+    "name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hf_llama", "moe"))]
+)
 def test_a_gpu_step_is_sharded_like_a_cpu_step(name: str) -> None:
     """Tensors that the step creates, such as positions and masks, are created on the GPU.
 

@@ -254,7 +254,9 @@ def counted_flops(sample: Sample) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "published_gflop"), [("alexnet", 1.4), ("resnet152", 22.6)], ids=str
+    ("name", "published_gflop"),
+    [("alexnet", 1.4), pytest.param("resnet152", 22.6, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_flops_equal_the_published_counts(name: str, published_gflop: float) -> None:
     with _torch.FakeTensorMode(allow_non_fake_inputs=True):

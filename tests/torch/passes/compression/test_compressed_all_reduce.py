@@ -139,7 +139,9 @@ def _stretches(values: torch.Tensor, parts: int) -> list[torch.Tensor]:
     return [x.view(4, -1, BLOCK // 4) for x in every]
 
 
-@pytest.mark.parametrize("numel", [BLOCK, 600 * BLOCK + 7])
+@pytest.mark.parametrize(
+    "numel", [BLOCK, pytest.param(600 * BLOCK + 7, marks=pytest.mark.slow)], ids=str
+)
 def test_top_k_sends_the_largest_of_each_quarter_and_keeps_the_rest(numel: int) -> None:
     x = torch.randn(numel)
     blocks = blocks_of(numel, parts=1)
