@@ -128,7 +128,10 @@ def _compare(
         ) as parameters:
             trained = {n: p for n, p in parameters.items() if p.requires_grad}
             whole = _run(lambda: value(together), trained)
-            runs = [_run(partial(value, x.batch), trained) if x.count else _Run() for x in samples]
+            runs = [
+                _run(partial(value, x.batch), trained) if x.count else _SampleGradients()
+                for x in samples
+            ]
             of_all, of_each = whole.loss, [run.loss for run in runs]
             if not all(map(isfinite, (of_all, *of_each))):
                 why = f"the loss is {of_all:.6g}, so splitting the batch cannot be checked"
@@ -195,7 +198,7 @@ def _weights(
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _SampleGradients:
     """The loss of some samples, and a sketch of each gradient.
 
     With sketches, only one full gradient is in memory at a time.
@@ -205,7 +208,7 @@ class _Run:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def _run(value: Callable[[], torch.Tensor], trained: dict[str, nn.Parameter]) -> _Run:
+def _run(value: Callable[[], torch.Tensor], trained: dict[str, nn.Parameter]) -> _SampleGradients:
     found: dict[str, torch.Tensor] = {}
     hooks = [
         p.register_post_accumulate_grad_hook(partial(_store_sketch, name=name, into=found))
@@ -218,11 +221,13 @@ def _run(value: Callable[[], torch.Tensor], trained: dict[str, nn.Parameter]) ->
     finally:
         for hook in hooks:
             hook.remove()
-    return _Run(loss=float(loss.detach().double()), gradients=found)
+    return _SampleGradients(loss=float(loss.detach().double()), gradients=found)
 
 
 def _differing_gradients(
-    whole: _Run, samples: Sequence[tuple[float, _Run]], trained: dict[str, nn.Parameter]
+    whole: _SampleGradients,
+    samples: Sequence[tuple[float, _SampleGradients]],
+    trained: dict[str, nn.Parameter],
 ) -> list[str]:
     """Return the parameters whose gradient is not the weighted sum of the samples' gradients."""
     difference = dict(whole.gradients)
