@@ -237,7 +237,8 @@ def _model(name: str) -> tuple[Any, Any, tuple[str | None, ...]]:
             torch.randint(4096, (8, 128)),
             ("150 MiB", "140 MiB"),
         )
-    depth, wide = (48, 256) if name.startswith("48") else (96, 512)
+    is_small = name.startswith("48")
+    depth, wide, memory = (48, 256, "60 MiB") if is_small else (96, 512, "110 MiB")
     layers = [
         nn.TransformerEncoderLayer(
             64, nhead=4, dim_feedforward=wide if number % 8 == 7 else 256, batch_first=True
@@ -245,7 +246,7 @@ def _model(name: str) -> tuple[Any, Any, tuple[str | None, ...]]:
         for number in range(depth)
     ]
     model = nn.Sequential(nn.Embedding(256, 64), *layers, nn.Linear(64, 256))
-    return model, torch.randint(256, (8, 64)), ("60 MiB",)
+    return model, torch.randint(256, (8, 64)), (memory,)
 
 
 def _llama_with_adapters() -> Any:
