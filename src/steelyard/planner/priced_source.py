@@ -35,15 +35,25 @@ class PricedSource:
         # number of equal shares.
         if micro_batches > 1 and share == 1:
             cut = Program.plain(graph).repeated(micro_batches)
-            self._prices.estimate_cut(cut)
-            if self._prices.cluster.num_devices > 1:
-                # Every layout computes parts of the batch, so they are compared calibrated.
+            if self._calibrates_late:
+                self._prices.estimate_cut(cut)
+            else:
                 self._prices.check_cut(self._source, cut)
         return graph
 
     @property
     def split_doubt(self) -> float:
-        return _SPLIT_DOUBT
+        return _SPLIT_DOUBT if self._calibrates_late else 0.0
+
+    @property
+    def _calibrates_late(self) -> bool:
+        """True if splits are calibrated only when they are chosen.
+
+        On several ranks every layout computes parts of the batch, so they are compared calibrated.
+        On a device that is not here no step is run.
+        """
+        cluster = self._prices.cluster
+        return cluster.is_here and cluster.num_devices == 1
 
     def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
         if micro_batches > 1 and share == 1:
