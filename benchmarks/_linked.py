@@ -1,4 +1,4 @@
-"""Ranks on hosts of their own, and what their link takes told to whoever plans for it.
+"""Runs ranks on hosts of their own, and gives the measured rates of their link to a planner.
 
 Not for making hosts: see hosts.py.
 """

@@ -1,6 +1,6 @@
-"""Six small models of different kinds, a step of each 20 to 200 ms on a core, for live.py.
+"""Six small models of different kinds for live.py; a step of each takes 20 to 200 ms on a core.
 
-Not for judging models: their weights are random, and their batches too.
+Their weights and batches are random.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A look at a model's step on ranks of this machine, the same in all processes that plan for it.
+"""Captures and prices a step on ranks of this machine, the same in all processes that plan for it.
 
-Not for choosing a plan, nor for running one.
+Not for choosing or running a plan.
 """
 
 from __future__ import annotations

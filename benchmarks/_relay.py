@@ -1,9 +1,9 @@
-"""Hands packets on between two hosts, each after a delay: the wire of a long link.
+"""Forwards packets between two hosts, each after a delay, like a long link.
 
     python benchmarks/_relay.py PID PID DEVICE SECONDS
 
-In the network of each process it opens a device; it says ``up`` when both are there, and ends with
-whoever started it. Not for rates: tc shapes what a host sends before it comes here.
+Opens a device in the network of each process, prints ``up`` when both exist, and ends with the
+process that started it. Not for rates: tc limits what a host sends before it arrives here.
 """
 
 from __future__ import annotations

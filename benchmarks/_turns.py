@@ -1,4 +1,7 @@
-"""Steps of several sides in the same ranks, one of each in turn. Not for what is made of them."""
+"""Runs steps of several sides in the same ranks, one of each in turn, and times them.
+
+Not for comparing the times.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Steps and seconds that a run with --adapt loses when its link slows down and recovers.
+"""Measures what a run with --adapt loses when its link slows down and recovers: steps and seconds.
 
     python benchmarks/adapting.py [--hosts 2] [--fast 1000] [--slow 50] [--steps 360] [--stays 120]
 
-Hosts are network namespaces with a core each (see hosts.py), joined by links of ``--fast`` Mbit/s.
-They plan and run a small GPT; after 30 steps all links carry ``--slow`` Mbit/s, and ``--stays``
-steps after the first turn to another plan what they carried at first. The script itself writes down
-when every step begins. Seconds lost are those from the change until steps are good again, less what
-the same steps take after the first turn to another plan. That pace may be slower than the one in
-the end: what is lost beside that is printed too. Linux, as root.
+Hosts are network namespaces with one core each (see hosts.py), joined by links of ``--fast``
+Mbit/s. They plan and run a small GPT. After 30 steps all links drop to ``--slow`` Mbit/s;
+``--stays`` steps after the first change of plan they get their first rate again. The training
+script writes down when each step begins. Lost seconds are counted from the change of the link
+until steps are fast again, minus the time of the same number of steps after the first change of
+plan. If the final pace is faster than that, the further loss is printed too. Needs Linux and root.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The cost of capturing a Llama of 70 billion parameters and 80 layers for planning.
+"""Measures the cost of capturing a Llama of 70 billion parameters and 80 layers for planning.
 
-In a process of its own: CPU seconds and growth of the resident set between the last import and the
-captured graph. Imports are over when a model of one layer has been captured, since Dynamo and AOT
-Autograd import most of themselves at their first call. Also counts FLOPs against the published ones
-of AlexNet and ResNet-152.
+The capture runs in a process of its own. The figures are CPU seconds, and the growth of the
+resident set, between the last import and the captured graph. A model of one layer is captured
+first, because Dynamo and AOT Autograd import most of themselves at their first call. FLOPs are
+compared with the published ones of AlexNet and ResNet-152.
 
     python benchmarks/capture.py
 """

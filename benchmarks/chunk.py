@@ -1,8 +1,9 @@
-"""The loss over a large vocabulary, planned into a quarter of the memory PyTorch takes for it.
+"""Plans a loss over a large vocabulary into a quarter of the memory that PyTorch needs for it.
 
-A projection and a head with cross-entropy: forward and backward of the plan and of eager PyTorch,
-in turns, in CPU time on one thread. One sequence, so that nothing else than slices helps. Memory is
-what the allocator held above weights and batch, gradients and all. Needs no GPU.
+The model is a projection and a head with cross-entropy. Forward and backward pass of the plan and
+of eager PyTorch run in turns, in CPU time on one thread. The batch is one sequence, so that only
+slices help. Memory is what the allocator holds above weights and batch, gradients included. Needs
+no GPU.
 """
 
 from __future__ import annotations

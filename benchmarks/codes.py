@@ -1,14 +1,17 @@
-"""Gradients in codes: bytes on the wire by the kernel's count, and what coding takes of a core.
+"""Measures compressed gradients: bytes on the wire by the kernel's count, and CPU time of coding.
 
     python benchmarks/codes.py [wire | cores]
 
-Two to six hosts, each a rank of gloo, sum a tensor of 4 MB: as it is by an all-reduce, and in codes
-as the trades exchange them; what each host's end of the link has sent is what the kernel says,
-headers and all (few of them: a link that is not shaped takes 64 kB at a time), and stands beside
-what a plan predicts. Coding is timed in processor seconds beside a copy of the same tensor of 16
-MB, in turn; and factors of rank 4 by what a backward pass of four such matrices takes more with
-them than without, beside what it takes more with torch's PowerSGD hook. Wire needs root. Not for
-whether it pays: plans say that.
+Wire: two to six hosts, each a rank of gloo, sum a tensor of 4 MB, once by an all-reduce and once
+with each codec, as the trades exchange it. The kernel counts the bytes that each host sends,
+headers included (few of them, because a link without shaping takes 64 kB at a time). They are
+compared with the bytes that a plan predicts. Needs root.
+
+Cores: the CPU seconds of coding are compared with those of copying the same tensor of 16 MB, in
+turns. For factors of rank 4, the figure is the time that a backward pass of four such matrices
+takes more with factors, compared with the same difference for torch's PowerSGD hook.
+
+Not for the decision to compress, which a plan makes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The cost of planning for a cluster that is not here: Llama 70B on 1,024 H100, 405B on 16,384.
+"""Measures planning for a cluster that is not here: Llama 70B on 1,024 H100, 405B on 16,384.
 
-Each in a process of its own. CPU seconds from the model being there to the plan being there,
-capture included and imports not; the most memory that the process held, imports included; and the
-gap that the plan prints.
+Each plan is made in a process of its own. The figures are the CPU seconds from the model to the
+plan (with capture, without imports), the largest memory of the process (with imports), and the gap
+that the plan prints.
 
     python benchmarks/deep_plan.py
 
-Not for whether the plan is true: see published/.
+Not for the accuracy of the plan: see published/.
 """
 
 import json

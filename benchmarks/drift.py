@@ -1,15 +1,14 @@
-"""The effect of compressed gradients on the loss on text that was not trained on, beside the same
-training without.
+"""Measures the effect of compressed gradients on the loss on held-out text.
 
     python benchmarks/drift.py [sgd] [adamw]
 
-Two ranks of gloo on this machine train a small transformer, byte by byte, on the Python modules of
-the standard library; for each of five seeds once with gradients as they are and once in each code,
-each by a plan file and with everything else alike: weights, batches, steps. The figure is by how
-much the mean loss of 4,096 held-out pieces of 64 bytes is higher with codes, over that without;
-paired by seed, the mean of five and their extremes. It is judged of the codes that a plan would
-have where 2 % may be lost: those whose probe drifts no further. Of the others it is told. A run
-that diverges is said, and misses. Needs a C++ compiler; the text is of whatever Python runs this.
+Two ranks of gloo on this machine train a small transformer on the bytes of the standard library's
+Python modules. For each of five seeds they train once with exact gradients and once with each
+codec, by a plan file; weights, batches and steps are the same. The figure is the relative increase
+of the mean loss over 4,096 held-out pieces of 64 bytes, paired by seed: the mean of five, and the
+extremes. The target applies to the codecs that a plan would use where 2 % may be lost, that is,
+whose probe drifts by no more; the others are printed only. A run that diverges misses the target.
+Needs a C++ compiler.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The search beside a proof: on small real steps, the fastest plan that CP-SAT finds for the same
-peak, and how fast no plan can be.
+"""Compares the search with CP-SAT on small real steps: the fastest plan for the same peak.
 
-Blocks and short stacks of them, at declared costs. CP-SAT begins with the plan that the search
-found and may run each operator that a plan may run again up to twice, before any line of the
-backward pass, and keep or forget each value at any time: more than plans can say. The figure is the
-worst of (seconds of the search's plan) / (seconds of CP-SAT's best) - 1 over models and peaks;
-beside each stands within what share of the fastest the search's plan is proven to be. Intervals of
-retention as Bartan et al., Moccasin, ICML 2023. Two cores, no GPU.
+The steps are blocks and short stacks of blocks, at declared costs. CP-SAT starts from the plan
+that the search found. It may run each operator that a plan may recompute up to twice, before any
+line of the backward pass, and may keep or drop each value at any time: more than a plan can
+express. The figure is the worst of (seconds of the search's plan) / (seconds of CP-SAT's best
+plan) - 1 over models and peaks. The proven bound on that share is printed too. The formulation
+uses retention intervals (Bartan et al., Moccasin, ICML 2023). Needs two cores and no GPU.
 
     python benchmarks/exact.py [SECONDS FOR EACH PROOF]
 """

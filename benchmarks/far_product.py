@@ -1,13 +1,13 @@
-"""A product whose weight is four times the memory budget, beside the same with all in memory.
+"""Compares a product whose weight is four times the memory budget with the same product in memory.
 
-One frozen matrix that takes 256 MiB lies in offload memory, and a step that trains what comes
-before and behind it has a budget of 64 MiB: its forward and its backward product read the matrix
-slice by slice while they compute. The rate is that of the whole step, in wall time, planned and
-plain PyTorch in turns. Arithmetic takes longer than the declared rate needs to copy the matrix:
-checked.
+One frozen matrix of 256 MiB is in offload memory. The step trains what comes before and after it
+within 64 MiB: the forward and the backward product read the matrix in slices while they compute.
+The figure is the throughput of the whole step in wall time; the planned step and plain PyTorch run
+in turns. The benchmark checks that the arithmetic takes longer than copying the matrix at the
+declared rate.
 
-Then, with --behind, a step in which copying a frozen matrix takes as long as its product and the
-pointwise work behind it: with that work in the slices and without, in turns.
+With --behind, copying a frozen matrix takes as long as its product and the pointwise operators
+after it. The step runs with these operators computed in the slices and without, in turns.
 
     python benchmarks/far_product.py [--threads 2] [--rate "1 GB/s"] [--folder /scratch]
 """

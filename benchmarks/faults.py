@@ -1,12 +1,12 @@
-"""Ranks of ``steelyard run`` that break, each in its way: who is named, of what, and how soon?
+"""Breaks ranks of ``steelyard run`` in many ways, and checks the diagnosis and its delay.
 
     python benchmarks/faults.py [case ...]
 
-Two ranks train a small model. In the fifth step one is killed, stopped, starved of memory, or given
-something else than the other; or what they are started with cannot be right. Each has to be refused
-before training, or diagnosed within the time that ranks wait for each other and 5 s more: the right
-rank and cause, nothing left running, and one restart where that is a cure and none where it is not.
-The figure is the most seconds beyond that time. Not for how fast ranks are: see ranks.py.
+Two ranks train a small model. In the fifth step one of them is killed, stopped, starved of memory,
+or given other data than its peer; in other cases the ranks are started with wrong settings. Each
+fault must be refused before training, or diagnosed within the time that ranks wait for each other
+plus 5 s: the right rank and cause, no process left, and one restart only where it helps. The
+figure is the largest number of seconds beyond that time. Not for the speed of ranks: see ranks.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The cost of memory: our plans beside torch's own, each peer met at the peak it reaches itself.
+"""Compares the FLOPs of our plans with those of torch's own tools at the peaks that these reach.
 
-Peers: torch.utils.checkpoint around every block, and torch's min-cut partitioner over a sweep of
-activation_memory_budget, on plain aten and on Inductor's decompositions (as torch.compile cuts it).
-At a peer's metered peak we plan for that many bytes, run the plan, meter it, and compare FLOPs as
-torch's FlopCounterMode counts them, with attention on the CPU, which it leaves out. Without
-dropout, for with it the partitioner draws random masks a second time (torch 2.13) and saves bytes
-by training wrongly: that is shown beside it, at one ratio. A model takes one to three minutes.
+The peers are torch.utils.checkpoint around every block, and torch's min-cut partitioner over a
+sweep of activation_memory_budget, on plain aten and on Inductor's decompositions (as torch.compile
+partitions). For each peer we plan for its metered peak, run the plan, meter it, and compare the
+FLOPs that torch's FlopCounterMode counts, with attention on the CPU added, which it leaves out.
+The models have no dropout: with dropout, the partitioner draws random masks a second time (torch
+2.13) and saves memory by training wrongly. This is shown at one ratio. A model takes one to three
+minutes.
 
     python benchmarks/frontier.py [gpt resnet_bn hf_t5]
 """

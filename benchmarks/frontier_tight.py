@@ -1,12 +1,12 @@
-"""The FLOPs that a tight peak costs, beside each peer at its best: one figure for each statement.
+"""Compares the FLOPs that a tight peak costs with each peer at its best.
 
-Models without dropout (with it torch's partitioner trains wrongly, see frontier.py): a GPT of six
-blocks with attention in one operator, the same with it spelled out, a ResNet-18 half as wide.
-Peers: torch.utils.checkpoint around every block, whole and selective, and torch's min-cut
-partitioner over activation_memory_budget in steps of 0.05, on plain aten and on Inductor's
-decompositions. Peaks are metered above the resident bytes, gradients included. Recomputation is
-FLOPs over the unplanned ones, less one; the unplanned peak is that of eager PyTorch, or of the
-captured graph where that is less. Five to ten minutes a model.
+The models have no dropout (with it torch's partitioner trains wrongly, see frontier.py): a GPT of
+six blocks with fused attention, the same with attention in single operators, and a ResNet-18 of
+half the width. The peers are torch.utils.checkpoint around every block, full and selective, and
+torch's min-cut partitioner over activation_memory_budget in steps of 0.05, on plain aten and on
+Inductor's decompositions. Peaks are metered above the resident bytes, gradients included.
+Recomputation is the ratio of FLOPs to the unplanned ones, minus one. The unplanned peak is that of
+eager PyTorch, or that of the captured graph if it is lower. A model takes five to ten minutes.
 
     python benchmarks/frontier_tight.py
 """

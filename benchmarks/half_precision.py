@@ -1,10 +1,11 @@
-"""Gradient accumulation under bf16 autocast: rounding that AdamW amplifies, or a fault?
+"""Checks gradient accumulation under bf16 autocast: rounding that AdamW amplifies, or an error?
 
     python benchmarks/half_precision.py
 
 Trains a small GPT-2 for three steps on the whole batch and on 2, 4 and 8 micro-batches, with and
-without autocast, and sets each beside the same in float64. Plain PyTorch only: that Steelyard's
-micro-batches are plain PyTorch's to the bit is a test (tests/torch/run/test_step.py).
+without autocast, and compares each with the same training in float64. All of it is plain PyTorch.
+A test shows that Steelyard's micro-batches equal plain PyTorch's to the bit
+(tests/torch/run/test_step.py).
 """
 
 import json

@@ -1,14 +1,14 @@
-"""Under a limit that the kernel holds, plain PyTorch dies and the planned step trains as it would.
+"""Trains under a memory limit of the kernel: plain PyTorch dies, and the planned step trains.
 
-Each run is a process of its own under RLIMIT_DATA from its first line on: no writable memory is
-given beyond it. Where the limit stands is found by a process that does the same without one: what
-it holds after two steps, less weights, batch and optimizer state, plus the budget, plus an
-allowance for what stands beside PyTorch's allocator. So plain PyTorch may add as much as the plan
-may. Losses of 20 steps are held against plain PyTorch without a limit: to the bit where nothing but
-recomputing and moving was applied, within a bound where the batch is cut or a head is sliced, for
-their sums are added up in another order. In the cases named far some of what is needed lies on a
-disk: values of a step that can neither be cut nor computed again; what AdamW keeps for weights that
-are most of the step. Not for how much is allocated: see honest_budget.py.
+Each run is a process of its own under RLIMIT_DATA from its first line on, so it gets no writable
+memory beyond the limit. A process without a limit finds the value: what it holds after two steps,
+minus weights, batch and optimizer state, plus the budget, plus an allowance for memory outside of
+PyTorch's allocator. So plain PyTorch may allocate as much as the plan may. The losses of 20 steps
+are compared with those of plain PyTorch without a limit. They must be equal to the bit if the plan
+only recomputes and offloads, and within a bound if it splits the batch or computes the head in
+slices, which changes the order of sums. In the cases named far, some values are on a disk:
+activations of a step that can neither be split nor recomputed, or AdamW's state of weights that
+are most of the step. Not for the accuracy of allocated bytes: see honest_budget.py.
 
     python benchmarks/hard_limit.py [gpt resnet_bn]
 """

@@ -1,10 +1,10 @@
-"""An absolute budget is kept: true peaks of planned steps beside what was allowed, many models.
+"""Checks that plans keep absolute memory budgets, by metered peaks on many models.
 
-For each model budgets from a little below the least it can run in to a little below what it takes
-unplanned, and the least peaks that peers reach: torch.utils.checkpoint around every block, and
-torch's activation_memory_budget. Each plan is applied and takes three steps; its true peak is what
-the allocator held at the highest of the second, with weights, batch and optimizer state. A model a
-process, so that no model sees another's heap. Not for how long steps take: see truth.py.
+For each model the budgets go from slightly below the least it can run in to slightly below what it
+takes unplanned, and include the least peaks of torch.utils.checkpoint around every block and of
+torch's activation_memory_budget. Each plan runs three steps. Its peak is what the allocator holds
+at the highest point of the second step, with weights, batch and optimizer state. Each model has a
+process of its own. Not for the time of steps: see truth.py.
 
     python benchmarks/honest_budget.py [gpt unet hf_t5]
 """

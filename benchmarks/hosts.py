@@ -1,12 +1,13 @@
-"""Hosts of one machine, joined by links of a given rate: for ranks that shall not share a loopback.
+"""Makes hosts on one machine, joined by links of a given rate, for ranks that share no loopback.
 
     python benchmarks/hosts.py
 
-Each host is a network namespace; two are joined by a veth pair, more by a bridge, and tc's tbf
-shapes what each sends. A namespace has no name and is held by a process that the kernel kills with
-this one, so that nothing is left on whatever exit. Two may also be joined by a relay that hands on
-every packet after a delay: the kernel's netem is not everywhere. Run by itself it says whether
-links carry what they are shaped to. Linux, as root. Not for what ranks do there.
+Each host is a network namespace. Two are joined by a veth pair, more by a bridge, and tc's tbf
+limits what each sends. A namespace has no name and is held by a process that the kernel kills
+together with this one, so nothing is left behind. Two hosts may also be joined by a relay that
+delays every packet, because the kernel's netem is not available everywhere. Run as a script, this
+checks that links carry the rate they are limited to. Needs Linux. Not for what ranks do on the
+hosts.
 """
 
 from __future__ import annotations

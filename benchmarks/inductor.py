@@ -1,9 +1,9 @@
-"""Our Inductor runner beside torch.compile: forward and backward of the same GPT, in CPU time.
+"""Compares our Inductor runner with torch.compile: forward and backward of a GPT, in CPU time.
 
-The peer twice: as it comes, with random numbers of its own, and with eager's (fallback_random),
-which is what our runner draws. Both sides run interleaved in one process on one thread; the figure
-is the median of the paired ratios with its 95 % interval, against the faster peer. Compiles for
-minutes when its caches are cold.
+The peer runs twice: with its own random numbers, and with eager's (fallback_random), which our
+runner uses. Both sides run in turns in one process on one thread. The figure is the median of the
+paired ratios to the faster peer, with its 95 % interval. With cold caches, compiling takes
+minutes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Computing again and moving away, chosen together: what a step costs beside recomputing alone.
+"""Compares recomputation and offload chosen together with recomputation alone.
 
-A GPT on one sample (which cannot be cut), with a offload memory whose rate lets half of the saved
-bytes leave during the forward pass. At each of several peaks two plans are made, without offload
-memory and with it; all of them and the step without a plan then run in turns. At a link without any
-rate nothing may be moved, and at one that costs nothing nothing computed again. One thread, no GPU.
+The step is a GPT on one sample, which cannot be split. The rate of the offload memory lets half of
+the saved bytes leave during the forward pass. At each of several peaks two plans are made, with
+and without offload memory; all of them and the unplanned step run in turns. At a rate near zero
+nothing may be offloaded, and at an infinite rate nothing recomputed. One thread, no GPU.
 
     python benchmarks/joint.py [FOLDER ON A DISK]
 """

@@ -1,9 +1,10 @@
-"""The largest batch of a 12-layer GPT within 2 GiB, in one piece, beside plain PyTorch's.
+"""Finds the largest batch of a 12-layer GPT within 2 GiB, and compares it with plain PyTorch's.
 
-Exact trades only. Plain PyTorch's is the largest whose metered step fits. Then steps are taken in
-turns - plain PyTorch at its size; plans within the same memory at four times that, and at the
-largest that fits - and their CPU time for a sample is compared. One thread, no GPU. A number as
-argument is another vocabulary; ``four`` leaves the largest out, which is looked for in many plans.
+Only exact trades are used. Plain PyTorch's batch is the largest whose metered step fits. Then
+steps run in turns: plain PyTorch at its size, and plans within the same memory at four times that
+size and at the largest size that fits. Their CPU time for each sample is compared. One thread, no
+GPU. A number as argument is another vocabulary; ``four`` leaves out the largest size, which takes
+many plans.
 """
 
 from __future__ import annotations

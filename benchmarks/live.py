@@ -1,13 +1,13 @@
-"""Two gloo ranks on hosts of their own, over three speeds of link: how good is the chosen plan?
+"""Runs all candidate plans of two ranks over three link rates, and compares the chosen one.
 
     python benchmarks/live.py [model ...]
 
-Each rank has a core and a host (see hosts.py). The space is what the search chooses from: ways to
-lie on the ranks, sizes and times of what is sent, micro-batches, and less memory. All of it runs in
-turn in the same processes, a step taking as long as its slowest rank; what is clearly slow is
-dropped half by half. The figure is the time of the chosen plan over that of the best that fits the
-same budget, less one, with the 95 % interval of paired rounds. The link is measured between the
-hosts before planning, as ``Cluster.here`` does. Needs root, and two cores that do nothing else.
+Each rank has a core and a host (see hosts.py). The candidates are those of the search: layouts,
+sizes and times of messages, micro-batches, and less memory. They run in turns in the same
+processes; a step takes as long as its slowest rank, and clearly slow candidates are dropped, half
+of them at a time. The figure is the time of the chosen plan relative to the best one within the
+same budget, minus one, with the 95 % interval of paired rounds. The link is measured between the
+hosts before planning, as ``Cluster.here`` does. Needs root, and two idle cores.
 """
 
 from __future__ import annotations

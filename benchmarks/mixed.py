@@ -1,21 +1,18 @@
-"""Two ranks, one of which is given half of a processor: what an uneven split makes of both.
+"""Measures an uneven split of the batch between two ranks, one of which has half of a core.
 
     python benchmarks/mixed.py
 
 Rank 1 runs in a control group whose quota is half of a core, rank 0 without one, each on a core of
-its own. How fast they compute is measured by the ranks that measure the link, as they stand; the
-plan is what `steelyard plan --ranks 2` makes of that. Beside it run the even split of the same plan
-and the fast rank alone with the whole batch, one step of each in turn, in the same processes; the
-figure is the throughput of the plan over that of the fast rank alone, over the 1.5 that both have
-together. A rank that waits uses none of its quota. Needs two cores that do nothing else, and the
-right to make a control group with a quota of processor time (version 2 or 1); nothing stands in for
-it.
+its own. The ranks measure their speeds, and the plan is the one of `steelyard plan --ranks 2`. The
+plan, the even split of the same plan, and the fast rank alone with the whole batch run one step
+each in turn, in the same processes. The figure is the throughput of the plan over that of the fast
+rank alone, over the 1.5 that both have together. A rank that waits uses none of its quota. Needs
+two idle cores, and the right to make a control group with a quota (version 2 or 1).
 
-Two cores that are halves of one do less together than 1.5 times what one does whose other half is
-idle. What they have is run in turn with the rest: each rank trains for itself at the same time,
-the slow one on half of the batch, and nothing is exchanged. ``together`` is the sum of their
-throughputs over that of the fast one alone, and ``of_together`` is the plan's share of it; the
-target is of 1.5 all the same.
+Two cores that share one physical core do less than 1.5 times the work of one of them alone. What
+they reach is measured in the same turns: each rank trains for itself at the same time, the slow
+one on half of the batch, without any exchange. ``together`` is the sum of their throughputs over
+that of the fast one alone, and ``of_together`` is the plan's share of it. The target stays 1.5.
 """
 
 from __future__ import annotations

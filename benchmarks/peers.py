@@ -1,23 +1,22 @@
-"""Two gloo ranks over four speeds of link, where a loss of accuracy is allowed: is the plan as fast
-as the best of DistributedDataParallel, and as the best of all codes?
+"""Compares plans that may lose accuracy with DistributedDataParallel and with all codecs.
 
     python benchmarks/peers.py [link ...] [model ...] [adamw]
 
-Each rank has a core and a host (see hosts.py); the link is measured between the hosts before
-planning. A plan is made as ``steelyard plan --ranks 2 --accuracy-loss 2%`` does, for SGD with
-momentum, or for AdamW where that is asked. Beside it run, in turn in the same processes,
+Two gloo ranks run over four link rates. Each rank has a core and a host (see hosts.py), and the
+link is measured before planning. The plan is the one of ``steelyard plan --ranks 2 --accuracy-loss
+2%``, for SGD with momentum or for AdamW. In the same processes run, in turns:
 DistributedDataParallel with buckets of 1, 4 and 25 MB in float32 and in bfloat16, the same without
-any exchange, one rank with the whole batch, and every way in which ranks share it, in none and in
-each code that a probe allows; a step takes as long as its slowest rank, and what is clearly slow is
-dropped early. Figures are medians of paired ratios. Needs root, and two cores that do nothing else.
+any exchange, one rank with the whole batch, and every data-parallel layout without and with each
+codec that a probe allows. A step takes as long as its slowest rank, and clearly slow candidates
+are dropped early. The figures are medians of paired ratios. Needs root, and two idle cores.
 
-A machine that others share may be half as fast when a plan is run as when it was made, and that is
-no fault of what was predicted: the same without any exchange is timed before planning, after it and
-to the end of the contest, and what of the predicted step is no waiting for the wire is taken times
-what that became. Both are said.
+A shared machine may be half as fast when a plan runs as when it was made. So the step without any
+exchange is timed before planning, after it, and during the comparison, and the computing part of
+the predicted step is scaled by the change. Both predictions are printed.
 
-The perceptron sends much beside what it computes, the convolutions little, and the transformer is
-between them. What no exchange at all would not gain on stock DDP is not asked of any.
+The perceptron sends much for its computation, the convolutions little, and the transformer is
+between them. Where even a step without any exchange would not reach the target over DDP, it is not
+asked.
 """
 
 import contextlib

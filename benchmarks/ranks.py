@@ -1,17 +1,17 @@
-"""A step on two gloo ranks, each on a core of its own, beside DistributedDataParallel and FSDP2.
+"""Compares a step on two gloo ranks with DistributedDataParallel and with FSDP2.
 
     python benchmarks/ranks.py [link ...] [model ...]
 
-All sides train the same model on the same batches in the same processes, one step in turn, and a
-step takes as long as its slowest rank; the figure is the median of the paired ratios with its 95 %
-interval. DistributedDataParallel is the best of its stock setting and of tuned buckets beside our
-generated Python, and torch.compile around it beside our Inductor runner: the same compiler on both
-sides. FSDP2 shards block by block. Ours is the fastest way that the search has for two ranks, also
-where one rank would be faster; beside FSDP2 the fastest with states in shares that is predicted to
-hold no more than FSDP2 was metered to. Each model in fresh processes; peaks are what the allocator
-adds in a step, gradients among it, and what outlives one without them. Over a loopback, and between
-hosts (see hosts.py) joined by 1 Gbit/s, whose link is measured before planning. Needs two cores
-that do nothing else, and root for hosts.
+All sides train the same model on the same batches in the same processes, one step each in turn. A
+step takes as long as its slowest rank. The figure is the median of the paired ratios, with its 95
+% interval. Our generated Python is compared with the better of DistributedDataParallel's default
+and tuned buckets, and our Inductor runner with torch.compile around DistributedDataParallel. FSDP2
+shards block by block. Our plan is the fastest one of the search for two ranks, even where one rank
+would be faster; against FSDP2, it is the fastest plan with sharded states that is predicted to
+hold no more memory than FSDP2 was metered to. Each model runs in fresh processes. Peaks are what
+the allocator adds in a step, gradients included, and what remains after one without them. Links
+are a loopback, and 1 Gbit/s between hosts (see hosts.py), measured before planning. Needs two idle
+cores, and root for hosts.
 """
 
 from __future__ import annotations

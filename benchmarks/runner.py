@@ -1,7 +1,7 @@
-"""Generated Python beside eager PyTorch: forward and backward of the same GPT, in CPU time.
+"""Compares generated Python with eager PyTorch: forward and backward of a GPT, in CPU time.
 
-Both sides run interleaved in one process on one thread; the figure is the median of the paired
-ratios with its 95 % interval. Needs no GPU; the first lines say how a step compares with itself.
+Both sides run in turns in one process on one thread. The figure is the median of the paired
+ratios, with its 95 % interval. The first lines compare a step with itself. Needs no GPU.
 """
 
 from __future__ import annotations

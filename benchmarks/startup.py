@@ -1,7 +1,7 @@
-"""How long the verbs that need no torch take, beside `import torch`: CPU time of fresh processes.
+"""Compares the commands that need no torch with `import torch`: CPU time of fresh processes.
 
-Each round starts every command once, in turn; the figure is the median of the ratios with its 95 %
-interval, of the slowest verb.
+Each round starts every command once, in turn. The figure is that of the slowest command: the
+median of the ratios, with its 95 % interval.
 
     python benchmarks/startup.py
 """

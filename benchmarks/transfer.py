@@ -1,18 +1,16 @@
-"""Two ranks of one host: what do messages through slots take beside gloo's and a raw connection's,
-and what does a step in stages?
+"""Compares messages through shared-memory slots with gloo's and with a raw connection's.
 
     python benchmarks/transfer.py [messages] [stages]
 
-Each rank has a core. A message is a float32 tensor into room made beforehand, in turn through
-slots, gloo's send and recv, and a TCP connection of the loopback, eight of a way in a row, as those
-of micro-batches are, each when the one before is there; it takes from when it is sent until it can
-be read, by the clock that both processes have. Either it lies there, or it is made for each
-message, by torch.neg, as stages make theirs: in its slot, or in room of the sender; then it is what
-the message adds to what making it takes alone. Steps are those of plans of this machine, as the
-search makes them, with [[shared_memory_transfer]] and without, in turn in the same processes: of a
-model
-whose messages take half of its step, and of a GPT, whose are small. The figures are medians of
-paired ratios. Needs two cores that do nothing else.
+Two ranks of one host have a core each. Messages: a float32 tensor is received into allocated
+memory, in turns through slots, by gloo's send and recv, and over a TCP connection on the loopback.
+Eight messages of one kind follow each other, each sent when the one before has arrived, as those
+of micro-batches are. The time of a message is from sending until it can be read, by a clock that
+both processes share. The tensor either exists, or torch.neg computes it for each message as stages
+do: in its slot, or in the sender's memory; then the time of computing it alone is subtracted.
+Stages: plans of this machine run with [[shared_memory_transfer]] and without, in turns in the same
+processes, for a model whose messages take half of its step and for a GPT, whose messages are
+small. The figures are medians of paired ratios. Needs two idle cores.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Memory truth and time truth: what plans say of models that we did not write, beside what is.
+"""Compares predicted peaks and step times with measured ones, on models that we did not write.
 
-For each model, three budgets between the least it can run in and what it takes unplanned; each
-plan is applied and run. Memory: predicted peak against the allocator's, metered from a clean
-level. Time: predicted against measured ratio of the plan to the unplanned graph, CPU seconds of
-interleaved pairs. A model a process, so that no model sees another's heap.
+For each model there are three budgets between the least it can run in and what it takes unplanned.
+Each plan is applied and run. Memory: the predicted peak against the allocator's, metered from a
+clean level. Time: the predicted against the measured ratio of the plan to the unplanned graph, in
+CPU seconds of interleaved pairs. Each model has a process of its own.
 
     python benchmarks/truth.py [--runner inductor] [--models gpt,hf_t5] [--pairs 12] [--threads 2]
 
-On several threads the clock is the wall's, and what else the machine does counts.
+With several threads wall time is measured, and other load on the machine counts.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""A model that needs twice what a device has trains on two of them, under a limit the kernel holds.
+"""Trains a model that needs twice the memory of a device on two devices, under a kernel limit.
 
     python benchmarks/two_devices.py
 
-Half of what plain PyTorch needs for a step is what each device is said to have. Plain PyTorch on
-one, and two ranks under a plan for that budget, run each under RLIMIT_DATA from the first line on,
-at what the process holds beside its step (as hard_limit.py finds it) plus that budget and an
-allowance: plain PyTorch has to die, the ranks have to finish 20 steps with the losses of plain
+Each device is declared to have half of what plain PyTorch needs for a step. Plain PyTorch on one
+device, and two ranks under a plan for that budget, run under RLIMIT_DATA from the first line on:
+what the process holds besides its step (found as in hard_limit.py), plus the budget, plus an
+allowance. Plain PyTorch has to die. The ranks have to finish 20 steps with the losses of plain
 PyTorch without a limit.
 """
 
