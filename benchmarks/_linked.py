@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.hosts import Hosts
 
-# What the first rank puts into the folder when all could begin, and wait for it to be gone.
+# The file that the first rank makes when all ranks are ready; they wait until it is removed.
 READY = "ready"
 
 
@@ -25,7 +25,7 @@ def run_on(
     *,
     when_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """The ``command`` of Python of each rank on its host."""
+    """Run the Python command of each rank on its host; call ``when_ready`` when they are ready."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [pair.start(n, [sys.executable, *own], environ) for n, own in enumerate(commands)]
     codes: list[int | None] = [None]
@@ -35,7 +35,7 @@ def run_on(
             (folder / READY).unlink()
         time.sleep(0.1)
         codes = [rank.poll() for rank in ranks]
-        if any(codes):  # the others would wait for it
+        if any(codes):  # the others would wait for the failed one
             for rank in ranks:
                 rank.kill()
             codes = [rank.wait() for rank in ranks]
@@ -44,8 +44,11 @@ def run_on(
 
 
 def know_link(pair: Hosts, folder: Path, *, ranks: int) -> None:
-    """Put into the list of prices where that of a loopback would be: what is measured of this link
-    is nobody else's, so whoever calls has set STEELYARD_CACHE to a file of its own."""
+    """Measure the link and write it to the cost cache, in place of the loopback's.
+
+    The measurement is valid for this link only, so callers must set STEELYARD_CACHE to a file of
+    their own.
+    """
     from steelyard.measure.cache import CostCache
     from steelyard.measure.links.link_fit import fitted
     from steelyard.measure.links.local_ranks import command_of

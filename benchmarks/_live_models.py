@@ -26,7 +26,7 @@ def _gpt() -> Any:
 
 
 def _transformer(kind: str, count: int, **shape: Any) -> Any:
-    """One of the library's, with random weights."""
+    """Return a model of the transformers library with random weights, its loss and a batch."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -60,7 +60,7 @@ _STAGES = ((16, 16, 1), (16, 32, 2), (32, 64, 2))
 
 
 def _perceptron() -> Any:
-    """Weights outweigh what is computed with them."""
+    """Return a model with many weights and little computation for each."""
     x, y = torch.randn(2, 256, 512)
     return Perceptron(4, 512), _squares, {"x": x, "y": y}
 

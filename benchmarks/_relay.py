@@ -20,7 +20,8 @@ from collections import deque
 _SET_DEVICE, _IS_TUN, _BARE = 0x400454CA, 0x0001, 0x1000
 _NETWORK = 0x40000000
 _LARGEST = 1 << 16
-# So many are on their way at one time, as in the queue of a router; what comes besides is lost.
+# The most packets that are under way at a time, as in the queue of a router. Further packets stay
+# in the device's queue, which drops them when it is full.
 _MOST = 10_000
 
 
@@ -35,7 +36,10 @@ def opened(pid: str, device: str) -> int:
 
 
 def hand_on(near: int, offload_memory: int, delay: float) -> None:
-    """For ever. Of one direction each packet is due behind the one before it."""
+    """Forward packets in both directions until the process ends, each after ``delay`` seconds.
+
+    Packets of one direction keep their order.
+    """
     under_way: dict[int, deque[tuple[float, bytes]]] = {near: deque(), offload_memory: deque()}
     other = {near: offload_memory, offload_memory: near}
     while True:
@@ -62,7 +66,7 @@ def _give(target: int, packet: bytes) -> None:
     try:
         os.write(target, packet)
     except OSError:
-        return  # its queue is full, or it is not up: a wire loses such too
+        return  # the queue is full or the device is down: a wire loses such packets too
 
 
 def main(near: str, offload_memory: str, device: str, seconds: str) -> None:

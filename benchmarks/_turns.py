@@ -16,7 +16,10 @@ from torch import Tensor
 def in_turn(
     sides: Mapping[str, Callable[[], Tensor]], turns: int, *, warm_up: int = 0
 ) -> dict[str, list[float]]:
-    """The time of each step on the slower rank; with each turn another side begins."""
+    """Run the sides in turns and return the time of each step on the slower rank.
+
+    Another side begins in each turn.
+    """
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     names = list(sides)
     for turn in range(warm_up + turns):

@@ -32,7 +32,7 @@ sys.path.insert(0, str(_ROOT))
 from benchmarks.hosts import Hosts, address, hosts  # noqa: E402 - found by the line above
 
 MOST_STEPS, MOST_SECONDS = 20, 10.0
-# A step is good that takes no more than so many times what steps take in the end.
+# A step is good if it takes at most this many times the seconds of the pace to be reached.
 _GOOD, _IN_A_ROW = 1.5, 3
 _BEFORE, _PATIENCE_SECONDS = 30, 150.0
 _PORTS = iter(range(29617, 29700))
@@ -109,7 +109,8 @@ def main() -> None:
         for own in folders:
             own.mkdir()
             (own / "train.py").write_text(_TRAIN.replace("SAMPLES", str(given.samples)))
-        # Begins without codes, which may be taken later: codes would hardly feel the change.
+        # Begin without compression, which may be chosen later. With it, the change of the rate
+        # would hardly matter.
         speeds = ",".join(["1"] * given.hosts)
         plan = ["plan", "train.py", "--accuracy-loss", "0%", "--speeds", speeds]
         _all_well(_start(made, folders, *plan), folders)
@@ -187,8 +188,11 @@ def _all_well(started: Sequence[subprocess.Popen[bytes]], folders: Sequence[Path
 def _changed(
     made: Hosts, folders: Sequence[Path], rate: int, *, step: int = 0, after_turn: int = 0
 ) -> float:
-    """Change the rate of all links after ``step`` steps, or ``after_turn`` steps after the run
-    first changed its plan, and return the time of the change."""
+    """Change the rate of all links and return the time of the change.
+
+    The change comes after ``step`` steps, or ``after_turn`` steps after the run first changed its
+    plan.
+    """
     until = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < until:
         time.sleep(0.05)
@@ -210,13 +214,15 @@ def _begun(folder: Path) -> int:
 def _lost(
     name: str, begun: Sequence[float], change: float, end: float, turns: Sequence[int]
 ) -> dict[str, object]:
-    """Steps and seconds from the change until steps are good again: as they are behind the first
-    turn, or in the end where there is none."""
+    """Return the steps and the seconds that are lost until the steps are good again.
+
+    Good is the pace after the first change of the plan, or the final pace if there is none.
+    """
     first = max(n for n, at in enumerate(begun) if at <= change)
     last = max(n for n, at in enumerate(begun) if at <= end)
     took = [b - a for a, b in pairwise(begun[first : last + 1])]
     last_ones = median(took[-10:])
-    # Of a plan that was turned to the first steps bind programs anew.
+    # The first steps of a new plan bind its programs, so they are left out.
     own = [turn - first for turn in turns if first < turn <= last]
     behind = took[own[0] + 2 :][:10] if own else took[-10:]
     good = median(behind or took[-10:])
@@ -238,12 +244,14 @@ def _lost(
 
 
 def _until(good: float, took: Sequence[float]) -> tuple[int, float]:
-    """Count the steps before several in a row are about as fast as ``good``, and the seconds that
-    they take beyond it."""
+    """Count the steps until several in a row are about as fast as ``good``.
+
+    Return their number, and the seconds that they take beyond ``good`` steps.
+    """
     rows = (
         n
         for n in range(len(took) - _IN_A_ROW)
-        # Good because of another plan, and not because the change was not noticed yet.
+        # Twice as many, because the first steps may only be good until the change is noticed.
         if all(t <= _GOOD * good for t in took[n : n + 2 * _IN_A_ROW])
     )
     bad = next(rows, len(took))

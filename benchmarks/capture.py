@@ -120,7 +120,7 @@ def captured() -> dict[str, Any]:
 
 
 def forward_flops(name: str) -> float:
-    """The FLOPs of one picture, as the captured graph counts them."""
+    """Return the FLOPs of the forward pass of one picture, as the captured graph counts them."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from steelyard.capture.step import CapturedStep
     from tests.zoo import case

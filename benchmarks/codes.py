@@ -39,7 +39,8 @@ from benchmarks._linked import run_on
 from benchmarks.hosts import FEWEST, MOST, hosts
 from benchmarks.runner import interval
 
-# Nobody has asked for a figure of the largest elements, nor of what int8 takes: they are told.
+# Figures without a target are only reported: the bytes and the time of ``largest``, and the time of
+# int8.
 WIRE_TARGETS = {"ternary": 1 / 15, "int8": 1 / 3.9, "largest": None}
 PREDICTED_TARGET = 0.03
 CORE_TARGETS = {
@@ -47,7 +48,7 @@ CORE_TARGETS = {
     "int8": {"encode": None, "decode and add": None},
     "largest": {"encode": None, "decode and add": None},
 }
-# Of what torch's hook takes of a core.
+# The largest ratio of the CPU time of our hook to that of torch's hook.
 FACTORS_TARGET, RANK, MATRICES, WIDTH = 0.5, 4, 4, 1024
 WIRE_NUMEL, CORE_NUMEL, TIMES, ROUNDS = 1 << 20, 4 << 20, 10, 40
 
@@ -56,7 +57,7 @@ def main() -> None:
     parts = {"cores": cores, "wire": wire}
     wanted = sys.argv[1:] or [*parts]
     if odd := set(wanted) - parts.keys():
-        raise SystemExit(f"{min(odd)} is no part of it: {' or '.join(parts)}")
+        raise SystemExit(f"unknown part {min(odd)}, expected {' or '.join(parts)}")
     figures: list[dict[str, Any]] = []
     for what, found in parts.items():
         for figure in found() if what in wanted else ():
@@ -90,17 +91,17 @@ def wire() -> Iterator[dict[str, Any]]:
         for way, (counted, predicted) in sent.items():
             off = abs(counted / predicted - 1)
             name = f"{way}, {count} hosts: bytes counted beside those predicted"
-            # Of so few bytes, headers are more than that.
+            # With so few bytes, headers alone are more than the target allows.
             is_asked = way == "plain" or WIRE_TARGETS[way] is not None
             yield _figure(name, off, PREDICTED_TARGET if is_asked else None)
 
 
 def _sent(count: int, way: str) -> tuple[float, float]:
-    """Bytes a rank and a sum, counted, and predicted."""
+    """Return the bytes of one sum on the rank that sends most, counted and predicted."""
     with tempfile.TemporaryDirectory() as folder, hosts(count) as made:
         here = Path(folder)
         found = []
-        # What it takes to come together is in both.
+        # The difference of two runs leaves out the bytes of the rendezvous.
         for times in (TIMES, 2 * TIMES):
             before = [made.sent_bytes(host) for host in range(count)]
             given = [__file__, "--rank", folder, way, str(count), str(times)]
@@ -187,7 +188,7 @@ def cores() -> Iterator[dict[str, Any]]:
 
 
 def _in_turn(sides: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Processor seconds of each, of all threads."""
+    """Run the sides in turns and return the CPU seconds of each, over all threads."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for turn in range(ROUNDS + 3):
         for side, call in sides.items():
@@ -199,7 +200,7 @@ def _in_turn(sides: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
 
 
 class Given(nn.Module):
-    """Its gradients are what it is given: a backward pass computes next to nothing."""
+    """A model whose gradients are its inputs, so that a backward pass computes almost nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,13 +219,13 @@ def factors() -> dict[str, Any]:
     gradients = [torch.randn(WIDTH, WIDTH) for _ in range(MATRICES)]
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        # In one bucket: each of two would have a thread of gloo wait for a second exchange, which
-        # torch's hook does, and there are two threads.
+        # Use one bucket: torch's hook has a thread of gloo wait for the second exchange of each
+        # bucket, and there are only two threads.
         one_bucket = partial(
             DistributedDataParallel, bucket_cap_mb=2 * MATRICES * WIDTH**2 * 4 >> 20
         )
         plain, theirs, ours = (one_bucket(Given()) for _ in range(3))
-        # It begins with steps without, of which the first ones here are.
+        # The hook starts with steps without compression; they are among the warm-up steps here.
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=RANK, start_powerSGD_iter=2
         )

@@ -54,7 +54,7 @@ def main() -> None:
     optimizers = [name for name in OPTIMIZERS if name in sys.argv[1:]] or list(OPTIMIZERS)
     figures = [figure for optimizer in optimizers for figure in measured(optimizer)]
     judged = [figure for figure in figures if figure["target"] is not None]
-    # One that diverges is the worst.
+    # A figure with runs that diverge is the worst.
     worst = max(judged, key=lambda figure: (figure["diverged"], abs(figure["value"] or 0)))
     print(
         json.dumps(
@@ -91,8 +91,11 @@ def measured(optimizer: str) -> list[dict[str, Any]]:
 
 
 def _drift(coded: list[float], plain: list[float], *, is_judged: bool) -> dict[str, Any]:
-    """The runs that end in a number on both sides; it holds only if all of them do."""
-    assert all(map(isfinite, plain)), f"training without codes diverges: {plain}"
+    """Compare the held-out losses of the runs that do not diverge.
+
+    The target is met only if no run diverges.
+    """
+    assert all(map(isfinite, plain)), f"training without compression diverges: {plain}"
     pairs = [(own, other) for own, other in zip(coded, plain, strict=True) if isfinite(own)]
     drifts = [own / other - 1 for own, other in pairs]
     diverged = len(plain) - len(pairs)
@@ -110,8 +113,10 @@ def _drift(coded: list[float], plain: list[float], *, is_judged: bool) -> dict[s
 
 
 def _prepared(optimizer: str, folder: Path) -> dict[str, float]:
-    """One plan without codes, and one for each code, all that can be in it; how far a probe of
-    each drifts."""
+    """Write a plan without compression, and one for each codec; return the drift of their probes.
+
+    A codec is used for every gradient that it can compress.
+    """
     from steelyard.plan_files.plan_file import write_decisions
     from steelyard.plans.budget import Budget
     from steelyard.plans.plan import Decisions
@@ -164,7 +169,7 @@ def work(optimizer: str, folder: Path, rank: int) -> None:
                 step(_batch(trained, drawn))
             number = path.name.partition(".")[0]
             losses.setdefault(number, []).append(_held_out(model))
-            if rank == 0:  # as it goes: five seeds take long
+            if rank == 0:  # report progress: five seeds take long
                 said = {"seed": seed, "plan": number, "held_out": losses[number][-1]}
                 print(json.dumps(said), file=sys.stderr, flush=True)
             dist.barrier()
@@ -194,7 +199,7 @@ def _split(pieces: Tensor) -> dict[str, Tensor]:
 
 @cache
 def text() -> tuple[Tensor, Tensor]:
-    """The bytes of whole modules: four fifths of them to train on, every fifth to be held out."""
+    """Return the bytes of Python modules: four fifths to train on, and every fifth held out."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     held = b"".join(path.read_bytes() for path in modules[::5])
     trained = b"".join(path.read_bytes() for n, path in enumerate(modules) if n % 5)

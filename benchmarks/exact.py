@@ -30,9 +30,9 @@ from tests.harness import Trial, trial_of
 from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
-# Of the way from the least peak that the search found to that of the step as it is.
+# Limits as shares of the range from the least peak that the search found to the unplanned peak.
 SHARES = (0.0, 0.1, 0.3, 0.6)
-# Of the zoo, beside GPTs of one and two blocks.
+# Models of the zoo, in addition to GPTs of one and two blocks.
 ZOO = ("resnet_bn", "convnet_bn", "hf_convnext", "hf_vit", "moe")
 MOST_OVER = 0.02
 _SECONDS, _WORKERS = 30.0, 2
@@ -96,9 +96,10 @@ def tell(
 
 
 class Proof:
-    """One peak of one step, as intervals: of each value where it is made, and of each copy.
+    """The CP-SAT model of one step under one peak: an interval for each value and each copy.
 
-    Time is counted so that before each late line there is room for every operator, in their order.
+    Time is counted so that every operator has a place before each line of the backward pass, in the
+    order of the operators.
     """
 
     def __init__(self, tally: FastEstimator, limit_bytes: int) -> None:
@@ -118,7 +119,7 @@ class Proof:
         self._model.add_cumulative(self._intervals, self._demands, capacity)
 
     def seconds(self, limit: float, *, known: Point) -> tuple[float, float]:
-        """The fastest plan it found, and what is proven; of a whole step."""
+        """Return the seconds of the fastest step that was found, and the proven lower bound."""
         tally = self._tally
         runs = [(c.runs, number) for number, own in self._copies.items() for c in own]
         prices = [round(tally.seconds_of([number]) * _PICO) for _, number in runs]
@@ -129,14 +130,14 @@ class Proof:
         solver.parameters.max_time_in_seconds = limit
         solver.parameters.num_workers = _WORKERS
         status = solver.solve(self._model)
-        assert status != cp_model.INFEASIBLE, "it cannot even say what the search found"
+        assert status != cp_model.INFEASIBLE, "the model excludes the plan that the search found"
         found = known.seconds
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             found = tally.plain_seconds + solver.objective_value / _PICO
         return found, tally.plain_seconds + max(0.0, solver.best_objective_bound) / _PICO
 
     def begin_with(self, choice: frozenset[int]) -> None:
-        """Tell it what the search found."""
+        """Give the solver the plan that the search found as a hint."""
         copies = self._tally.copies(choice)
         turns: dict[int, int] = defaultdict(int)
         for position, (number, line) in enumerate(zip(copies.units, copies.lines, strict=True)):
@@ -178,7 +179,7 @@ class Proof:
             self._make_again(storage, reads[storage])
 
     def _keep(self, storage: int, least_end: int, reads: list[_Read]) -> None:
-        """One life, as long as anything reads it."""
+        """Add one interval for a value that lasts as long as anything reads it."""
         begin = self._time(self._tally.born[storage])
         end: cp_model.LinearExprT = least_end
         if reads:
@@ -188,7 +189,7 @@ class Proof:
         self._hold(storage, begin, end, None)
 
     def _make_again(self, storage: int, reads: list[_Read]) -> None:
-        """Each read is served by the value itself or by a copy of it."""
+        """Add intervals for a value and its copies; one of them must serve each read."""
         tally, model = self._tally, self._model
         born, forward_last = tally.born[storage], tally.forward_last[storage]
         lives: list[tuple[cp_model.LinearExprT, cp_model.IntVar, cp_model.IntVar | None]] = []
@@ -260,7 +261,10 @@ class _Copy:
 
 
 class _Read:
-    """From where to where a value must be there, and which copy wants it; None is the program."""
+    """The interval in which a value must exist, and the copy that reads it.
+
+    ``runs`` is None if the program itself reads it.
+    """
 
     def __init__(
         self,

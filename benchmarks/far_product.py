@@ -137,12 +137,12 @@ def measure(offload_memory: sy.OffloadMemory, threads: int) -> None:
 
 DEPTH, COLUMNS, FEW_ROWS, SLICES = 4096, 16384, 256, 128
 BEHIND_PAIRS = 25
-# Of so many pairs, the order statistics around the median at 95 %.
+# The order statistic that bounds the 95 % interval of the median of this many pairs.
 _LOW = 7
 
 
 class Behind(nn.Module):
-    """One product with a frozen matrix, pointwise work behind it, and little to train."""
+    """A product with a frozen matrix, pointwise operators after it, and little to train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def measure_behind(folder: str, threads: int) -> None:
 def stepping(
     model: nn.Module, x: Tensor, offload_memory: sy.OffloadMemory, rule: Rule
 ) -> tuple[Step, Planned]:
-    """The step with this rule, and what is said of it."""
+    """Return the step with this rule, and its plan with the predictions."""
     planned = sy.plan(
         model, loss, x, optimizer=SGD, cluster=sy.Cluster.here(offload_memory=offload_memory)
     )

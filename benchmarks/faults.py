@@ -36,9 +36,11 @@ _RUN = ("run", "train.py", "--steps", str(STEPS), "--rank-timeout", f"{TIMEOUT_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """``says`` has to be said; ``code`` is how the command ends, after so many restarts.
+    """A fault and its expected outcome.
 
-    ``by_hand``: started as ranks of somebody else, each with its own arguments; all have to say it.
+    ``says`` is a pattern that the command's stderr must match. ``code`` is the exit code, and
+    ``restarts`` the number of restarts before it. With ``by_hand``, the ranks are started one by
+    one without our launcher, each with its own arguments, and each must match the pattern.
     """
 
     says: str
@@ -159,7 +161,7 @@ def _tried(case: str, folder: Path) -> dict[str, Any]:
     figure = {
         "name": case,
         "seconds_over": round(max(over, 0.0), 2),
-        # Of what is refused: from the command to the refusal, most of it imports.
+        # If the input is refused: from the command to the message. Most of it is imports.
         "seconds": round(max(said) - (since or begin), 2) if all(said) else None,
         "ok": not wrong,
         **({"wrong": wrong} if wrong else {}),
@@ -169,7 +171,7 @@ def _tried(case: str, folder: Path) -> dict[str, Any]:
 
 
 class _Started:
-    """A command, and when it said what."""
+    """A command, with the time of each line that it writes to stderr."""
 
     def __init__(self, arguments: Sequence[str], folder: Path, environ: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -190,7 +192,7 @@ class _Started:
         try:
             code: int | str = self._process.wait(timeout=GIVE_UP_SECONDS)
         except subprocess.TimeoutExpired:
-            # Ranks are ended by the kernel when their launcher is.
+            # The kernel kills the ranks when their launcher ends.
             self._process.kill()
             self._process.wait()
             code = "never"
@@ -201,7 +203,10 @@ class _Started:
         return " ".join(" ".join(line for _, line in self._lines).split())
 
     def first_said(self, words: str) -> float:
-        """When enough lines had come to find them, wrapped as they may be; 0 for never."""
+        """Return the time at which the output first matched the pattern; 0.0 if it never did.
+
+        Line breaks within a match are ignored.
+        """
         text = ""
         for at, line in self._lines:
             text = f"{text} {' '.join(line.split())}"
@@ -211,7 +216,7 @@ class _Started:
 
 
 def _places(count: int) -> list[dict[str, str]]:
-    """The environment that torchrun would set, without its agent."""
+    """Return the environment of each rank, as torchrun would set it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -220,7 +225,7 @@ def _places(count: int) -> list[dict[str, str]]:
 
 
 def _left(mark: str) -> list[str]:
-    """Find all processes that carry the mark, even if the command has ended."""
+    """Return all processes with the mark in their environment; the command may have ended."""
     time.sleep(1.0)
     found = []
     for place in Path("/proc").glob("[0-9]*"):
@@ -230,7 +235,7 @@ def _left(mark: str) -> list[str]:
     return found
 
 
-# --- what is trained, and on what -----------------------------------------------------------------
+# --- the training script and the clusters ---------------------------------------------------------
 
 _SCRIPT = f'''
 import os, resource, signal, time
@@ -331,7 +336,7 @@ link = "wire"
 
 
 def _prepare(folder: Path) -> None:
-    """A script, plans of it that were edited to lie on two ranks and on four, and clusters."""
+    """Write the training script, its plans for two and for four ranks, and the clusters."""
     (folder / "train.py").write_text(_SCRIPT)
     for ranks, bucket, name in (
         (2, "64 KiB", "train"),
@@ -344,7 +349,7 @@ def _prepare(folder: Path) -> None:
             [sys.executable, "-m", "steelyard", *given],
             cwd=folder, check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        if "[[shard_batch]]" not in plan.read_text():  # one rank would be faster
+        if "[[shard_batch]]" not in plan.read_text():  # the planner chose one rank
             plan.write_text(plan.read_text() + _ON_RANKS.format(ranks=ranks, bucket=bucket))
     said = (folder / "train.plan.toml").read_text()
     if "[[shared_memory_transfer]]" not in said:

@@ -235,7 +235,7 @@ def adamw(parameters: Any) -> Any:
 
 
 def _total_seconds() -> float:
-    """The CPU seconds of this process and of its finished children so far, imports included."""
+    """Return the CPU seconds of this process and its finished children so far, with imports."""
     return _cpu_seconds(resource.RUSAGE_SELF) + _cpu_seconds(resource.RUSAGE_CHILDREN)
 
 

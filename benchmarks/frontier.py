@@ -53,7 +53,7 @@ from tests.harness import UNCOUNTED, Trial, costs_of
 MODELS = ("gpt", "resnet_bn", "hf_t5")
 RATIOS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 RATIO_WITH_DROPOUT = 0.5
-# Peers weigh FLOPs, so here we do too; a call costs next to nothing but is not free.
+# The peers minimize FLOPs, so these prices do too; a call has a tiny cost.
 FLOPS_ONLY = Device(
     kind="FLOPs only",
     flops_per_second=1e9,
@@ -67,7 +67,10 @@ Make = Callable[[], tuple[nn.Module, Any, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """The time of a step of one side, and how far its gradients are from its own unplanned ones."""
+    """The peak and the FLOPs of a step, and the error of its gradients.
+
+    The error is relative to the gradients of the same side without a plan or budget.
+    """
 
     who: str
     peak_bytes: int
@@ -139,12 +142,12 @@ def figure(name: str, ours: Ours, peer: Reached, plan: Reached | None) -> dict[s
 
 
 class Ours:
-    """Plans on one table of decompositions, run by generated Python."""
+    """Our plans with one table of decompositions, run by generated Python."""
 
     def __init__(self, make: Make, *, decomposition: str = "python-2") -> None:
         self._trial = Trial(*make(), decomposition=decomposition)
         graph = self._trial.source.graph(micro_batches=1)
-        # Micro-batches would cost no FLOPs at all; no peer here cuts the batch, so we do not.
+        # Micro-batches cost no FLOPs, but no peer here splits the batch, so our plans do not.
         self._searching = self._trial.searching(
             costs_of(graph, device=FLOPS_ONLY), trades=(Recompute(),)
         )
@@ -166,14 +169,17 @@ class Ours:
         return self._run(found)
 
     def within(self, flops: int) -> Reached:
-        """The plan of the least memory that takes no more FLOPs than these."""
+        """Run the plan with the least memory among those that take at most ``flops``."""
         explored = self._searching.explored()
         cheap = [p for p in explored.chain if explored.estimator.flops_of(p.choices) <= flops]
         return self._run(self._searching.find(Budget(memory_bytes=cheap[0].peak_bytes)))
 
     def least_flops(self, peak_bytes: int) -> float:
-        """No plan of this graph in its order, values made again as often as it likes, takes fewer
-        within that peak; of the FLOPs that count here."""
+        """Return a lower bound on the FLOPs of all plans within a peak.
+
+        It holds for this graph in its order of operators. Plans may recompute values any number of
+        times.
+        """
         tally = self._searching.explored().estimator
         least = least_seconds(
             tally,
@@ -195,7 +201,10 @@ class Ours:
 
 
 def wrong_with_dropout(name: str) -> float:
-    """How far the partitioner's gradients are from its own without a budget, under one seed."""
+    """Return the error of the partitioner's gradients with a budget and dropout.
+
+    The error is relative to its own gradients without a budget, under the same seed.
+    """
     make = partial(made, name, dropout=True)
     _, exact = partitioned(make, {}, 1.0)
     _, gradients = partitioned(make, {}, RATIO_WITH_DROPOUT)
@@ -215,7 +224,7 @@ def made(name: str, *, dropout: bool = False) -> tuple[nn.Module, Any, Any]:
             getattr(module, "dropout", None), float
         )
         if drops and not dropout:
-            # As in evaluation: no operator is left of it. (Set to zero, it would still copy.)
+            # As in evaluation, dropout has no operator. (With a rate of zero, it would still copy.)
             module.training = False
     return model, loss, batch
 
@@ -229,7 +238,7 @@ def peers(make: Make) -> Iterator[Reached]:
 def swept(
     make: Make, label: str, decompositions: dict[Any, Any], ratios: Sequence[float] = RATIOS
 ) -> Iterator[Reached]:
-    """torch's partitioner over its memory ratios."""
+    """Run torch's partitioner at each memory ratio."""
     exact: dict[str, Tensor | None] | None = None
     for ratio in ratios:
         try:
@@ -250,8 +259,9 @@ def swept(
 def checkpointed(
     make: Make, *, who: str = "checkpoint every block", context_fn: Callable[[], Any] | None = None
 ) -> Reached:
-    """torch.utils.checkpoint around every block, as people do it; ``context_fn`` makes it
-    selective.
+    """Run the model with torch.utils.checkpoint around every block.
+
+    ``context_fn`` makes the checkpoints selective.
     """
     model, loss, batch = make()
     for block in blocks(model):
@@ -275,7 +285,7 @@ def checkpointing(
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated modules: in a ModuleList, or alike in a Sequential."""
+    """Return the outermost repeated modules: in a ModuleList or Sequential, with own children."""
     found: list[nn.Module] = []
     for module in model.modules():
         children = list(module.children())
@@ -288,7 +298,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def partitioned(
     make: Make, decompositions: dict[Any, Any], ratio: float
 ) -> tuple[Reached, dict[str, Tensor | None]]:
-    """torch's partitioner as torch.compile calls it, its graphs run node by node."""
+    """Run torch's partitioner as torch.compile calls it; its graphs run node by node."""
     model, loss, batch = make()
     flops: list[int] = []
     torch.compiler.reset()
@@ -301,7 +311,10 @@ def partitioned(
 
 
 def partitioning(decompositions: dict[Any, Any], flops: list[int]) -> Callable[..., Any]:
-    """A backend of torch.compile that cuts at the activation_memory_budget and tells FLOPs."""
+    """Return a backend of torch.compile that partitions by activation_memory_budget.
+
+    It appends the FLOPs of each graph to ``flops``.
+    """
 
     def counted(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         flops.append(sum(node_flops(node) for node in graph.graph.nodes))
@@ -309,7 +322,8 @@ def partitioning(decompositions: dict[Any, Any], flops: list[int]) -> Callable[.
         def run(arguments: list[Any]) -> Any:
             return torch.fx.Interpreter(graph).boxed_run(arguments)
 
-        # It may empty the list, so that what is saved dies at its last use, as with Inductor.
+        # The call may empty the list, so that saved values are freed at their last use, as with
+        # Inductor.
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
@@ -342,7 +356,7 @@ def node_flops(node: torch.fx.Node) -> int:
 
 
 class Eager:
-    """A forward and backward pass called the usual way."""
+    """A forward and backward pass of eager PyTorch."""
 
     def __init__(self, model: nn.Module, forward: Callable[[], Tensor]) -> None:
         self._model = model
@@ -368,7 +382,7 @@ class Eager:
 
 
 def error(ours: dict[str, Tensor | None], exact: dict[str, Tensor | None]) -> float:
-    """The largest relative difference of a gradient, in norm."""
+    """Return the largest relative difference of any gradient, in norm."""
     worst = 0.0
     for name, right in exact.items():
         left = ours[name]

@@ -77,7 +77,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A peer, and our plan at the peak it reaches."""
+    """A peer, and our plan that it is compared with; None if no plan fits its peak."""
 
     peer: Reached
     ours: Reached | None
@@ -85,10 +85,12 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """One model with all its peers; ``ours`` are the plans on Inductor's decompositions.
+    """One model with all its peers.
 
-    ``decomposed``: for each number of FLOPs that torch's sweep on Inductor's decompositions takes,
-    the least peak that it reaches with no more, and the least that we do on the same graph.
+    ``pairs`` compare at equal peaks. ``decomposed`` compare at equal FLOPs: for each number of
+    FLOPs in torch's sweep on Inductor's decompositions, the least peak that torch reaches with at
+    most that many, and the least peak of our plans on the same graph. ``ours`` are the plans on
+    Inductor's decompositions.
     """
 
     name: str
@@ -142,7 +144,7 @@ def peers(make: Make) -> Iterator[Reached]:
 
 
 def keeping(kept: set[Any], *, every: int) -> Callable[[], Any]:
-    """torch's selective checkpointing, which keeps every so-manieth of these calls in a block."""
+    """Return contexts for selective checkpointing that keep one in ``every`` of these calls."""
 
     def contexts() -> Any:
         seen = {False: 0, True: 0}
@@ -169,7 +171,7 @@ def tell(eager: Reached, pair: Pair) -> None:
 
 
 def undominated(reached: Sequence[Reached]) -> list[Reached]:
-    """By rising FLOPs and falling peak."""
+    """Return the points that no other beats in FLOPs and peak, ordered by rising FLOPs."""
     best: list[Reached] = []
     for point in sorted(reached, key=lambda r: (r.flops, r.peak_bytes)):
         if not best or point.peak_bytes < best[-1].peak_bytes:
@@ -178,7 +180,7 @@ def undominated(reached: Sequence[Reached]) -> list[Reached]:
 
 
 def never_above(met: dict[str, Met]) -> dict[str, Any]:
-    """FLOPs at each peak that any peer reaches, beside the peer that needs fewest there."""
+    """Compare our FLOPs at each peer's peak with the fewest of any peer within that peak."""
     ratios = []
     for model in met.values():
         for pair in model.pairs:
@@ -193,10 +195,11 @@ def never_above(met: dict[str, Met]) -> dict[str, Any]:
 
 
 def peak_on_decomposed(model: Met, *, target: float) -> Iterator[dict[str, Any]]:
-    """The cases of our largest lead and of torch's own least peak: it may pay little there.
+    """Yield the ratio of peaks at equal FLOPs: where it is smallest, and at torch's least peak.
 
-    The interval is over all numbers of FLOPs; beside each stands the least that any plan within
-    the target takes of them, as a share of those without plan: more than the peer's, none meets it.
+    The interval is over all numbers of FLOPs. ``no plan below`` is a lower bound on the FLOPs of
+    all plans that meet the target, relative to the step without a plan. If it is above the peer's
+    FLOPs, no plan can meet the target.
     """
     ratios = [p.ours.peak_bytes / p.peer.peak_bytes for p in model.decomposed if p.ours]
     least = min(p.peer.peak_bytes for p in model.decomposed)
@@ -222,7 +225,10 @@ def beside_checkpoints(model: Met) -> dict[str, Any]:
 
 
 def tight_on_aten(model: Met) -> dict[str, Any]:
-    """The worst over all points of torch's sweep at such peaks that no other of them beats."""
+    """Return the worst ratio of recomputation at the tight peaks of torch's sweep on aten.
+
+    Points that another point of the sweep beats are left out.
+    """
     on_aten = undominated([p.peer for p in model.pairs if p.peer.who.startswith("min-cut, aten")])
     limit = TIGHT * min(model.eager.peak_bytes, model.base.peak_bytes)
     ratios = [
@@ -247,7 +253,7 @@ def figure(name: str, value: float, values: Sequence[float], target: float) -> d
 def gpt(*, fused: bool) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(_SEED)
     model = GPT(layers=6, width=256, heads=4, vocabulary=1024, length=256, fused=fused)
-    # In evaluation nothing is left of dropout: with a rate of zero it would still copy.
+    # In evaluation, dropout has no operator. With a rate of zero, it would still copy.
     return model.eval(), next_token_loss, tokens(8, 256, 1024)
 
 

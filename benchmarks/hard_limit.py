@@ -43,18 +43,19 @@ from benchmarks.honest_budget import OPTIMIZER, least_of, made
 
 CASES = ("gpt", "words", "mlp", "resnet_bn", "unet", "moe", "hf_llama", "masks_far", "wide_far")
 _FAR = {"rate": "1 GB/s", "size": "2 GiB"}
-# Between the least a step can run in and what it takes unplanned.
+# The budget, as a share of the range from the least memory of any plan to the unplanned peak.
 PLACE, STEPS, FEWEST_CASES = 0.25, 20, 6
-# After so many steps, the second of which is metered, nothing is loaded or compiled any more.
+# After this many steps, the second of which is metered, nothing more is loaded or compiled.
 SETTLED = 2
-# What kernels and the profiler hold for a moment, and what malloc cannot give back.
+# Room for short-lived memory of kernels and of the profiler, and for what malloc cannot give back.
 ALLOWANCE_BYTES = 16 << 20
-# Of a loss, relative, where the order of sums is another.
+# The largest relative difference of a loss where sums are computed in another order.
 MOST_OFF = 1e-4
 _SEED = 3
-# glibc keeps what is freed for later unless told not to: the limit would be on that too. One arena,
-# as what threads leave behind in theirs is nobody's. Blocks of 64 KiB go back as well: a Llama's of
-# 128 KiB, from steps in 4 parts, left holes of 14 to 33 MiB in the heap of plain PyTorch.
+# By default, glibc keeps freed memory, and the limit would count it. One arena is used, because
+# memory that threads leave in their own arenas is not given back. Blocks from 64 KiB on are given
+# back: with blocks of 128 KiB, a Llama in 4 micro-batches left holes of 14 to 33 MiB in the heap of
+# plain PyTorch.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "0",
@@ -115,9 +116,9 @@ def in_processes(name: str) -> Told:
 
 
 def run(role: str, name: str, task: Told, costs: str) -> Told:
-    """The result of the process; where it was out of memory, its last words."""
+    """Run a child process and return its result; if it ran out of memory, with its message."""
     command = [sys.executable, __file__, "--child", role, name, json.dumps(task)]
-    # What is measured under these settings of malloc is no use to other plans.
+    # Costs measured with these settings of malloc do not apply to other plans.
     environment = {**os.environ, **MALLOC, "STEELYARD_CACHE": costs, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     told: Told = {"losses": []}
@@ -160,7 +161,7 @@ def child(role: str, name: str, task: Told) -> None:
     if role == "planned":
         tell(measured=step.receipt().measured.memory_bytes)
     elif task.get("parts", 1) > 1:
-        # The whole draws other random numbers than its parts: nothing to compare with.
+        # Compare with the whole batch only if the loss draws no random numbers.
         before = torch.get_rng_state()
         loss(model, batch)
         if torch.equal(before, torch.get_rng_state()):
@@ -175,7 +176,7 @@ def losses_of(step: Any, batch: Any, steps: int) -> Iterator[float]:
 
 
 def plan(name: str, path: str) -> None:
-    """Without a limit: measuring costs needs whole steps."""
+    """Make and save the plan. This runs without a limit, because costs are measured."""
     model, loss, batch = case(name)
     folder = Path(path).parent / "far"
     folder.mkdir()
@@ -224,7 +225,7 @@ def squares(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class Plain:
-    """The loop everybody writes; in parts, as one accumulates by hand."""
+    """A plain training step, with gradients accumulated over ``parts`` of the batch."""
 
     def __init__(self, model: nn.Module, loss: Any, parts: int) -> None:
         self.optimizer = OPTIMIZER(model.parameters())
@@ -242,7 +243,7 @@ class Plain:
 
 
 def warm_up() -> None:
-    """Load what torch loads at its first call, which belongs to no step."""
+    """Load what torch loads at its first call, so that no step is charged for it."""
     tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 4), nn.Dropout(0.1))
     optimizer = OPTIMIZER(tiny.parameters())
     tiny(torch.ones(2, 3, 3, 3)).sum().backward()
@@ -250,10 +251,10 @@ def warm_up() -> None:
 
 
 def beside_the_step(model: nn.Module, batch: Any, step: Any) -> int:
-    """The bytes that RLIMIT_DATA counts between two steps, less what the budget is to hold.
+    """Return the bytes that RLIMIT_DATA counts between two steps, less those the budget covers.
 
-    Python and what was imported, the graph that was captured, oneDNN's compiled kernels. Weights
-    that lie on a file are not counted, and so not taken away.
+    They are Python and its imports, the captured graph, and oneDNN's compiled kernels. RLIMIT_DATA
+    does not count weights in a file, so these are not subtracted.
     """
     model.zero_grad()
     gc.collect()
@@ -271,7 +272,7 @@ def tell(**told: object) -> None:
     print(json.dumps(told), flush=True)
 
 
-# --- verdicts -------------------------------------------------------------------------------------
+# --- the figures ----------------------------------------------------------------------------------
 
 
 def verdicts(rows: list[Told]) -> list[Told]:
@@ -300,7 +301,7 @@ def figure(name: str, value: float, target: float, *, at_least: bool = False) ->
 
 
 def off(left: list[float], right: list[float]) -> float:
-    """The largest relative difference of a loss; all of it where not all steps were taken."""
+    """Return the largest relative difference of a loss; 1.0 if not all steps were taken."""
     if len(left) != len(right):
         return 1.0
     return max(abs(a - b) / abs(b) for a, b in zip(left, right, strict=True))

@@ -40,13 +40,14 @@ MODELS = (
     *("gpt", "words", "mlp", "resnet_bn", "unet", "moe"),
     *("hf_bert", "hf_t5", "hf_llama"),
 )
-# Between the least that is named and the unplanned peak; and what is to be refused.
+# Budgets as shares of the range from the least memory of any plan to the unplanned peak, and a
+# share of the least memory, which must be refused.
 PLACES = (0.0, 0.1, 0.25, 0.45, 0.7, 0.95)
 TOO_LITTLE = 0.98
-# Of activation_memory_budget; the first saves nothing, and says what is right.
+# Values of activation_memory_budget. The first saves no memory; its gradients are the reference.
 RATIOS = (1.0, 0.5, 0.3)
 FEWEST_CASES, FEWEST_RUN, LEAST_USED = 40, 0.9, 0.9
-# Gradients that are further off than this were not trained with the same numbers.
+# A larger error of gradients means that other random numbers were drawn.
 _ROUNDING = 1e-3
 _SEED = 11
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4)
@@ -76,7 +77,7 @@ def in_its_own_process(name: str) -> list[Row]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     rows = [json.loads(x[5:]) for x in done.stdout.splitlines() if x.startswith("CASE ")]
     if done.returncode != 0:
-        # A crash is a case that was neither run nor refused.
+        # A crash counts as a case that was neither run nor refused.
         rows.append({"budget": 0, "peers": ["all"], "failed": done.stderr.strip()[-1500:]})
     print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
     for row in rows:
@@ -98,7 +99,7 @@ def one_model(name: str) -> Iterator[Row]:
             "budget": budget,
             "place": round((budget - least) / (top - least), 3),
             "peers": fitting,
-            # Some save bytes by drawing other masks in the backward pass: that is no training.
+            # Some peers save memory by drawing other masks in the backward pass, which is wrong.
             "exact_peers": [who for who in fitting if peers[who][1] <= _ROUNDING],
         }
         try:
@@ -111,7 +112,7 @@ def one_model(name: str) -> Iterator[Row]:
 
 
 def seconds_within(session: sy.Planned, budget: int) -> float | None:
-    """As predicted; None where no plan fits."""
+    """Return the predicted seconds of the plan for a budget; None where no plan fits."""
     try:
         return float(session.what_if(memory=budget).predicted.step_seconds.value)
     except sy.SteelyardError:
@@ -141,7 +142,10 @@ def taken_steps(planned: sy.Planned, batch: Any) -> Row:
 
 
 def peers_of(name: str) -> Iterator[tuple[str, tuple[int, float]]]:
-    """Peak of a whole step, and how far gradients are from the peer's own without saving."""
+    """Yield each peer with the peak of a whole step and the error of its gradients.
+
+    The error is relative to the peer's own gradients without saving memory.
+    """
     model, loss, batch = made(name)
     peak, exact = peer(model, partial(loss, model, batch), batch)
     yield "eager", (peak, 0.0)
@@ -188,7 +192,7 @@ def peer(
     return resident + metered.peak_bytes, gradients
 
 
-# --- verdicts -------------------------------------------------------------------------------------
+# --- the figures ----------------------------------------------------------------------------------
 
 
 def verdicts(by_model: dict[str, list[Row]]) -> list[Row]:
@@ -225,13 +229,13 @@ def used_of(where: str, rows: list[Row]) -> Row:
 
 
 def binding_of(found: list[Row]) -> list[Row]:
-    """Those of one model that are slower than what the next larger budget allows."""
+    """Return the budgets of one model whose plans are slower than that of the next larger one."""
     ran = [row for row in found if "used" in row]
     return [row for row, larger in pairwise(ran) if row["seconds"] > larger["seconds"]]
 
 
 def falls_of(found: list[Row]) -> Iterator[bool]:
-    """True if predicted or true peaks fall, or time rises, as the budget of one model rises."""
+    """Yield True where the peak falls or the time rises with the next larger budget of a model."""
     ran = [row for row in found if "used" in row]
     for row, larger in pairwise(ran):
         yield (
@@ -242,7 +246,7 @@ def falls_of(found: list[Row]) -> Iterator[bool]:
 
 
 def missed_of(found: list[Row]) -> Iterator[bool]:
-    """True if a plan for a larger budget of one model would have served a smaller one better."""
+    """Yield True for each budget of a model into which a faster plan of another budget fits."""
     ran = [row for row in found if "used" in row]
     for row in ran:
         yield any(
@@ -256,11 +260,11 @@ def figure(name: str, value: float, target: float, *, at_least: bool = False) ->
     return {"name": name, "value": value, "interval": None, "target": target, "ok": ok}
 
 
-# --- models of our own ----------------------------------------------------------------------------
+# --- the own models -------------------------------------------------------------------------------
 
 
 class UNet(nn.Module):
-    """Three scales with skips: what is made first is read last."""
+    """A U-Net of three scales with skip connections: the first values are read last."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -288,14 +292,14 @@ def _twice(inner: int, outer: int) -> nn.Sequential:
 
 
 def _mlp() -> Sample:
-    """The zoo's has as many weights as activations."""
+    """Return an MLP with more activations than weights; the zoo's has as many of each."""
     parts = (m for _ in range(8) for m in (nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1)))
     batch = {"x": torch.randn(2048, 256), "y": torch.randint(0, 10, (2048,))}
     return nn.Sequential(*parts, nn.Linear(256, 10)), class_loss, batch
 
 
 def _words() -> Sample:
-    """Most of what is held are scores over a vocabulary."""
+    """Return a GPT whose memory is mostly the scores over its vocabulary."""
     model = GPT(layers=2, width=128, heads=4, vocabulary=8192, length=128)
     return model, next_token_loss, tokens(4, 128, 8192)
 
@@ -313,7 +317,7 @@ def made(name: str) -> Sample:
         model, loss, batch = _OWN[name]()
         return model.train(), loss, batch
     model, loss, batch = zoo.case(name).make(scale="small")
-    # Half of it is enough to be metered in, and to be planned for in half of the time.
+    # Half of the batch is enough for metering, and takes half of the time.
     return model, loss, {key: tensor.chunk(2)[0].clone() for key, tensor in batch.items()}
 
 

@@ -29,19 +29,19 @@ DEVICE = "link0"
 FEWEST, MOST = 2, 6
 # A kernel of 250 Hz refills a bucket every 4 ms: one of 64 kB carries 43 % of 1 Gbit/s.
 _BURST_BYTES = 256 << 10
-# A wire lets nothing through at once after it was idle, as a full bucket would: a second one of a
-# few packets sees to that.
+# After an idle time, a full bucket would let its burst through at once, which a wire does not. A
+# second bucket of a few packets limits the peak rate.
 _PEAK_SHARE, _PEAK_SECONDS, _PEAK_BYTES = 1.02, 2.5e-4, 9000
-# Packets larger than that are cut up by tbf, each of 1,500 bytes waiting for a timer of its own: at
-# 1 Gbit/s that takes three quarters of a core, where a wire takes none. So they are made smaller,
-# with room for the headers.
+# tbf cuts up packets that are larger than that, and every piece of 1,500 bytes waits for its own
+# timer: at 1 Gbit/s this takes three quarters of a core, while a wire takes none. So the packets
+# are made smaller, with room for the headers.
 _PACKET_SHARE, _PACKET_BYTES = 0.92, 65536
 _QUEUE_MS = 200
-# A relay takes a turn for each packet: fewer and larger ones.
+# A relay handles one packet at a time, so packets are fewer and larger.
 _RELAYED_BYTES = 60_000
 _DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 _TOOLS = ("ip", "tc", "setpriv", "unshare", "nsenter")
-# How tools and kernels say that this may not be had, and not that it was asked for wrongly.
+# Messages of tools and kernels for a missing permission or feature, and not for a wrong command.
 _REFUSALS = (
     "operation not permitted", "permission denied", "not supported", "unknown device type",
     "qdisc kind is unknown", "/dev/net/tun",
@@ -49,12 +49,16 @@ _REFUSALS = (
 
 
 class NoHosts(SystemExit):
-    """They cannot be made on this machine, for a reason that is the machine's."""
+    """Raised where this machine does not allow hosts to be made."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Hosts:
-    """``holders`` keep the namespaces of the hosts; a bridge, where there is one, has its own."""
+    """Hosts on this machine.
+
+    The process of each host in ``holders`` keeps its namespace alive. A bridge, which more than two
+    hosts have, has a namespace of its own.
+    """
 
     holders: list[subprocess.Popen[str]]
     bridge: subprocess.Popen[str] | None
@@ -63,14 +67,14 @@ class Hosts:
     def start(
         self, host: int, command: Sequence[str], environ: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """A process there; it ends with this one, or with the hosts."""
+        """Start a process on a host; it is killed when this process or the hosts end."""
         inside = [*_DIES_WITH_US, *_within(self.holders[host]), *command]
         process = subprocess.Popen(inside, env={**environ, "GLOO_SOCKET_IFNAME": DEVICE})
         self.started.append(process)
         return process
 
     def shape(self, bits_per_second: int | None, *, host: int | None = None) -> None:
-        """All links, or that of one host; None lets them carry what they can."""
+        """Limit the rate of all links, or of the link of one host; None removes the limit."""
         shaped = range(len(self.holders)) if host is None else [host]
         ends = [(self.holders[n], DEVICE) for n in shaped]
         if self.bridge is not None:
@@ -93,7 +97,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def cut_off(self, host: int) -> Iterator[None]:
-        """Within it nothing comes from there or goes there."""
+        """Take down the link of a host within the context."""
         device = [*_within(self.holders[host]), "ip", "link", "set", DEVICE]
         _run([*device, "down"])
         try:
@@ -102,7 +106,7 @@ class Hosts:
             _run([*device, "up"])
 
     def sent_bytes(self, host: int) -> int:
-        """The bytes its end of the link has sent, headers and all, by the kernel's count."""
+        """Return the kernel's count of bytes that a host has sent, headers included."""
         lines = Path(f"/proc/{self.holders[host].pid}/net/dev").read_text().splitlines()
         counts = next(line for line in lines if line.strip().startswith(f"{DEVICE}:"))
         return int(counts.partition(":")[2].split()[8])
@@ -116,8 +120,11 @@ def address(host: int) -> str:
 def hosts(
     count: int, *, bits_per_second: int | None = None, delay_seconds: float = 0.0
 ) -> Iterator[Hosts]:
-    """So many, each joined to all others; ends with the true reason where that is not allowed. Of
-    two, what one sends may be so long on its way."""
+    """Yield ``count`` hosts, each joined to all others.
+
+    Between two hosts, every packet may be delayed by ``delay_seconds``. Raises NoHosts, with the
+    reason, where the machine does not allow hosts.
+    """
     assert FEWEST <= count <= MOST, f"from {FEWEST} to {MOST} hosts, not {count}"
     assert count == FEWEST or not delay_seconds, "a relay joins two hosts"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -136,14 +143,14 @@ def hosts(
 
 
 def _namespace() -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    """A process in a network of its own, of which its loopback is up."""
+    """Start a process in a network namespace of its own, with the loopback up."""
     inside = ["sh", "-c", "ip link set lo up && echo up && exec sleep infinity"]
     return _held(["unshare", "--net", *inside], "no hosts can be made here")
 
 
 @contextlib.contextmanager
 def _relay(holders: Sequence[subprocess.Popen[str]], delay_seconds: float) -> Iterator[None]:
-    """Has a device in each of the two, the ends of a link."""
+    """Run a relay between two hosts; it makes a device in each, the ends of their link."""
     script = str(Path(__file__).with_name("_relay.py"))
     ends = [str(holder.pid) for holder in holders]
     command = [sys.executable, script, *ends, DEVICE, str(delay_seconds)]
@@ -155,7 +162,10 @@ def _relay(holders: Sequence[subprocess.Popen[str]], delay_seconds: float) -> It
 
 @contextlib.contextmanager
 def _held(command: Sequence[str], failed: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that says when it is up, and ends with this one."""
+    """Start a process and wait until it prints "up"; it is killed when the context ends.
+
+    It is killed with this process, too.
+    """
     with subprocess.Popen(
         [*_DIES_WITH_US, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as held:
@@ -171,7 +181,7 @@ def _held(command: Sequence[str], failed: str) -> Iterator[subprocess.Popen[str]
 
 
 def _join(made: Hosts, *, is_relayed: bool) -> None:
-    """Devices come up where they belong: nothing of them is ever in our own namespace."""
+    """Make the devices of the links and bring them up, none of them in our own namespace."""
     if is_relayed:
         pass  # the relay has made them
     elif made.bridge is None:
@@ -214,7 +224,10 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _failed(command: Sequence[str], said: str, refused: str) -> BaseException:
-    """A failure for another reason is a fault of ours, and no reason to skip a test."""
+    """Return NoHosts if the machine refused the command, else a RuntimeError.
+
+    Any other failure is an error of this module, and no reason to skip a test.
+    """
     if any(refusal in said.lower() for refusal in _REFUSALS):
         return NoHosts(f"{refused}: {said}")
     return RuntimeError(f"{' '.join(command)}: {said}")
@@ -226,7 +239,7 @@ def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-# --- whether links carry what they are shaped to --------------------------------------------------
+# --- do links carry the rate they are limited to? -------------------------------------------------
 
 _RATES = (1_000_000_000, 100_000_000)
 _SECONDS, _TRIES = 1.0, 3
@@ -275,7 +288,10 @@ def main() -> None:
 
 
 def _carried(count: int, rate: int) -> dict[str, object]:
-    """One way, from the last host to the first, by TCP; and the kernel's count beside ours."""
+    """Measure the rate of TCP from the last host to the first, relative to the limit.
+
+    ``counted`` is the kernel's count of bytes relative to the bytes that were sent.
+    """
     nbytes = round(rate / 8 * _SECONDS)
     with tempfile.TemporaryDirectory() as folder, hosts(count, bits_per_second=rate) as made:
         said = Path(folder) / "received"

@@ -33,7 +33,8 @@ from tests.zoo.case import next_token_loss, tokens
 from tests.zoo.own import GPT
 
 LENGTH, VOCABULARY = 512, 1024
-# Of the way from the least memory that recomputing alone needs to the peak without a plan.
+# Limits as shares of the range from the least memory with recomputation alone to the unplanned
+# peak.
 SHARES = (0.05, 0.15, 0.3, 0.5, 0.7)
 TURNS = 7
 MOST_OVERHEAD, MOST_MISS = 0.5, 0.15
@@ -86,7 +87,7 @@ def main() -> None:
             print(f"{name} at {share}: predicted {predicted:.3f}, measured {measured:.3f}")
             if name == "joint":
                 misses.append(measured / predicted - 1)
-        assert over["recompute"] > 0, "at this peak nothing is paid: it says nothing"
+        assert over["recompute"] > 0, "recomputation costs nothing at this peak"
         ratios[share] = max(0.0, over["joint"]) / over["recompute"]
         bounds[share] = least_overhead(both, limits[share]) / over["recompute"]
     moved, again = at_the_ends(both, list(limits.values()))
@@ -112,7 +113,7 @@ def figure(name: str, value: float, target: float) -> dict[str, Any]:
 
 
 def least_overhead(both: sy.Planned, limit: int) -> float:
-    """The bound that the search cannot rule out, for a step without a plan."""
+    """Return the search's lower bound on the overhead over the step without a plan."""
     search = both.session.search
     gap = search.find(sy.Budget(memory=limit)).gap
     assert gap is not None
@@ -120,7 +121,7 @@ def least_overhead(both: sy.Planned, limit: int) -> float:
 
 
 def half_of(unplanned: Prediction) -> float:
-    """The rate at which half of what waits at the turn leaves during the forward pass."""
+    """Return the rate at which half of the saved values can be moved in the forward pass."""
     timeline = unplanned.timeline
     assert timeline is not None
     turn = timeline.phases.index(Phase.BACKWARD)
@@ -129,7 +130,10 @@ def half_of(unplanned: Prediction) -> float:
 
 
 def at_the_ends(both: sy.Planned, limits: list[int]) -> tuple[int, int]:
-    """The values offloaded over a link without cost, and those recomputed at no cost."""
+    """Count the rules that offload over a link of almost no rate, or recompute with a free link.
+
+    Both counts should be 0.
+    """
     session = both.session
     found = []
     for rate in (1.0, 1e18):

@@ -62,7 +62,7 @@ def main() -> None:
     if "four" not in sys.argv:
         most = largest(request, Maximize.BATCH)
         figures = [*compared("the largest batch", model, most, theirs, vocabulary), *figures]
-        # What is asked for the time holds at four times the batch; here it is told.
+        # The target for the time applies to four times the batch; here the time is only reported.
         figures[1] |= {"target": None, "ok": True}
     print(json.dumps({**figures[0], "ok": all(f["ok"] for f in figures), "figures": figures}))
 
@@ -70,7 +70,7 @@ def main() -> None:
 def compared(
     what: str, model: nn.Module, ours: sy.Planned, theirs: int, vocabulary: int
 ) -> list[dict[str, Any]]:
-    """Steps of the plan and of plain PyTorch, each at its own size."""
+    """Compare steps of the plan with those of plain PyTorch, each at its own batch size."""
     size = ours.plan.decisions.target.batch[0].shape[0]
     twin = copy.deepcopy(model)
     step, eager = ours.apply(), eager_step(twin)
@@ -120,7 +120,10 @@ def eager_step(model: nn.Module) -> Any:
 
 
 def largest_of_eager(model: nn.Module, vocabulary: int) -> int:
-    """Peaks grow by as much for each sample; the size where they cross the limit is tried."""
+    """Return the largest batch of eager PyTorch within the limit.
+
+    Peaks grow linearly with the batch, so the search starts where they would cross the limit.
+    """
     step = eager_step(model)
     weights = 3 * sum(p.nbytes for p in model.parameters())  # and what AdamW keeps
 

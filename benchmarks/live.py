@@ -47,9 +47,9 @@ LINKS = {"unshaped": None, "1 Gbit/s": 10**9, "100 Mbit/s": 10**8}
 REGRET_TARGET, PEAK_TARGET, FEWEST_PLANS, RUNS_SHARE = 0.10, 0.05, 60, 1 / 20
 MICRO_BATCHES, SHARES_OF_MEMORY = (2, 4, 8), (0.9, 0.8, 0.7)
 FINER_SHARES = tuple(percent / 100 for percent in range(98, 40, -2))
-# The budgets under which a plan is chosen: none, and this share of what the leanest layout takes.
+# A plan is chosen without a budget, and for this share of the memory that the leanest layout takes.
 TIGHT_SHARE = 0.85
-# Turns of all that are left, and the share of them that stays.
+# Each round: the number of turns of all remaining plans, and the share of them that remains.
 Rounds = tuple[tuple[int, float], ...]
 ROUNDS: Rounds = ((1, 0.6), (2, 0.4), (4, 0.4), (12, 0.0))
 STEPS_IN_A_ROW, METERED = 2, 2
@@ -59,7 +59,7 @@ OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """``predicted`` are seconds of each plan; by budget, which fit it and which was chosen."""
+    """The predicted seconds of each plan; by budget, the plans that fit and the chosen one."""
 
     predicted: tuple[float, ...]
     fitting: dict[str, list[int]]
@@ -86,7 +86,7 @@ def main() -> None:
 
 def measured(name: str) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, hosts(RANKS) as pair:
-        # What is measured of this link is nobody else's.
+        # Measurements of this link must not be used by other runs.
         os.environ["STEELYARD_CACHE"] = f"{folder}/costs.sqlite"
         for link, bits_per_second in LINKS.items():
             pair.shape(bits_per_second)
@@ -101,7 +101,7 @@ def measured(name: str) -> Iterator[dict[str, Any]]:
                 yield figure
 
 
-# --- the space ------------------------------------------------------------------------------------
+# --- the candidates -------------------------------------------------------------------------------
 
 
 def _look(name: str) -> Any:
@@ -109,7 +109,7 @@ def _look(name: str) -> Any:
 
 
 def _prepared(name: str, folder: Path) -> Contest:
-    """The plans, written for the ranks to read."""
+    """Write the plans for the ranks to read, and return the contest."""
     from steelyard.api.planned import planned
     from steelyard.plan_files.plan_file import write_decisions
     from steelyard.planner.planner import Planner
@@ -150,8 +150,10 @@ def _prepared(name: str, folder: Path) -> Contest:
 
 
 def _space(session: Any) -> Iterator[list[tuple[Any, ...]]]:
-    """Rules of every plan that the search could have come to by itself, some more than once; the
-    batch in ever more parts last."""
+    """Yield groups of the rules of all plans that the search could find, some more than once.
+
+    The groups with micro-batches and with more memory limits come last.
+    """
     from steelyard.errors import Infeasible
     from steelyard.plans.budget import Budget
     from steelyard.trades.accumulate import AccumulateRule
@@ -162,7 +164,7 @@ def _space(session: Any) -> Iterator[list[tuple[Any, ...]]]:
 
     def leaner(shares: Sequence[float]) -> Iterator[tuple[Any, ...]]:
         for way, share in product(fastest, shares):
-            with contextlib.suppress(Infeasible):  # then there is no such plan
+            with contextlib.suppress(Infeasible):  # no plan fits this limit
                 limit = Budget(memory_bytes=round(share * way.nbytes))
                 yield layouts.search_by(way.rules).find(limit).rules
 
@@ -204,7 +206,7 @@ def work(name: str, folder: Path, rank: int) -> None:
     source = session.source.whole()
     steps = [_applied(session, source, folder / f"{number}.plan.toml") for number in range(count)]
     batch = session.request.batch
-    # A plan for one rank is tried out on each.
+    # A plan for one rank is metered on each rank.
     own = [predicted[rank % len(predicted)] for predicted in contest["peaks"]]
     peaks = [(_peak(step, batch), predicted) for step, predicted in zip(steps, own, strict=True)]
     seconds = _contested(steps, batch, rank, contest)
@@ -215,8 +217,11 @@ def work(name: str, folder: Path, rank: int) -> None:
 
 
 def _applied(session: Any, source: Any, path: Path) -> Step:
-    """As ``steelyard.load(path, ...).apply()``, on one capture for all, and on one model but where
-    a plan takes it apart; what it is predicted to take has been said already."""
+    """Apply a plan like ``steelyard.load(path, ...).apply()``, but with one capture for all plans.
+
+    The plans share one model, except those that take it apart. The metrics of the plan are
+    placeholders, because the predictions are in the contest.
+    """
     from steelyard.api.step import Step
     from steelyard.ir.parallel_layout import ParallelLayout
     from steelyard.plan_files.plan_file import read_decisions
@@ -237,14 +242,17 @@ def _applied(session: Any, source: Any, path: Path) -> Step:
         pricing=session.pricing,
         optimizer=OPTIMIZER,
         update=session.base.update,
-        # A plan for one rank runs on each by itself; whether they train alike does not matter here.
+        # A plan for one rank runs on each rank by itself, and the ranks need not train alike.
         sums_gradients=ParallelLayout.of(decisions.rules).num_ranks == 1,
     )
 
 
 def _peak(step: Step, batch: Any) -> int:
-    """Measured on this rank. The least of a few steps: on a busy machine gloo's threads may let go
-    late of what was waited for, which is no plan's."""
+    """Return the peak memory of a step on this rank, the least of a few steps.
+
+    On a busy machine, gloo's threads may free late the memory of a finished exchange, which is not
+    part of the plan.
+    """
     step.live(batch)
     metered = []
     for _ in range(METERED):
@@ -261,7 +269,7 @@ def _contested(
     contest: dict[str, Any],
     rounds: Rounds = ROUNDS,
 ) -> list[list[float]]:
-    """The step times of each plan, for each turn that it took part in."""
+    """Return the step times of each plan, one for each turn that it took part in."""
     seconds: list[list[float]] = [[] for _ in steps]
     left = [*range(len(steps))]
     for turns, share in rounds:
@@ -278,10 +286,10 @@ def _contested(
 
 
 def _slowest(step: Any, batch: Any, rank: int) -> float:
-    """Seconds of a step on the slowest rank; a plan for one rank leaves the other alone.
+    """Return the seconds of a step on the slowest rank; a plan for one rank runs on rank 0 only.
 
-    In training one step follows another, so one goes before: what of a connection, a cache and
-    memory was another plan's a moment ago is this one's again.
+    In training, steps follow each other. So one step runs before the timed ones, and the
+    connections, caches and memory are in the state that the plan itself leaves.
     """
     is_at_work = rank == 0 or step.ranks.layout.num_ranks > 1
     if is_at_work:
@@ -296,7 +304,7 @@ def _slowest(step: Any, batch: Any, rank: int) -> float:
 
 
 def _words(step: Any) -> str:
-    """Describe a plan in short: each trade with what was chosen of it."""
+    """Return a short description of a plan: each trade with its choice, or their number."""
     found: dict[str, list[str]] = {}
     for rule in step.plan.decisions.rules:
         found.setdefault(rule.trade, []).append(rule.describe())
@@ -306,7 +314,7 @@ def _words(step: Any) -> str:
     )
 
 
-# --- the judgement --------------------------------------------------------------------------------
+# --- the figures ----------------------------------------------------------------------------------
 
 
 def _judged(contest: Contest, folder: Path, name: str) -> Iterator[dict[str, Any]]:
@@ -323,7 +331,7 @@ def _judged(contest: Contest, folder: Path, name: str) -> Iterator[dict[str, Any
         best = min((n for n in contest.fitting[budget] if n in last), key=lambda n: median(last[n]))
         ratios = [a / b for a, b in zip(last[chosen], last[best], strict=True)]
         low, value, high = (x - 1 for x in interval(ratios))
-        # Inside the best plan's interval: the two cannot be told apart.
+        # With 0 in the interval, the plan cannot be told apart from the best one.
         is_best = value <= REGRET_TARGET or low <= 0
         is_cheap = len(plans) >= FEWEST_PLANS and RUNS_SHARE * len(plans) >= 1
         yield {
@@ -358,7 +366,7 @@ def _all_turns(rounds: Rounds = ROUNDS) -> int:
 
 
 def _correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Spearman's, of the order of both."""
+    """Return Spearman's rank correlation."""
     orders = [torch.tensor(x).argsort().argsort().double() for x in (left, right)]
     return float(torch.corrcoef(torch.stack(orders))[0, 1])
 

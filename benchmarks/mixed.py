@@ -52,7 +52,7 @@ from tests.zoo.own import GPT
 
 RANKS, BATCH, TURNS, WARM_UP = 2, 96, 16, 2
 QUOTA, IDEAL, TARGET = 0.5, 1.5, 0.9
-# Short beside a step, so that no step falls into a spell without time.
+# Short compared with a step, so that every step gets its share of the quota.
 PERIOD_SECONDS = 0.01
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 SAME = 1e-3
@@ -103,7 +103,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def quota(share: float) -> Iterator[Path]:
-    """A control group that is given so much of one core; its folder."""
+    """Make a control group with this share of one core, and yield its folder."""
     period = round(PERIOD_SECONDS * 1e6)
     given, root = round(share * period), Path("/sys/fs/cgroup")
     is_second = (root / "cgroup.controllers").exists()
@@ -126,8 +126,7 @@ def quota(share: float) -> Iterator[Path]:
 
 
 def _on_ranks(folder: Path, group: Path, commands: Sequence[Sequence[str]]) -> None:
-    """A command of Python for each rank; the last of them in the control group from before its
-    first line."""
+    """Run a Python command for each rank, the last one in the control group from its start."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     entering = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs")]
     ranks = [
@@ -147,7 +146,7 @@ def _on_ranks(folder: Path, group: Path, commands: Sequence[Sequence[str]]) -> N
 
 
 def _measured(folder: Path, group: Path) -> list[float]:
-    """Put into the list of prices, where ranks of this machine would be."""
+    """Measure the ranks, write their rates to the cost cache, and return their speeds."""
     commands = [command_of(rank, folder=str(folder), num_ranks=RANKS) for rank in range(RANKS)]
     _on_ranks(folder, group, commands)
     said = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
@@ -157,7 +156,10 @@ def _measured(folder: Path, group: Path) -> list[float]:
 
 
 def _planned(folder: Path) -> tuple[list[int], dict[str, float]]:
-    """The plan, and the same with equal shares; what is predicted of each and of one rank alone."""
+    """Write the plan and the same plan with equal shares.
+
+    Return the shares of the plan, and the predicted seconds of both and of one rank alone.
+    """
     model, loss, batch = case()
     planned = sy.plan(model, loss, batch, optimizer=OPTIMIZER, cluster=sy.Cluster.here(ranks=RANKS))
     decisions = planned.plan.decisions
@@ -196,7 +198,7 @@ def work(folder: Path, rank: int) -> None:
     sides["apart"] = _timed(_alone(share=QUOTA if rank else 1.0), took)
     losses = {side: [float(step()) for _ in range(WARM_UP)] for side, step in sides.items()}
     if rank == 0:
-        # What computes something else would be no step.
+        # The steps are comparable only if they compute the same losses.
         assert all(
             abs(a - b) <= SAME * abs(b)
             for side in ("plan", "even")
@@ -213,7 +215,7 @@ def work(folder: Path, rank: int) -> None:
 def _alone(*, share: float = 1.0) -> Callable[[], Tensor]:
     """Return a step that trains by a plan of this rank alone, on this share of the batch.
 
-    In a group of ranks, the optimizer of such a step is the caller's.
+    In a group of ranks, such a step leaves the optimizer to the caller.
     """
     model, loss, batch = case(share)
     step = sy.plan(model, loss, batch).apply(sums_gradients=True)

@@ -57,13 +57,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 BUCKETS_MB = (1, 4, 25)
 STOCK, NO_EXCHANGE = "25 MB, float32", "no exchange"
-# Of the best peer; of the best of all ways; of what was predicted where the wire is over half of
-# the step, and elsewhere.
+# The plan's seconds relative to the best peer, to the best of all plans, and the allowed error of
+# the prediction: where the wire takes over half of the step, and elsewhere.
 PEER_TARGET, BEST_TARGET, NEAR_TARGETS = 1.0, 1 / 0.9, (0.15, 0.30)
-# At 100 Mbit/s: of what the best peer waits for the wire, and of stock DDP's step.
+# At 100 Mbit/s: the recovered share of the best peer's waiting for the wire, and the speedup over
+# stock DDP.
 SLOW, RECOVERED_TARGET, STOCK_TARGETS = "100 Mbit/s", 0.5, {"sgd": 5.5, "adamw": 2.0}
-# See live.py. A step over the slowest link takes seconds, of which what was another's a moment ago
-# is nothing: fewer are run, and none in a row.
+# See live.py. A step over the slowest link takes seconds, so the caches and the memory that the
+# plan before left behind do not matter: fewer steps are run, and each is timed by itself.
 ROUNDS: live.Rounds = ((1, 0.3), (3, 0.5), (12, 0.0))
 PACE_ROUNDS: live.Rounds = ((1, 1.0), (20, 1.0))
 SLOWEST, ROUNDS_WHERE_SLOWEST = "20 Mbit/s", ((1, 0.2), (2, 0.5), (8, 0.0))
@@ -92,7 +93,10 @@ def main() -> None:
 
 
 def _short_by(figure: dict[str, Any]) -> float:
-    """A figure that is off the prediction either way is as far from one as its target at most."""
+    """Return how far a figure is from its target; above 1 means that it misses it.
+
+    A prediction may be off in either direction, so the distance from 1 counts.
+    """
     if "off_as_said" in figure:
         off: float = abs(figure["value"] - 1) / (figure["target"] - 1)
         return off
@@ -102,14 +106,17 @@ def _short_by(figure: dict[str, Any]) -> float:
 
 def measured(name: str, link: str, optimizer: str) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as temporary, hosts(RANKS) as pair:
-        # What is measured of this link is nobody else's.
+        # Measurements of this link must not be used by other runs.
         os.environ["STEELYARD_CACHE"] = f"{temporary}/costs.sqlite"
         folder = Path(temporary)
         pair.shape(LINKS[link])
         know_link(pair, folder, ranks=RANKS)
 
         def run(what: str, *, until_ready: bool = False) -> None:
-            """Over a slow link parameters would be told to others for minutes, for each plan."""
+            """Run all ranks; with ``until_ready``, shape the link only when they are ready.
+
+            Over a slow link, sending the parameters would take minutes for each plan.
+            """
             pair.shape(None if until_ready else LINKS[link])
             command = [__file__, what, name, optimizer, link, temporary]
             commands = [[*command, str(rank)] for rank in range(RANKS)]
@@ -133,7 +140,11 @@ def measured(name: str, link: str, optimizer: str) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """The way of the plan, the first of all."""
+    """The prediction for the plan, which is the first of the candidates.
+
+    ``wire_share`` is the share of the step that waits for the wire. ``reason`` is why compressed
+    gradients were refused.
+    """
 
     seconds: float
     wire_share: float
@@ -145,7 +156,7 @@ def _look(name: str, optimizer: str) -> Any:
 
 
 def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
-    """The plan and all ways, written for the ranks to read."""
+    """Write the plan and all other candidates for the ranks to read; return the prediction."""
     from steelyard.api.planned import planned
     from steelyard.plan_files.plan_file import write_decisions
     from steelyard.planner.planner import Planner
@@ -180,7 +191,7 @@ def _prepared(name: str, optimizer: str, folder: Path) -> Predicted:
 
 
 def _is_allowed(session: Any, rules: Sequence[Any]) -> bool:
-    """True if the loss drift in a probe is within the budget; no faster plan counts beyond it."""
+    """Return True if the loss drift in a probe is within the budget."""
     from steelyard.planner.lossy import LossyPlanner
 
     seen = LossyPlanner(session=session).probe_drift(
@@ -190,7 +201,7 @@ def _is_allowed(session: Any, rules: Sequence[Any]) -> bool:
 
 
 def _without_warm_up(rules: Sequence[Any]) -> tuple[Any, ...]:
-    """Remove the warm-up steps without compression, which no timed step contains."""
+    """Remove the warm-up steps without compression, so that every timed step is compressed."""
     from steelyard.ir.rule_kinds import GradientCompression
 
     return tuple(
@@ -204,7 +215,7 @@ def _without_warm_up(rules: Sequence[Any]) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _as_rank(folder: Path, rank: int) -> Iterator[None]:
-    """With a core and the ranks' group."""
+    """Pin the process to the core of this rank, and join the process group of all ranks."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
     store = folder / "store"
@@ -216,8 +227,11 @@ def _as_rank(folder: Path, rank: int) -> Iterator[None]:
 
 
 def pace(name: str, optimizer: str, folder: Path, rank: int) -> None:
-    """The time of the ranks for a step of which nothing is exchanged, as they do beside the others:
-    there a plan's process keeps what a step frees, and whatever runs in it is faster by that."""
+    """Time a step without any exchange under the conditions of the comparison.
+
+    In the comparison, the process of a plan keeps freed memory, which makes all steps in it faster.
+    So it is kept here as well.
+    """
     from steelyard.measure.malloc import keep_freed_memory
 
     keep_freed_memory()
@@ -288,15 +302,18 @@ def _ddp(
     *,
     exchanges: bool = True,
 ) -> Any:
-    """As one of our steps is called: with the whole batch, of which it takes its share."""
+    """Return a DDP step with the interface of our steps.
+
+    It ignores the batch that it is called with, and uses this rank's share of the model's batch.
+    """
     torch.manual_seed(0)
     model, loss, batch = MODELS[name]()
-    # All ranks have drawn the same: over a slow link, what need not be sent is not.
+    # All ranks draw the same parameters, so they need not be sent over a slow link.
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=size, gradient_as_bucket_view=True, init_sync=False
     )
     if dtype != torch.float32:
-        # Torch refuses its own hook of that name on a CPU.
+        # Torch does not accept its own bf16_compress_hook on a CPU.
         ddp.register_comm_hook(None, _narrowed)
     updating = OPTIMIZERS[optimizer](ddp.parameters())
     own = {key: x.chunk(RANKS)[rank].contiguous() for key, x in batch.items()}
@@ -313,14 +330,14 @@ def _ddp(
     return SimpleNamespace(live=step, ranks=SimpleNamespace(layout=layout))
 
 
-# Torch compares these annotations with its types: as strings they are refused.
+# Torch checks these annotations against its types, and does not accept them as strings.
 def _narrowed(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     return bf16_compress_hook(None, bucket)
 
 
-# --- the judgement --------------------------------------------------------------------------------
+# --- the figures ----------------------------------------------------------------------------------
 
 
 class Found:
@@ -348,7 +365,10 @@ class Found:
     def beside(
         self, over: int, other: Callable[[dict[int, float]], float]
     ) -> tuple[float, float, float]:
-        """``other`` is told what each side took in a turn."""
+        """Return the interval of the ratio of ``over`` to ``other``, paired by turn.
+
+        Calls ``other`` with the seconds of each side in a turn.
+        """
         turns = [dict(zip(self.seconds, each)) for each in zip(*self.seconds.values(), strict=True)]
         return interval([turn[over] / other(turn) for turn in turns])
 
@@ -386,7 +406,10 @@ def _judged(
 
 
 def _at_pace(predicted: Predicted, slowness: float) -> float:
-    """The prediction, on a machine that computes so much slower than it did then."""
+    """Return the predicted seconds, with the computing part scaled by ``slowness``.
+
+    ``slowness`` is the computing time now relative to that during planning.
+    """
     return predicted.seconds * (1 + (1 - predicted.wire_share) * (slowness - 1))
 
 
@@ -417,7 +440,7 @@ def _figure(
     more: bool = False,
     **said: Any,
 ) -> dict[str, Any]:
-    """``more``: to be above its target."""
+    """Return a figure; ``more`` means that its value should be above the target."""
     low, value, high = found
     return {
         "name": name, "value": round(value, 3), "interval": [round(low, 3), round(high, 3)],
@@ -429,7 +452,7 @@ def _figure(
 
 
 def _perceptron() -> Any:
-    """Two million parameters, of which little is computed."""
+    """Return a model of two million parameters with little computation for each."""
     x, y = torch.randn(2, 1024, 724)
     return ranks.Perceptron(4, 724), _squares, {"x": x, "y": y}
 
@@ -447,7 +470,10 @@ def _squares(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _convolutions() -> Any:
-    """Without statistics over the batch, which DistributedDataParallel takes of each rank alone."""
+    """Return a convolutional model without batch statistics.
+
+    DistributedDataParallel would compute batch statistics for each rank separately.
+    """
 
     def one(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
         convolution = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)

@@ -33,7 +33,7 @@ from tests.zoo.own import GPT
 SIZES = ((1_000, 1.5), (5_000, 8.0), (10_000, 20.0))
 MOST_GAP = 0.05
 _PER_BLOCK = 160
-# In one piece: each further number of micro-batches is a capture and a search of its own.
+# Without micro-batches: each number of them needs its own capture and search.
 _TRADES = tuple(trade for trade in TRADES if trade.name != "accumulate")
 
 

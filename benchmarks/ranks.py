@@ -180,7 +180,10 @@ def _ours(
     limit: float = math.inf,
     runner: Literal["python", "inductor"] = "python",
 ) -> Any:
-    """The fastest way on two ranks that fits, else the leanest: rank 0 plans, both read it."""
+    """Return our step: the fastest plan on two ranks that fits ``limit``, else the leanest one.
+
+    Rank 0 makes the plan, and both ranks read it.
+    """
     import steelyard as sy
     from steelyard.ir.parallel_layout import ParallelLayout
     from steelyard.plan_files.plan_file import write_decisions
@@ -190,8 +193,8 @@ def _ours(
 
     model = copy.deepcopy(model)
     if rank == 0:
-        # As before ranks are started: the link is known for the cores of all of them. A rank that
-        # plans on its own core would measure another, of two ranks on that one.
+        # Plan on all cores, as before the ranks are started: the link was measured with a core for
+        # each rank. A rank that plans on its own core would measure a link of two ranks on it.
         own = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
         session = PlanRequest(
@@ -235,7 +238,7 @@ def _fsdp(model: nn.Module, loss: Any, batch: Any, rank: int) -> tuple[Step, nn.
 
 
 def _fsdp_bytes(model: nn.Module, loss: Any, batch: Any, rank: int) -> int:
-    """The peak memory of a rank, and its share of the batch, which predictions count as well."""
+    """Return the peak memory of a rank, with its share of the batch, as predictions count it."""
     step, sharded, optimizer = _fsdp(model, loss, batch, rank)
     step()
     peak_bytes = _peak(step) + _held(sharded, optimizer)
@@ -259,12 +262,12 @@ def _trained(
 
 
 def _same(sides: dict[str, Step]) -> None:
-    """A faster step that computes something else would be no step."""
+    """Assert that all sides compute the same losses as our step."""
     for _ in range(SAME_STEPS):
         losses = {}
         for side, step in sides.items():
             value = step().clone()
-            if side not in ("ours", "compiled"):  # theirs is of a rank's own share
+            if side not in ("ours", "compiled"):  # their loss is of a rank's share
                 dist.all_reduce(value)
                 value /= RANKS
             losses[side] = float(value)
@@ -279,23 +282,27 @@ def _ratio(name: str, ours: list[float], theirs: list[float]) -> dict[str, Any]:
         "value": round(value, 3),
         "interval": [round(low, 3), round(high, 3)],
         "target": TIME_TARGET,
-        # No slower: the interval reaches down to it.
+        # Our step is no slower if the interval reaches down to the target.
         "ok": low <= TIME_TARGET,
         "seconds": [round(median(ours), 4), round(median(theirs), 4)],
     }
 
 
 def _peak(step: Step) -> int:
-    """The least of a few: what gloo's threads free, the meter does not see, and counts on."""
+    """Return the peak memory of a step, the least of a few.
+
+    The meter does not see what gloo's threads free, and keeps counting it.
+    """
     from steelyard.measure.operators.memory import meter
 
     return min(meter(step).peak_bytes for _ in range(METERED))
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of this rank's shards: weights and optimizer state. Not gradients: each
-    step frees
-    those of the step before, and the peak counts its own."""
+    """Return the bytes of this rank's shards of weights and optimizer state.
+
+    Gradients are left out: each step frees those of the step before, and the peak counts its own.
+    """
     kept = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     local = (getattr(x, "to_local", lambda x=x: x)() for x in (*model.parameters(), *kept))
     return sum(x.nbytes for x in local)
@@ -316,7 +323,7 @@ def _gpt(layers: int, width: int, vocabulary: int, batch: int, length: int) -> A
 
 
 class Perceptron(nn.Module):
-    """Weights outweigh what is computed with them."""
+    """A model with many weights and little computation for each."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ def same(
     ours: Callable[[], None],
     eager: Callable[[], None],
 ) -> None:
-    """A faster step that computes something else would be no step."""
+    """Assert that both sides compute the same gradients."""
     for run in (ours, eager):
         torch.manual_seed(1)
         run()
@@ -121,7 +121,10 @@ def same(
 def paired(
     left: Callable[[], None], right: Callable[[], None], pairs: int
 ) -> tuple[float, float, float]:
-    """The median of left / right with its 95 % interval, which side goes first changing."""
+    """Return the median of left / right with its 95 % interval.
+
+    The sides take turns at going first.
+    """
     for _ in range(WARM_UP):
         left()
         right()
@@ -138,8 +141,10 @@ def paired(
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Ranks that hold the median 95 times in 100, whatever the distribution (normal approximation
-    of the binomial)."""
+    """Return the median, between the bounds of its 95 % interval.
+
+    The bounds are order statistics, for any distribution (normal approximation of the binomial).
+    """
     ordered = sorted(ratios)
     half = 0.98 * len(ordered) ** 0.5
     low = max(0, int(len(ordered) / 2 - half))

@@ -53,9 +53,10 @@ KIB, MIB = 2**10, 2**20
 SIZES = {
     "4 KiB": 4 * KIB, "64 KiB": 64 * KIB, "1 MiB": MIB, "8 MiB": 8 * MIB, "64 MiB": 64 * MIB,
 }  # fmt: skip
-# Of what each takes, slots may take so much, from 1 MiB and from 8 MiB on; below, it is only told.
+# The largest ratio of the time through slots to gloo's (from 1 MiB on) and to TCP's. Smaller
+# messages are measured without a target.
 GLOO_TARGET, TCP_TARGETS = 1 / 4, {"1 MiB": 1 / 3, "8 MiB": 1 / 4, "64 MiB": 1 / 4}
-# A step with slots, of one without.
+# The largest ratio of a step with slots to a step without.
 STAGES_TARGETS = {"wide": 1 / 1.3, "gpt": 1.0}
 STEPS, SIDES = 60, ("gloo", "slots")
 
@@ -85,7 +86,7 @@ def main() -> None:
 
 
 def _on_ranks(what: str, folder: Path) -> Any:
-    """The result of rank 0."""
+    """Run all ranks and return the result of rank 0."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, __file__, "--rank", what, str(folder)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environ) for rank in range(RANKS)]
@@ -172,7 +173,7 @@ def messages(folder: Path, rank: int) -> dict[str, Any]:
 def _carried(
     carry: Callable[[int], object], numbers: range, back: socket.socket, rank: int
 ) -> float:
-    """Seconds from when one is sent until it can be read; on rank 0."""
+    """Return the mean seconds from sending a message until it can be read."""
     times = []
     dist.barrier()
     for number in numbers:
@@ -189,7 +190,7 @@ def _carried(
 
 
 def _making(x: Tensor) -> float:
-    """The time to make a value that is not sent."""
+    """Return the seconds to compute a value that is not sent."""
     made = torch.neg(x)
     begin = time.perf_counter()
     for _ in range(IN_A_ROW):
@@ -200,7 +201,7 @@ def _making(x: Tensor) -> float:
 def _ways(
     slots: Any, x: Tensor, link: socket.socket, rank: int
 ) -> dict[str, Callable[[int], object]]:
-    """To carry ``x`` from rank 0 to rank 1, for the how-manieth time."""
+    """Return functions that carry ``x`` from rank 0 to rank 1, called with the message's number."""
     room, like = memoryview(x.numpy()).cast("B"), [(x.shape, x.dtype)]
     if rank == 0:
         return {
@@ -218,7 +219,7 @@ def _ways(
 def _making_ways(
     slots: Any, x: Tensor, link: socket.socket, rank: int
 ) -> dict[str, Callable[[int], object]]:
-    """The same, of what rank 0 makes of ``x`` just then."""
+    """Return the same functions for a value that rank 0 computes from ``x`` for each message."""
     made = torch.empty_like(x)
     ways = _ways(slots, made, link, rank)
     if rank == 1:
@@ -237,7 +238,7 @@ def _making_ways(
 
 
 def _connected(path: Path, rank: int) -> socket.socket:
-    """Rank 0's to rank 1, on the loopback."""
+    """Return this rank's end of a TCP connection between the two ranks, on the loopback."""
     if rank == 1:
         with socket.create_server(("127.0.0.1", 0)) as server:
             path.with_suffix(".new").write_text(str(server.getsockname()[1]))
@@ -261,7 +262,10 @@ def _fill(link: socket.socket, room: memoryview) -> None:
 
 
 def _wide() -> Any:
-    """Little to compute, large messages: 4 MiB there and 4 MiB back for each part."""
+    """Return a model with little computation and large messages.
+
+    Each micro-batch sends 4 MiB forward and 4 MiB back.
+    """
     model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 16))
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -298,7 +302,7 @@ def _look(name: str) -> Any:
 
 
 def _prepared(name: str, folder: Path) -> dict[str, Any]:
-    """A way in stages, and the same through slots."""
+    """Write a pipeline plan without slots and the same plan with slots; return predictions."""
     from steelyard.plan_files.plan_file import write_decisions
     from steelyard.plans.budget import Budget
     from steelyard.plans.plan import Decisions
@@ -321,13 +325,13 @@ def _prepared(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _wide_rules() -> tuple[Rule, ...]:
-    """Cut where it is widest, which no search would."""
+    """Return rules that cut the model where its values are largest, which no search would."""
     cut = rules_for(["1"], schedule="1F1B", ranks=RANKS)
     return AccumulateRule(micro_batches=WIDE_PARTS), *cut
 
 
 def _fastest(session: Any) -> tuple[Rule, ...]:
-    """The fastest way in stages of those without slots."""
+    """Return the rules of the fastest pipeline plan without slots."""
     ways = [way for staged in session.layouts.pipelines.values() for way in staged.candidates]
     fastest: tuple[Rule, ...]
     fastest = min((w for w in ways if not w.is_pinned), key=lambda w: w.seconds).rules
@@ -347,7 +351,7 @@ def stages(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _alone(step: Step, batch: Any) -> list[float]:
-    """The computing time of the busier rank in a step: what is left is waiting and messages."""
+    """Return the computing seconds of the busier rank in each step, without waiting."""
     found = []
     for _ in range(TURNS):
         begin, before = time.perf_counter(), step.traffic_counter.total()

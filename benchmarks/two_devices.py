@@ -97,7 +97,7 @@ def _ranks(
 
 
 def run(role: str, tasks: list[Told], costs: str) -> list[Told]:
-    """The result of each process; where one was out of memory, its last words."""
+    """Run the tasks and return the result of each; if one ran out of memory, with its message."""
     environment = {
         **os.environ, **MALLOC, "STEELYARD_CACHE": costs, "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _layers(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """With what half of each of the software's tables of whole steps gave, as those are scored."""
+    """Yield the errors of layers, predicted with the fit on half of each table of whole steps."""
     for source in ("sc21-1", "sc21-2", "korthikanti-5"):
         yield from _layers_from(source, fitted(half([r for r in rows if r.table == source])))
 
@@ -87,8 +87,11 @@ def _activations() -> Iterator[dict[str, Any]]:
 
 
 def _peaks(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """The extra memory in a printed peak is one figure for each software, from rows that are not
-    scored: those of the other tables, or half of the only one."""
+    """Yield the mean error of the peaks of each table.
+
+    The extra memory in a printed peak is one figure for each software. It is fitted on rows that
+    are not scored: those of the other tables, or half of the only one.
+    """
     alone = {row: peak_bytes(row) for row in rows}
     for table in dict.fromkeys(row.table for row in rows):
         own, errors = [row for row in rows if row.table == table], []

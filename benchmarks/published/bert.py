@@ -27,9 +27,10 @@ from steelyard.predict.analytic.step import tensor_costs
 
 _SHAPE = Shape(hidden=1024, heads=16, layers=24, sequence=128, vocabulary=30528)
 _SHARES = tuple(s / 100 for s in range(30, 101, 2))
-# What LAMB reads and writes of each parameter, as optimization.py calls it: the gradient to half
-# precision and back (6 + 6), norms of gradient and weight (4 + 4), moments, gradient and weight
-# to a direction (4 + 4 + 8 + 8 + 4), its norm (4), the weight (4 + 8), and its half (6).
+# The bytes that LAMB reads and writes for each parameter, as optimization.py calls it: the gradient
+# to half precision and back (6 + 6), norms of gradient and weight (4 + 4), the direction from
+# moments, gradient and weight (4 + 4 + 8 + 8 + 4), its norm (4), the weight (4 + 8), and its half
+# precision (6).
 _FORMATS = replace(MIXED, update_bytes=70)
 _graph = cache(captured)
 
@@ -50,7 +51,7 @@ _PHASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """As many devices take ``at_once`` sequences ``times`` times for each step."""
+    """A step in which each device computes ``times`` micro-batches of ``at_once`` sequences."""
 
     devices: int
     sequence: int
@@ -73,8 +74,10 @@ def bert_figures() -> Iterator[dict[str, Any]]:
 
 @cache
 def bert_fit() -> tuple[float, float, float]:
-    """The share that is reached is that of one machine, and scored on all of them; beside the error
-    the naive one."""
+    """Fit the achieved share on the smallest cluster, and score it on the largest.
+
+    Return the share, its error, and the error of the naive guess.
+    """
     minutes = {int(line["devices"]): float(line["minutes"]) for line in facts("bert")}
     (few, alone), (many, together) = sorted(minutes.items())
     share = min(_SHARES, key=lambda share: abs(_minutes(few, share) / alone - 1))
@@ -89,7 +92,7 @@ def bert_fit() -> tuple[float, float, float]:
 
 @cache
 def bert_step_errors() -> tuple[float, ...]:
-    """The share that is reached is that of every other row, scored on the rest."""
+    """Fit the achieved share on every other row, and return the errors of the rest."""
     rows = list(_measured_steps())
 
     def errors(share: float, of: list[tuple[Steps, float]]) -> list[float]:
@@ -107,7 +110,7 @@ def bert_step_errors() -> tuple[float, ...]:
 
 
 def bert_rows() -> list[Row]:
-    """Single steps, as rows of one table."""
+    """Return the measured single steps as rows of one table."""
     return [_row(steps, seconds) for steps, seconds in _measured_steps()]
 
 
@@ -148,7 +151,10 @@ def _minutes(devices: int, share: float) -> float:
 
 
 def _phase_seconds(phase: Phase, devices: int, share: float) -> float:
-    """Each device takes as many sequences a step as come nearest to the batch."""
+    """Return the seconds of a phase on a number of devices.
+
+    In a step, each device takes the number of sequences that comes nearest to the batch.
+    """
     each = phase.batch / devices
     times = -(-round(each) // phase.most_at_once)
     steps = Steps(

@@ -59,7 +59,7 @@ def _whole(model: nn.Module, loss: Loss, micro_batch: int, sequence: int) -> Gra
 
 
 def _in_parts(graph: Graph, tensor: int, sequence_parallel: bool, micro_batch: int) -> Graph:
-    """Every region that could be cut is: columns and rows of each block, and the table."""
+    """Shard every region that can be sharded: columns and rows of each block, and the table."""
     found = regions(graph, num_ranks=tensor)
     lies = {name: at for region in found for name, at in region.inputs}
     values: tuple[tuple[str, Placement], ...] = ()

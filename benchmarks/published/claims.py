@@ -15,7 +15,7 @@ from benchmarks.published.scoring import figure, fitted, half
 
 
 def ordering_figures(plans: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """A claim about plans of which each was measured."""
+    """Yield the figures of claims about plans that were all measured."""
     found = fitted(half(plans))
     seconds = {plan: predicted(plan, reaching(plan, *found)).step_seconds for plan in plans}
     groups = list(alternatives(plans))
@@ -30,7 +30,7 @@ def ordering_figures(plans: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def claim_figures() -> Iterator[dict[str, Any]]:
-    """Narayanan et al., SC 2021, sections 5.3.1 and 5.3.2."""
+    """Yield the figures of Narayanan et al., SC 2021, sections 5.3.1 and 5.3.2."""
     rates: dict[str, list[tuple[Row, float]]] = {"11": [], "12": []}
     for name, row in figure_rows():
         seconds = predicted(row, reaching(row, 0.8, row.cluster.device.call_seconds)).step_seconds
@@ -41,7 +41,10 @@ def claim_figures() -> Iterator[dict[str, Any]]:
 
 
 def _stages_wrong(rates: Sequence[tuple[Row, float]]) -> Iterator[str]:
-    """More stages cost throughput, and less so with a larger batch."""
+    """Yield the claims that predictions contradict on stages and batch size.
+
+    More stages reduce throughput, and less so with a larger batch.
+    """
     by_batch: dict[int, list[float]] = {}
     for row, rate in sorted(rates, key=lambda pair: pair[0].layout.pipeline):
         by_batch.setdefault(row.layout.micro_batches, []).append(rate)
@@ -53,7 +56,10 @@ def _stages_wrong(rates: Sequence[tuple[Row, float]]) -> Iterator[str]:
 
 
 def _interleaving_wrong(rates: Sequence[tuple[Row, float]]) -> Iterator[str]:
-    """Virtual stages are quicker, and the less so the larger the batch is."""
+    """Yield the claims that predictions contradict on interleaved stages.
+
+    Virtual stages are faster, and less so with a larger batch.
+    """
 
     def batch(pair: tuple[Row, float]) -> int:
         return pair[0].layout.micro_batches

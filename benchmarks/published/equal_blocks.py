@@ -21,12 +21,14 @@ def step_of_equal_blocks(
     stage_blocks: tuple[int, ...] = (),
     stack: SoftwareStack | None = None,
 ) -> AnalyticStep:
-    """``stage_blocks`` are the blocks of each stage, if these are unequal. ``parts`` are the
-    sections of one tensor rank for one micro-batch, as ``stack`` computes them.
+    """Return the step of a model of equal blocks under a layout.
+
+    ``stage_blocks`` are the blocks of each stage, if these are unequal. ``parts`` are the sections
+    of one tensor rank for one micro-batch, as ``stack`` computes them.
     """
     counts = stage_blocks or (num_blocks // layout.pipeline,) * layout.pipeline
     if len(counts) != layout.pipeline or sum(counts) != num_blocks:
-        raise ValueError(f"{num_blocks} blocks do not lie as {counts} on {layout.pipeline} stages")
+        raise ValueError(f"{num_blocks} blocks on {layout.pipeline} stages cannot be {counts}")
     stages = [StageBlocks(blocks=((parts.block, count),)) for count in counts]
     cost = LayoutCost(parts, cluster, layout, formats, stack)
     return analytic_step([cost] * layout.pipeline, stages)

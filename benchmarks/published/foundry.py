@@ -20,8 +20,8 @@ _MACHINES = {
 }
 # Composer's mixed precision of FSDP: DEFAULT reduces gradients in single precision, PURE does not.
 _FORMATS = {"PURE": MIXED, "DEFAULT": MIXED_WIDE_GRADIENTS}
-# Their kernels of attention were written for the A100, whose instructions reach 62.9 % of an H100's
-# peak (Luo et al., arXiv 2402.13499: remembered). NCCL gathered and scattered around rings only.
+# The attention kernels were written for the A100, whose instructions reach 62.9 % of an H100's peak
+# (Luo et al., arXiv 2402.13499: recalled). NCCL gathered and scattered over rings only.
 _EAGER = SoftwareStack(fuses=False, rings_only=True)
 _EAGER_ON_HOPPER = SoftwareStack(fuses=False, rings_only=True, attention_share=0.629)
 _graph = cache(captured)
@@ -54,7 +54,7 @@ def foundry_row(line: dict[str, str]) -> Row:
         formats=_FORMATS[line["formats"]],
         stack=_EAGER_ON_HOPPER if "h100" in line["table"] else _EAGER,
         num_blocks=shape.layers,
-        # As that page counts them.
+        # Counted as on that page.
         model_flops=3 * tokens * (2 * int(line["num_parameters"]) + attention),
         alike=line["recompute"],
         step_seconds=tokens / float(line["tokens_per_s"]),

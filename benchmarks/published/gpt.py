@@ -15,7 +15,9 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """``vocabulary`` is padded, as Megatron does it, so that each rank has as much of it.
+    """The sizes of a GPT.
+
+    ``vocabulary`` is padded, as in Megatron, so that every rank has an equal share.
 
     ``flash``: attention is one kernel, as in "FlashAttention" (Dao et al., NeurIPS 2022). ``bare``:
     products have no bias, and the head has weights of its own.
@@ -32,7 +34,10 @@ class Shape:
 
 
 def dropout(shape: Shape) -> nn.Module:
-    """One that drops nothing would be captured as a copy, which eager PyTorch does not make."""
+    """Return a dropout, or an identity if the rate is 0.
+
+    A dropout with a rate of 0 would be captured as a copy, which eager PyTorch does not make.
+    """
     return nn.Dropout(shape.dropout) if shape.dropout else nn.Identity()
 
 

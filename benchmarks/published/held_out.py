@@ -28,7 +28,10 @@ def held_out_rows() -> list[Row]:
 
 
 def _megatron_core(line: dict[str, str]) -> Row:
-    """GPT with FlashAttention, and the optimizer in shares (--overlap-param-gather needs that)."""
+    """Return a row of a GPT with FlashAttention.
+
+    The optimizer is sharded, as --overlap-param-gather needs it.
+    """
     names = ("hidden", "heads", "layers", "sequence", "vocabulary")
     shape = Shape(**{name: int(line[name]) for name in names}, dropout=0.0, flash=True)
     batch, micro, data = (int(line[n]) for n in ("global_batch", "micro_batch", "data"))

@@ -23,14 +23,14 @@ class LlamaShape:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of products: without the table that is only looked up, and without norms."""
+        """The parameters of matrix products, without the embedding table and the norms."""
         width = self.hidden // self.heads
         attention = 2 * self.hidden * width * (self.heads + self.pairs)
         block = attention + 3 * self.hidden * self.inner
         return self.layers * block + self.vocabulary * self.hidden
 
     def model_flops(self, batch: int) -> float:
-        """FLOPs of a step, none computed twice, with attention in full as its authors count it."""
+        """Return the FLOPs of a step without recomputation; attention is counted without a mask."""
         attention = 12 * self.layers * self.hidden * self.sequence
         return batch * self.sequence * (6 * self.num_parameters + attention)
 

@@ -17,9 +17,9 @@ from steelyard.ir.parallel_layout import ParallelLayout
 
 _AGAIN = {"none": (), "selective": ("attention.core",), "full": ("",)}
 # "We implemented fused kernels ... for bias + GeLU, bias + dropout + add, scale, mask and softmax"
-# (SC 2021, section 4.2), in both systems. DeepSpeed's gathers each weight on its own. What is
-# gathered again goes beside computing (Korthikanti et al., section 4.2.2), and so do gradients in
-# Megatron's LinearWithGradAccumulationAndAsyncAllreduce of that time.
+# (SC 2021, section 4.2), in both systems. DeepSpeed gathers each weight by itself. Gathering
+# activations again overlaps with computing (Korthikanti et al., section 4.2.2), and so do gradients
+# in Megatron's LinearWithGradAccumulationAndAsyncAllreduce of that time.
 _STACKS = {
     "megatron": SoftwareStack(fuses=True),
     "megatron-2022": SoftwareStack(fuses=True, overlaps_tensor=True),
@@ -37,7 +37,7 @@ def megatron_rows() -> list[Row]:
 
 
 def activation_rows() -> list[tuple[Row, float]]:
-    """Bytes that the first stage keeps."""
+    """Return rows with the measured bytes of activations on the first stage."""
     return [
         (row, float(line["activation_gib"]) * 2**30)
         for line in facts("korthikanti_activations")
@@ -46,7 +46,7 @@ def activation_rows() -> list[tuple[Row, float]]:
 
 
 def layer_rows() -> list[tuple[Row, float, float]]:
-    """Seconds of one layer, forward and back."""
+    """Return rows with the measured seconds of one layer, forward and backward."""
     return [
         (_other_way(line), float(line["forward_ms"]) / 1e3, float(line["backward_ms"]) / 1e3)
         for line in facts("korthikanti_layers")
@@ -54,7 +54,7 @@ def layer_rows() -> list[tuple[Row, float, float]]:
 
 
 def figure_rows() -> list[tuple[str, Row]]:
-    """The comparison of the figures: their bars are not printed as numbers."""
+    """Return rows of the two figures, without measurements: their bars have no printed numbers."""
     same = {"system": "megatron", "state_stage": "0", "recompute": "full", "step_seconds": "1"}
     more = {"sequence_parallel": "no", "tflops_per_gpu": "0"}
     return [
@@ -64,7 +64,7 @@ def figure_rows() -> list[tuple[str, Row]]:
 
 
 def _other_way(line: dict[str, str]) -> Row:
-    """A model whose step stands in the other file, recomputed otherwise."""
+    """Return the row of a model from the table of whole steps, with this line's values instead."""
     of = {row["model"]: row for row in facts("megatron") if row["table"] == "korthikanti-5"}
     return _row({**of[line["model"]], **line})
 
@@ -114,12 +114,12 @@ def _row(line: dict[str, str]) -> Row:
 
 
 def _model_flops(shape: Shape, batch: int) -> float:
-    """Narayanan et al., SC 2021, appendix, without its 4/3."""
+    """Return the FLOPs of Narayanan et al., SC 2021, appendix, without its factor of 4/3."""
     s, l, h, v = shape.sequence, shape.layers, shape.hidden, shape.vocabulary
     return 72 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h))
 
 
 def _printed_flops(shape: Shape, batch: int) -> float:
-    """The paper's FLOPs of a step count the forward pass that runs again."""
+    """Return the paper's FLOPs of a step, which include the recomputed forward pass."""
     s, l, h, v = shape.sequence, shape.layers, shape.hidden, shape.vocabulary
     return 96 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))

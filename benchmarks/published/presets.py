@@ -35,13 +35,13 @@ from steelyard.hardware.software_stack import stack_on
 _ROOT = Path(__file__).resolve().parents[2]
 RECORD = _ROOT / "benchmarks" / "results" / "calibration.csv"
 PRESET = _ROOT / "src" / "steelyard" / "hardware" / "preset" / "calibration.toml"
-# Presets of one chip share what is fitted, and what that is scored on.
+# The presets of one chip share the fitted figures and the steps that these are scored on.
 _CHIPS = (
     ("A100-SXM4-40GB", "A100-SXM4-80GB"),
     ("H100-SXM5",),
     ("V100-SXM2-16GB", "V100-SXM2-32GB"),
 )
-# Of each table: software, family of models, format of the products.
+# For each table: software, family of models, format of the matrix products.
 _ABOUT = {
     "sc21-1": ("Megatron-LM", "GPT", "float16"),
     "sc21-2": ("Megatron-LM", "GPT", "float16"),
@@ -67,7 +67,7 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One published step beside its prediction."""
+    """One published step with its prediction."""
 
     device: str
     table: str
@@ -89,7 +89,7 @@ class Step:
 
     @property
     def missed(self) -> float:
-        """By which share of the prediction the measured time differs from it."""
+        """The absolute error of the prediction, as a share of the prediction."""
         return abs(self.measured_seconds / self.predicted_seconds - 1)
 
 
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def published_steps() -> Iterator[tuple[Row, str]]:
-    """Every step on a device that a preset says something of, and whether that was fitted on it."""
+    """Yield every published step, and whether a preset was fitted on it."""
     rows = [*megatron_rows(), *foundry_rows(), *llama_rows(), *bert_rows(), *held_out_rows()]
     by_kind = {row.cluster.device.kind: row for row in rows}
     fitted = {row for kind in by_kind for row in _fitted_on(kind, rows)}
@@ -113,7 +113,11 @@ def published_steps() -> Iterator[tuple[Row, str]]:
 
 
 def _fitted_on(device: str, rows: Sequence[Row]) -> Sequence[Row]:
-    """BERT's share is that of all of its training on one machine, of which both steps are parts."""
+    """Return the rows that the preset of a device was fitted on.
+
+    Without a table, as for BERT, they are the rows with the fewest ranks: the share was fitted on
+    the whole training on one machine, of which these steps are parts.
+    """
     names = dict(TABLES).get(device)
     if names is None:
         own = [row for row in rows if row.cluster.device.kind == device]
@@ -143,7 +147,7 @@ def step_of(row: Row, role: str) -> Step:
 
 
 def as_planned(row: Row) -> float:
-    """Seconds of a step, as a plan prices its layout on that cluster."""
+    """Return the seconds of a step, as a plan prices its layout on that cluster."""
     layout = replace(
         row.layout,
         draws_parts=False,
@@ -154,13 +158,13 @@ def as_planned(row: Row) -> float:
 
 
 def _parameters(model: str) -> int:
-    """By its name, as ``GPT-1.7B``."""
+    """Return the number of parameters from the name of a model, such as ``GPT-1.7B``."""
     found = re.search(r"-([0-9.]+)([mbt])$", model.lower())
     assert found is not None, model
     return round(float(found[1]) * _SIZES[found[2]])
 
 
-# --- what they say of a preset
+# --- the calibration of a preset
 
 
 def calibration_toml(steps: Sequence[Step]) -> str:
@@ -202,7 +206,10 @@ def _device_toml(device: str, steps: Sequence[Step]) -> Iterator[str]:
 
 
 def parted_by(fitted: Sequence[Step], scored: Sequence[Step]) -> tuple[list[Step], list[Step]]:
-    """Those like the fitted ones (software, layout, precision, size and scale), and all others."""
+    """Return the scored steps that are like the fitted ones, and all others.
+
+    Steps are alike in software, layout, precision, model size and number of devices.
+    """
 
     def lies_in(name: str, step: Step) -> bool:
         values = [getattr(other, name) for other in fitted]
@@ -219,7 +226,7 @@ def parted_by(fitted: Sequence[Step], scored: Sequence[Step]) -> tuple[list[Step
 
 
 def pair_errors(steps: Sequence[Step]) -> dict[str, list[float]]:
-    """By how much the predicted ratio of two steps of one software is off, without sign."""
+    """Return the absolute errors of the predicted ratio of two steps of the same software."""
     found: dict[str, list[float]] = {"alike": [], "unlike": []}
     for one, other in combinations(steps, 2):
         if one.software == other.software:
@@ -230,13 +237,13 @@ def pair_errors(steps: Sequence[Step]) -> dict[str, list[float]]:
 
 
 def high(errors: Iterable[float]) -> float:
-    """The 90th percentile, by nearest rank."""
+    """Return the 90th percentile, by nearest rank."""
     found = sorted(errors)
     return found[math.ceil(COVERED * len(found)) - 1]
 
 
 def doubt(steps: Sequence[Step]) -> float | None:
-    """The error of one more such step in nine of ten cases; None for too few of them."""
+    """Return the bound on the error of a further step in nine of ten cases; None for too few."""
     if len(steps) < ENOUGH_ROWS:
         return None
     found = sorted(step.missed for step in steps)
@@ -273,8 +280,10 @@ def _errors_toml(steps: Sequence[Step]) -> Iterator[str]:
 
 
 def _by_software(steps: Sequence[Step]) -> Iterator[tuple[str, float, float]]:
-    """Yield each software with the median error of its steps, as a share of the prediction and as a
-    share of the measured time."""
+    """Yield each software with two median errors of its steps.
+
+    They are relative to the prediction and to the measured time.
+    """
     for software in dict.fromkeys(step.software for step in steps):
         own = [step for step in steps if step.software == software]
         missed = median(step.missed for step in own)
@@ -293,7 +302,7 @@ def _texts(values: Iterable[str]) -> str:
     return f"[{', '.join(_text(value) for value in dict.fromkeys(values))}]"
 
 
-# --- the record, and what is printed
+# --- the record, and the printed report
 
 
 def write_record(steps: Iterable[Step]) -> None:

@@ -13,7 +13,8 @@ from benchmarks.published.scoring import figure, fitted, half
 from steelyard.hardware.cluster_file import decode_tree
 from steelyard.hardware.efficiency import AchievedFraction
 
-# Of each device tables of software that fuses; llm-foundry's of 2023 reaches 70 % of an H100.
+# For each device, tables of software that fuses kernels; llm-foundry of 2023 reaches only 70 % of
+# an H100.
 TABLES = (
     ("A100-SXM4-40GB", ("sc21-1",)),
     ("A100-SXM4-80GB", ("sc21-1",)),
@@ -36,12 +37,12 @@ def reached_figures(found: dict[str, dict[str, float | None]]) -> Iterator[dict[
     said = said_by_presets(list(found))
     wrong = [device for device in found if found[device] != said[device]]
     for device in wrong:
-        print(f"of {device} is fitted {found[device]}, its preset says {said[device]}")
+        print(f"{device}: the fit is {found[device]}, the preset has {said[device]}")
     yield figure(f"presets that say else than is fitted, of {len(found)}", len(wrong), 0)
 
 
 def _of_half(table: Sequence[Row]) -> dict[str, float | None]:
-    """How far it is off other steps: see presets.py."""
+    """Fit the figures on half of a table. For their errors on other steps, see presets.py."""
     share, call_seconds = fitted(half(table))
     attention = table[0].stack.attention_share
     return _figures(
@@ -50,7 +51,7 @@ def _of_half(table: Sequence[Row]) -> dict[str, float | None]:
 
 
 def _figures(reached: AchievedFraction) -> dict[str, float | None]:
-    """Rounded as presets are written."""
+    """Return the figures, rounded as in the presets."""
     call = reached.call_seconds
     return {
         "share": round(reached.share, 4),

@@ -26,10 +26,12 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """``family`` names the device and the software, whose shares are fitted together; what is
-    ``outside`` is of other software, and only scored. ``stack`` is what else is known of it.
-    ``model_flops`` are a step's, none computed twice. Rows that are ``alike`` are what a guess
-    from a constant efficiency goes by.
+    """A published step.
+
+    ``family`` names the device and the software whose shares are fitted together. Rows that are
+    ``outside`` are of other software, and are only scored. ``stack`` are other known properties of
+    the software. ``model_flops`` are those of a step without recomputation. The naive guess takes
+    the efficiency of rows with the same ``alike``.
     """
 
     family: str
@@ -46,10 +48,10 @@ class Row:
     step_seconds: float
     peak_bytes: float = 0.0
     outside: bool = False
-    # Weights in parts went through as many of a machine's ports as the table says: see scoring.py.
+    # The number of a machine's ports that carried sharded weights is fitted: see scoring.py.
     fits_ports: bool = False
-    # What a printed peak has in it besides what the allocator gave out, in words; rows that say the
-    # same share one figure for it, fitted where ``table`` has others than those that are scored.
+    # What a printed peak includes in addition to allocated memory, in words. Rows with the same
+    # words share one figure for it, which is fitted on rows that are not scored.
     beside: str = ""
     policy: ActivationPolicy = SAVE_ALL
     # The blocks of each stage, if these are unequal.
@@ -73,7 +75,7 @@ def predicted(row: Row, stack: SoftwareStack) -> AnalyticStep:
 
 
 def peak_bytes(row: Row) -> int:
-    """The peak of the rank that holds most."""
+    """Return the predicted peak of a rank, the largest of all."""
     return predicted(row, row.stack).peak_bytes
 
 
@@ -87,20 +89,23 @@ def _parts(row: Row, stack: SoftwareStack) -> Sections:
 
 
 def through_ports(row: Row, ports: int) -> Row:
-    """As if no more of a machine's ports were used."""
+    """Return the row with at most ``ports`` ports of each machine in use."""
     tree = row.cluster.tree
     members = tuple(replace(m, ports=min(m.ports, ports)) for m in tree.members)
     return replace(row, cluster=Cluster(tree=replace(tree, members=members)))
 
 
 def reaching(row: Row, share: float, call_seconds: float) -> SoftwareStack:
-    """The same share of what it computes and of what it moves."""
+    """Return the row's stack with one achieved share for both FLOPs and bandwidth."""
     shares = {"peak_share": share, "bandwidth_share": share}
     return replace(row.stack, **shares, call_seconds=call_seconds)
 
 
 def naive_seconds(row: Row, table: Sequence[Row]) -> float:
-    """By the table's other rows that compute as much again: it is known what a plan recomputes."""
+    """Return the seconds at the median efficiency of the other rows of the table.
+
+    Only rows with the same ``alike`` count, if there are any.
+    """
     others = [r for r in table if r is not row and r.alike == row.alike]
     others = others or [r for r in table if r is not row] or [row]
     return row.model_flops / row.layout.num_ranks / median(r.rate for r in others)
@@ -113,7 +118,7 @@ def facts(name: str) -> list[dict[str, str]]:
 
 @cache
 def machines(preset: str, num_devices: int) -> Cluster:
-    """As many of a ready-made machine of eight devices as are needed."""
+    """Return a cluster of as many preset machines of eight devices as are needed."""
     nodes = -(-num_devices // 8)
     if nodes == 1:
         return Cluster.named(preset)

@@ -21,9 +21,10 @@ from steelyard.ir.parallel_layout import ParallelLayout
 
 # Padded to a multiple of 128 for each of four tensor ranks, as Megatron does it.
 _SHAPE = Shape(hidden=1024, heads=16, layers=24, sequence=2048, vocabulary=50688)
-# A node of Alps: four GH200 of 96 GB at 4 TB/s (remembered), and what a message takes to another as
-# its authors measured it (sailor/Planner/baselines/Aceso/profiler/GH-96/profiled-data-fp32,
-# p2p_inter_node.csv: 11.9 GB/s at 1 MiB to 23.5 at 256).
+# A node of Alps: four GH200 of 96 GB at 4 TB/s (recalled, without a source), and the time of a
+# message to another node as the authors measured it (p2p_inter_node.csv in
+# sailor/Planner/baselines/Aceso/profiler/GH-96/profiled-data-fp32: 11.9 GB/s at 1 MiB to 23.5 at
+# 256).
 _NODE = """
 [device.GH200-96GB]
 preset = "H100-SXM5"
@@ -49,7 +50,7 @@ def sailor_rows() -> list[Row]:
 
 
 def alternatives(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Plans for the same batch on as many devices."""
+    """Return groups of plans for the same batch on the same number of devices."""
     groups: dict[tuple[int, float], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.layout.num_ranks, row.model_flops].append(row)
@@ -65,7 +66,7 @@ def ordered_wrongly(group: Sequence[Row], seconds: dict[Row, float]) -> list[tup
 
 
 def regret(group: Sequence[Row], seconds: dict[Row, float]) -> float:
-    """The time of the plan predicted to be fastest, over that of the fastest."""
+    """Return the time of the plan predicted to be fastest relative to the fastest, minus one."""
     chosen = min(group, key=seconds.__getitem__)
     return chosen.step_seconds / min(r.step_seconds for r in group) - 1
 
@@ -90,7 +91,7 @@ def _row(line: dict[str, str]) -> Row:
         layout=layout,
         stage_blocks=_stage_blocks(line["modules"]),
         formats=SINGLE,
-        # Single precision has no fused kernels there, and no JIT is asked for. Its engine waits for
+        # It has no fused kernels for single precision, and JIT is not enabled. The engine waits for
         # each send and receive: deepspeed/pipe_engine.py.
         stack=SoftwareStack(fuses=False, handing=StageSendMode.IN_TURN),
         num_blocks=_SHAPE.layers,
@@ -104,7 +105,7 @@ def _row(line: dict[str, str]) -> Row:
 
 
 def _stage_blocks(modules: str) -> tuple[int, ...]:
-    """The table counts the embedding and the head as modules of their own."""
+    """Return the blocks of each stage; the table counts the embedding and the head as modules."""
     counts = [int(count) for count in modules.split("/")]
     counts[0] -= 1
     counts[-1] -= 1

@@ -18,7 +18,7 @@ from benchmarks.published.rows import Row, naive_seconds, predicted, reaching, t
 _SHARES = tuple(range(25, 101, 5))
 _CALL_SECONDS = (2.5e-6, 5e-6, 10e-6, 20e-6, 30e-6, 40e-6, 50e-6, 60e-6)
 _PORTS = (8, 4, 2, 1)
-# Mean errors that differ by less say nothing of which figures are right.
+# Mean errors within this share of the least count as equally good.
 _AS_GOOD = 0.05
 
 
@@ -38,7 +38,7 @@ class Scored:
 
 
 def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Each table in turn gives its half; all others of its device and software are scored by it."""
+    """Yield the errors of all tables, fitted on half of each table of the same family."""
     tables = _by_table(rows)
     for source, of_source in tables.items():
         if of_source[0].outside:
@@ -48,7 +48,7 @@ def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         print(f"from half of {source}: {found[0]:.0%} is reached, {found[1] * 1e6:g} us a call")
         for name, table in tables.items():
             if table[0].family == used[0].family:
-                # What a table of one row says by itself is that row.
+                # In a table of one row, the naive guess needs the rows of the fit.
                 alike = table if len(table) > 1 else [*table, *used]
                 seen = half(table) if table[0].fits_ports else used
                 scored = [_scored(r, found, alike) for r in table if r not in seen]
@@ -56,12 +56,15 @@ def time_figures(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def half(table: Sequence[Row]) -> tuple[Row, ...]:
-    """The rows that a table is fitted on."""
+    """Return the rows of a table that are used for the fit."""
     return tuple(table[::2])
 
 
 def with_fitted_ports(rows: Sequence[Row]) -> list[Row]:
-    """Each table's from its half, at the two figures that this half gives with all of them."""
+    """Return all rows, with the number of ports fitted on half of each table.
+
+    The share and the call seconds are those of the same half with all ports in use.
+    """
     return [row for table in _by_table(rows).values() for row in _through_fitted(table)]
 
 
@@ -87,9 +90,11 @@ def _through_fitted(table: Sequence[Row]) -> Sequence[Row]:
 
 @cache
 def fitted(rows: tuple[Row, ...]) -> tuple[float, float]:
-    """The share and the seconds of a call at which the mean error of these rows is least; one row
-    gives one figure, the share. Rows of large kernels hardly tell what a call takes: of the figures
-    that are as good, those are taken whose call is nearest to the declared one."""
+    """Return the share and the seconds of a call with the least mean error of these rows.
+
+    With one row, only the share is fitted. Rows of large kernels hardly depend on the seconds of a
+    call, so of equally good figures, those with a call nearest to the declared one are chosen.
+    """
     calls = _CALL_SECONDS if len(rows) > 1 else (rows[0].cluster.device.call_seconds,)
     percent, _ = _best(rows, _SHARES, calls)
     percent, call_seconds = _best(rows, range(percent - 4, min(percent + 5, 101)), calls)

@@ -14,9 +14,10 @@ from steelyard.hardware.software_stack import SoftwareStack, StageSendMode
 from steelyard.ir.model_blocks import MIXED_WIDE_GRADIENTS, ActivationPolicy, Formats
 from steelyard.ir.parallel_layout import ParallelLayout
 
-# Parts are kept in single precision, and gathered in half: both together are what is kept.
+# Shards are kept in single precision and gathered in half precision: the bytes of weights and
+# states together are those that are kept.
 _SINGLE_GATHERED_HALF = Formats(weight_bytes=2, gradient_bytes=4, state_bytes=10)
-# "Selective" recomputes all of a block but attention and every second product.
+# "Selective" recomputes a block except for attention and every second matrix product.
 _SPARED = ("attention.query", "attention.value", "attention.core", "feed.gate", "feed.down")
 _AGAIN = {"none": ((), ()), "selective": (("",), _SPARED), "full": (("",), ())}
 # "Each H100 GPU is equipped with 96GB HBM2e with 2.4 TB/sec peak memory bandwidth ... the default
@@ -32,7 +33,7 @@ link = "nvlink-h100"
 out_link = "infiniband-ndr"
 out_ports = 8
 """
-# Neither had kernels of attention that used all an H100 has: see foundry.py.
+# The attention kernels of both did not use all of an H100: see foundry.py.
 _HOPPER_ATTENTION = 0.629
 _DGX = {False: "dgx-h100", True: "dgx-a100-80gb"}
 _graph = cache(captured_llama)
@@ -64,7 +65,7 @@ def llama_row(line: dict[str, str]) -> Row:
         family="llama, A100" if on_a100 else "llama, H100",
         table=line["table"],
         name=f"{line['model']} on {ranks}, {line['software']}",
-        # Both have what lies between tensor-parallel products in parts along the sequence.
+        # Both shard the values between tensor-parallel products along the sequence.
         graph=partial(
             _graph,
             shape,
