@@ -35,17 +35,17 @@ def opened(pid: str, device: str) -> int:
     return tun
 
 
-def hand_on(near: int, offload_memory: int, delay: float) -> None:
+def hand_on(near: int, far: int, delay: float) -> None:
     """Forward packets in both directions until the process ends, each after ``delay`` seconds.
 
     Packets of one direction keep their order.
     """
-    under_way: dict[int, deque[tuple[float, bytes]]] = {near: deque(), offload_memory: deque()}
-    other = {near: offload_memory, offload_memory: near}
+    under_way: dict[int, deque[tuple[float, bytes]]] = {near: deque(), far: deque()}
+    other = {near: far, far: near}
     while True:
         due = min((queue[0][0] for queue in under_way.values() if queue), default=None)
         patience = None if due is None else max(0.0, due - time.monotonic())
-        for source in select.select([near, offload_memory], [], [], patience)[0]:
+        for source in select.select([near, far], [], [], patience)[0]:
             _take(source, under_way[other[source]], delay)
         now = time.monotonic()
         for target, queue in under_way.items():
@@ -69,8 +69,8 @@ def _give(target: int, packet: bytes) -> None:
         return  # the queue is full or the device is down: a wire loses such packets too
 
 
-def main(near: str, offload_memory: str, device: str, seconds: str) -> None:
-    ends = [opened(pid, device) for pid in (near, offload_memory)]
+def main(near: str, far: str, device: str, seconds: str) -> None:
+    ends = [opened(pid, device) for pid in (near, far)]
     print("up", flush=True)
     hand_on(*ends, float(seconds))
 

@@ -185,8 +185,8 @@ def _join(made: Hosts, *, is_relayed: bool) -> None:
     if is_relayed:
         pass  # the relay has made them
     elif made.bridge is None:
-        near, offload_memory = made.holders
-        _veth(near, DEVICE, offload_memory, DEVICE)
+        near, far = made.holders
+        _veth(near, DEVICE, far, DEVICE)
     else:
         _run([*_within(made.bridge), "ip", "link", "add", "bridge0", "type", "bridge"])
         _run([*_within(made.bridge), "ip", "link", "set", "bridge0", "up"])
@@ -201,9 +201,9 @@ def _join(made: Hosts, *, is_relayed: bool) -> None:
 
 
 def _veth(
-    near: subprocess.Popen[str], device: str, offload_memory: subprocess.Popen[str], its_device: str
+    near: subprocess.Popen[str], device: str, far: subprocess.Popen[str], its_device: str
 ) -> None:
-    here, there = ["netns", str(near.pid), "type", "veth"], ["netns", str(offload_memory.pid)]
+    here, there = ["netns", str(near.pid), "type", "veth"], ["netns", str(far.pid)]
     _run(["ip", "link", "add", device, *here, "peer", "name", its_device, *there])
 
 
