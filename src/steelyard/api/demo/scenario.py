@@ -28,7 +28,7 @@ OnLine = Callable[[str], None]
 _MIB = 1 << 20
 
 # Memory that kernels, threads and the meter use outside of PyTorch's allocator.
-_SPARE_BYTES = 32 * _MIB
+_SPARE_BYTES = 64 * _MIB
 # glibc's malloc keeps freed blocks for later. With these two settings, large blocks return to the
 # system at once, so that a limit on the process limits its live memory. Each step then allocates
 # its memory again. It does so in huge pages (glibc 2.35): otherwise page faults would take two
@@ -102,7 +102,7 @@ def _run_parts(stage: "_Stage", scene: Scene, on_line: OnLine) -> tuple[bool, Re
         for amount, what in (
             (scene.budget_bytes, "the budget"),
             (base_bytes, "memory of Steelyard's process before training"),
-            (_SPARE_BYTES, "allowance for kernels, threads and the memory meter"),
+            (_SPARE_BYTES, "allowance for kernels, threads, the memory meter and gaps in the heap"),
             (limit, "the limit"),
         ):
             on_line(f"   {format_bytes(amount):>8}  {what}")
