@@ -1,7 +1,8 @@
 """The user's training step, captured lazily for the whole batch or for equal parts of it.
 
 ``CapturedStep`` implements ``StepSource`` (ir/step_source.py) for the search, and gives run/ the
-graph with its live tensors. Not for tracing: see capture/tracing/joint_graph.py.
+graph with its live tensors. The search gets graphs that are derived from that of the whole batch.
+Not for tracing: see capture/tracing/joint_graph.py.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from steelyard import _torch
+from steelyard.capture.batch.derived_graph import are_equal, with_samples
 from steelyard.capture.batch.independence_proof import Reduction, Splitting
 from steelyard.capture.batch.splitting import batch_size, entries, part, splitting
 from steelyard.capture.checks.module_hooks import refuse_hooks
@@ -81,6 +83,7 @@ class CapturedStep:
     for_planning: bool = False
     optimizer: OptimizerFactory | None = None
     _captured: dict[tuple[int, int], Captured] = field(default_factory=dict, init=False)
+    _derived: dict[tuple[int, int], Graph | None] = field(default_factory=dict, init=False)
     _partitioned: dict[tuple[str, ShardingChoice, int], Graph] = field(
         default_factory=dict, init=False
     )
@@ -104,14 +107,43 @@ class CapturedStep:
 
     def captured(self, *, micro_batches: int = 1, share: int = 1) -> Captured:
         """Return the captured step for ``share`` of ``micro_batches`` equal parts of the batch."""
-        fraction = micro_batches // gcd(micro_batches, share), share // gcd(micro_batches, share)
+        fraction = _reduced(share, micro_batches)
         known = self._captured.get(fraction)
         if known is None:
-            known = self._captured[fraction] = self._capture(*fraction)
+            known = self._capture(fraction)
+            derived = self._derived.get(fraction)
+            if derived is not None and are_equal(derived, known.graph):
+                known = replace(known, graph=derived)  # what was computed for it stays known
+            self._captured[fraction] = known
         return known
 
     def graph(self, *, micro_batches: int, share: int = 1) -> Graph:
-        return self.captured(micro_batches=micro_batches, share=share).graph
+        """Return the graph for ``share`` of ``micro_batches`` equal parts of the batch.
+
+        It is derived from the graph of the whole batch where that is possible. A step to be run is
+        captured, and if the derived graph differs from that, it is not used any more.
+        """
+        fraction = _reduced(share, micro_batches)
+        if fraction in self._captured:
+            return self._captured[fraction].graph
+        if fraction not in self._derived:
+            self._derived[fraction] = self._derive(fraction)
+        return (
+            self._derived[fraction] or self.captured(micro_batches=micro_batches, share=share).graph
+        )
+
+    def is_as_derived(self, *, micro_batches: int, share: int = 1) -> bool:
+        """Capture a part of the batch; True unless another graph was derived for it."""
+        derived = self._derived.get(_reduced(share, micro_batches))
+        captured = self.captured(micro_batches=micro_batches, share=share)
+        return derived is None or derived is captured.graph
+
+    def constants(self, *, micro_batches: int, share: int = 1) -> Mapping[str, torch.Tensor]:
+        """Return the live tensors that the graph of these parts names as constants."""
+        fraction = _reduced(share, micro_batches)
+        if self._derived.get(fraction) is not None and fraction not in self._captured:
+            return self.captured().constants
+        return self.captured(micro_batches=micro_batches, share=share).constants
 
     def rewritten(self, graph: Graph) -> Graph:
         return graph
@@ -289,23 +321,32 @@ class CapturedStep:
         fields = ("model", "loss", "batch", "decomposition", "for_planning", "optimizer")
         return CapturedStep(**{**{name: getattr(self, name) for name in fields}, **changed})
 
-    def _capture(self, micro_batches: int, share: int) -> Captured:
+    def _derive(self, fraction: tuple[int, int]) -> Graph | None:
+        size = batch_size(self.batch)
+        if fraction == (1, 1) or size is None or size % fraction[1]:
+            return None
+        after = size // fraction[1] * fraction[0]
+        whole = self.graph(micro_batches=1)
+        return with_samples(whole, before=size, after=after, device=self._device)
+
+    def _capture(self, fraction: tuple[int, int]) -> Captured:
         refuse_wrapped(self.model)
         refuse_hooks(self.model)
         _refuse_opaque(self.batch)
         _refuse_layouts(self.batch)
         _refuse_gradient_inputs(self.batch)
         with restoring_attributes_on_failure(self.model):
-            return self._capture_uncached(micro_batches, share)
+            return self._capture_uncached(fraction)
 
-    def _capture_uncached(self, micro_batches: int, share: int) -> Captured:
+    def _capture_uncached(self, fraction: tuple[int, int]) -> Captured:
         self.twin()  # first, so that the model's one-time initialization is done before tracing
         batch = self.batch
-        if micro_batches > 1:
+        share, parts = fraction
+        if parts > 1:
             size = batch_size(batch)
             assert size is not None
-            assert size % micro_batches == 0
-            batch = part(batch, start=0, size=size // micro_batches * share)
+            assert size % parts == 0
+            batch = part(batch, start=0, size=size // parts * share)
         truncated = self._truncated
         if truncated is not None:
             captured = self._traced(truncated.truncation.model, batch)
@@ -337,6 +378,12 @@ class CapturedStep:
                 expected="a gradient for every parameter that eager PyTorch trains",
                 remedy="report this model; training it here would skip these parameters",
             )
+
+
+def _reduced(share: int, micro_batches: int) -> tuple[int, int]:
+    """Return ``share`` of ``micro_batches`` as a reduced fraction."""
+    divisor = gcd(micro_batches, share)
+    return share // divisor, micro_batches // divisor
 
 
 def _shards_by_parameter(shardings: tuple[ShardingChoice, ...]) -> ShardsByParameter:

@@ -172,7 +172,7 @@ class StepCalibration:
         step = LiveStep(
             source.model,
             program,
-            constants=source.captured(micro_batches=parts).constants,
+            constants=source.constants(micro_batches=parts),
             batch=source.batch,
             reduction=source.reduction().value if parts > 1 else "mean",
             runner=compile_program if lowered else emit,

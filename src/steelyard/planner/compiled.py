@@ -38,7 +38,7 @@ def find_compiled_plan(session: PlanningSession, budget: Budget) -> tuple[Search
 
 
 def _find_fastest(session: PlanningSession, budget: Budget) -> tuple[SearchResult, Prediction]:
-    found = session.layouts.find(budget)
+    found = session.find_layout(budget)
     alternatives = islice(session.layouts.rivals(found, budget), _NUM_ALTERNATIVES)
     priced = [(each, session.priced(each.program)) for each in (found, *alternatives)]
     return min(priced, key=lambda pair: pair[1].metrics.step_seconds.value)
@@ -129,13 +129,13 @@ def fusion_saved_bytes(session: PlanningSession) -> int:
     """Return by how many bytes fusion lowers the peak of the step without trades."""
     if session.request.cluster.num_devices == 1:
         return session.search.untraded_bytes - session.unplanned.peak.nbytes
-    found = session.layouts.find(Budget())
+    found = session.find_layout(Budget())
     return found.prediction.peak.nbytes - session.priced(found.program).peak.nbytes
 
 
 def _search_within(session: PlanningSession, budget: Budget, nbytes: int) -> SearchResult:
     """Search within ``nbytes``; if that is infeasible, within the least memory that is possible."""
-    find = session.layouts.find if session.request.cluster.num_devices > 1 else session.search.find
+    find = session.find_layout if session.request.cluster.num_devices > 1 else session.search.find
     try:
         return find(replace(budget, memory_bytes=max(nbytes, 1)))
     except Infeasible as refusal:

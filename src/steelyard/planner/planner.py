@@ -117,7 +117,7 @@ class Planner:
                 else (found, predicted)
             )
         if has_ranks:
-            found = session.layouts.find(
+            found = session.find_layout(
                 budget, barred=_NO_PROBE if budget.accuracy_loss else ALLOWS_NONE
             )
             if request.cluster.is_here:

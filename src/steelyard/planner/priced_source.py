@@ -57,6 +57,7 @@ class PricedSource:
 
     def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
         if micro_batches > 1 and share == 1:
+            self._source.captured(micro_batches=micro_batches)
             graph = self.graph(micro_batches=micro_batches)
             self._prices.check_cut(self._source, Program.plain(graph).repeated(micro_batches))
 

@@ -49,7 +49,7 @@ from steelyard.run.compiled.lower import compiled, lower
 from steelyard.run.compiled.recorder import GeneratedKernel
 from steelyard.run.model_guards import ModelWatch
 from steelyard.run.sharded_model.tensors import why_unshardable
-from steelyard.search import Floor, LayoutSearch, StepSearch
+from steelyard.search import ALLOWS_NONE, Floor, LayoutSearch, SearchResult, StepSearch
 from steelyard.search.ranks.slow_link_note import note_on_links
 from steelyard.trades import TRADES
 
@@ -230,6 +230,22 @@ class PlanningSession:
             of_a_host=cluster.ranks_of_a_host if cluster.hosts > 1 else 1,
             searching=lambda layout: self.searching(layout=layout),
         )
+
+    def find_layout(self, budget: Budget, *, barred: str = ALLOWS_NONE) -> SearchResult:
+        """Return the fastest plan on all numbers of ranks.
+
+        The search uses derived graphs. The graphs of the chosen plan are captured, and if one of
+        them differs, the search is repeated with it.
+        """
+        while True:
+            found = self.layouts.find(budget, barred=barred)
+            programs = (found.program, *found.program.sibling_programs)
+            if not self.cluster.is_here or all(
+                self.source.is_as_derived(micro_batches=program.units, share=program.share)
+                for program in programs
+            ):
+                return found
+            del self.__dict__["layouts"]
 
     @cached_property
     def whole_batch_search(self) -> StepSearch:

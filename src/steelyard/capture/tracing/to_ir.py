@@ -5,7 +5,7 @@ Not for tracing (see joint_graph.py), nor for assigning nodes without a path (se
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -123,20 +123,13 @@ class _Reader:
     def _read_call(self, node: torch.fx.Node) -> None:
         self._share_storages(node)
         outputs = self._tensors(node.meta.get("val"), role=Role.ACTIVATION)
-        if node.target in _REDUCED_IN_PLACE and outputs[0].shape == ():
-            # The mean shares the storage of the elementwise differences it is computed from.
-            nbytes = max(_nbytes(t) for i in node.all_input_nodes for t in _tensors_in(i))
-            number = outputs[0].storage
-            self.storages[number] = replace(self.storages[number], nbytes=nbytes)
-        if node.target is torch.ops.aten._embedding_bag.default:
-            # This result is the bag of each index, for which the kernel (torch 2.13, CPU) allocates
-            # one element more.
-            number = outputs[1].storage
-            nbytes = self.storages[number].nbytes + torch.int64.itemsize
-            self.storages[number] = replace(self.storages[number], nbytes=nbytes)
         inputs = tuple(self.name(i.name) for i in node.all_input_nodes)
-        own = _tensors_in(node)
-        known = {self._number(t) for i in node.all_input_nodes for t in _tensors_in(i)}
+        own, read = _tensors_in(node), [t for i in node.all_input_nodes for t in _tensors_in(i)]
+        adjusted = adjusted_storage(node.target, own, read)
+        if adjusted is not None:
+            number = outputs[adjusted[0]].storage
+            self.storages[number] = replace(self.storages[number], nbytes=adjusted[1])
+        known = {self._number(t) for t in read}
         is_view = bool(own) and all(self._number(t) in known for t in own)
         # Not all of the backward pass is tagged (a custom autograd.Function is not), but it is
         # traced after the forward pass.
@@ -165,7 +158,7 @@ class _Reader:
                 remedy="replace it in the model by plain operators",
             )
         mutated = _torch.mutates(target)
-        moved = sum(_nbytes(t) for i in node.all_input_nodes for t in _tensors_in(i))
+        moved = sum(map(_nbytes, read))
         self.nodes.append(
             replace(
                 call,
@@ -236,7 +229,7 @@ class _Reader:
             nbytes = int(tensor.untyped_storage().nbytes())
             if role is Role.BATCH and not tensor.storage_offset():
                 # From torch 2.14 on, a micro-batch has the storage of the whole batch here.
-                nbytes = min(nbytes, _covered_bytes(tensor))
+                nbytes = min(nbytes, _bytes_in(tensor))
             self.storages.append(Storage(nbytes=nbytes, role=role))
         return number
 
@@ -251,12 +244,30 @@ class _Reader:
         return Ref(self.name(node.name))
 
 
-def _covered_bytes(tensor: torch.Tensor) -> int:
+def adjusted_storage(
+    target: Any, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[int, int] | None:
+    """Return a result whose storage is larger than its fake, by its number, and the bytes of it."""
+    if target in _REDUCED_IN_PLACE and not results[0].dim():
+        # The mean shares the storage of the elementwise differences it is computed from.
+        return 0, max(map(_nbytes, inputs))
+    if target is torch.ops.aten._embedding_bag.default:
+        # This result is the bag of each index, for which the kernel (torch 2.13, CPU) allocates one
+        # element more.
+        return 1, int(results[1].untyped_storage().nbytes()) + torch.int64.itemsize
+    return None
+
+
+def _bytes_in(tensor: torch.Tensor) -> int:
     """Return the bytes from the first to the last element."""
-    if not tensor.numel():
+    return covered_elements(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
+def covered_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last one of a strided tensor."""
+    if 0 in shape:
         return 0
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (int(last) + 1) * tensor.element_size()
+    return 1 + sum((int(n) - 1) * int(step) for n, step in zip(shape, stride, strict=True))
 
 
 def plain_argument(value: Any, ref: Callable[[Any], Ref]) -> Argument:

@@ -148,13 +148,23 @@ class Exploration:
     def is_near_bound(self, limit_bytes: int) -> bool:
         """True if the best plan within the limit is hardly slower than the lower bound."""
         best = self._trials.archive.within(limit_bytes)
-        return best is not None and best.seconds <= (1 + ENOUGH) * self.lower_bound(limit_bytes)
+        return best is not None and self._is_near(best.seconds, limit_bytes)
 
-    def improve(self, limit_bytes: int, stop: StopRequest) -> None:
+    def _is_near(self, seconds: float, limit_bytes: int) -> bool:
+        return seconds <= (1 + ENOUGH) * self.lower_bound(limit_bytes)
+
+    def improve(
+        self, limit_bytes: int, stop: StopRequest, *, to_beat_seconds: float = math.inf
+    ) -> None:
         """Improve the plans around a memory limit, until they are near the lower bound or a few
         rounds bring nothing.
+
+        Does nothing if no plan of this program can be considerably faster than
+        ``to_beat_seconds``.
         """
         if self.is_complete or limit_bytes in self._improved:
+            return
+        if to_beat_seconds < math.inf and self._is_near(to_beat_seconds, limit_bytes):
             return
         for local_search in self._local_searches():
             self._improve_at(limit_bytes, local_search, stop)

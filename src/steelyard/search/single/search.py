@@ -4,6 +4,7 @@ Not for exploring plans (variant_plans.py) or for explaining them (explain.py).
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -275,12 +276,18 @@ class StepSearch:
         """
         return frontier(self._plans, points=points)
 
-    def _explored(self, variant: Variant, budget: Budget, stop: StopRequest) -> Explored:
-        """Return the plans of this variant, explored as far as the budget requires."""
+    def _explored(
+        self, variant: Variant, budget: Budget, stop: StopRequest, best: Point | None = None
+    ) -> Explored:
+        """Return the plans of this variant, explored as far as the budget requires.
+
+        A variant that cannot be considerably faster than ``best`` is explored briefly.
+        """
         limit = budget.memory_bytes
         if limit is None or self._effort is Effort.FULL:
             return self._plans.explored(variant, stop)
-        return self._plans.explored_within(limit, variant, stop)
+        to_beat = math.inf if best is None else best.seconds * (1 - self._doubt(variant))
+        return self._plans.explored_within(limit, variant, stop, to_beat_seconds=to_beat)
 
     def _best_calibrated(
         self, budget: Budget, on_better: Callable[[float], None], stop: StopRequest
@@ -323,7 +330,7 @@ class StepSearch:
                     continue
                 if stop.is_granted and best is not None:
                     return best
-                explored = self._explored(variant, budget, stop)
+                explored = self._explored(variant, budget, stop, None if best is None else best[1])
                 if best is not None and not _is_faster(explored.plain, best[1]):
                     continue
                 is_finer_worthwhile = True
@@ -354,9 +361,11 @@ class StepSearch:
         """
         if best is None:
             return True
-        is_certain = variant.parts in self._calibrated
-        needed = 0.0 if is_certain else self._step.source.split_doubt
-        return point.seconds < best[1].seconds * (1 - max(needed, _ROUNDING))
+        return point.seconds < best[1].seconds * (1 - max(self._doubt(variant), _ROUNDING))
+
+    def _doubt(self, variant: Variant) -> float:
+        """The relative doubt of the variant's times."""
+        return 0.0 if variant.parts in self._calibrated else self._step.source.split_doubt
 
     def _is_hardly_slower(self, best: Point, variants: Sequence[Variant]) -> bool:
         """True if the plan takes hardly longer than these variants would in more micro-batches,

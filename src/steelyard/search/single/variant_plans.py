@@ -3,6 +3,7 @@
 Not for choosing a variant: see search.py. Not for the search over one program: see explore.py.
 """
 
+import math
 from dataclasses import replace
 
 from steelyard.ir.program import Program
@@ -62,14 +63,23 @@ class VariantPlans:
             exploration.complete(self._refreshed(PLAIN) if variant != PLAIN else None, stop)
         return self._refreshed(variant)
 
-    def explored_within(self, limit_bytes: int, variant: Variant, stop: StopRequest) -> Explored:
+    def explored_within(
+        self,
+        limit_bytes: int,
+        variant: Variant,
+        stop: StopRequest,
+        *,
+        to_beat_seconds: float = math.inf,
+    ) -> Explored:
         """Return the plans of this variant, explored around one amount of memory.
 
-        Variants with offloaded states are made from all plans of the variant without them.
+        Variants with offloaded states are made from all plans of the variant without them. A
+        variant that cannot be considerably faster than ``to_beat_seconds`` is explored briefly.
         """
         if variant.states or self.is_brief:
             return self.explored(variant, stop)
-        self._exploration(variant).improve(limit_bytes, stop)
+        exploration = self._exploration(variant)
+        exploration.improve(limit_bytes, stop, to_beat_seconds=to_beat_seconds)
         return self._refreshed(variant)
 
     def forget_outdated(self) -> None:
