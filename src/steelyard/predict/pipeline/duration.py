@@ -74,16 +74,22 @@ def least_pipeline_seconds(layout: ParallelLayout, *, slowest: float, total: flo
 
     Each rank has one stage. With more micro-batches than ranks, the path of ``pipeline_seconds``
     through the slowest stage takes at least ``(m - p - 1) slowest + 2 total``, which is the time of
-    equal stages. With fewer micro-batches, the path through the last ``m - 1`` stages takes their
-    time in addition to the total, and the slowest of the other stages takes at least an equal share
-    of the rest.
+    equal stages.
+
+    With fewer micro-batches, the path through the last ``m - 1`` stages takes their time in
+    addition to the total. Each of the first ``p - m + 1`` stages ends all its forward passes before
+    the last micro-batch goes on to the end and back, and has all its backward passes left when the
+    first one is back: it adds ``m - 1`` times the longer of its passes to the total. This is at
+    least half of its time, and the slowest of these stages takes at least an equal share of what
+    the last ``m - 1`` stages leave. Both paths are shortest if these take ``(m - 1) / (2 p - m +
+    1)`` of the total.
     """
     ranks, micro_batches = layout.pipeline, layout.micro_batches
     slowest = max(slowest, total / ranks)
     least = micro_batches * slowest
     if micro_batches > ranks:
         return max(least, (micro_batches - ranks - 1) * slowest + 2 * total)
-    return max(least, total * max(1.0, 2 * micro_batches / (ranks + 1)))
+    return max(least, total * 2 * ranks / (2 * ranks - micro_batches + 1))
 
 
 def least_interleaved_seconds(

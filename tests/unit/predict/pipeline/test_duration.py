@@ -78,6 +78,16 @@ def test_equal_stages_take_what_the_textbook_says(virtual: int) -> None:
         assert least_pipeline_seconds(layout, slowest=3, total=12) == pytest.approx(33)
 
 
+@pytest.mark.parametrize("micro_batches", range(1, 6))
+def test_some_pipeline_takes_its_bound_if_micro_batches_are_few(micro_batches: int) -> None:
+    """The last ``m - 1`` stages are half as long as the others."""
+    long, layout = 5 - micro_batches, ParallelLayout(pipeline=4, micro_batches=micro_batches)
+    passes = [(2.0, 2.0)] * long + [(1.0, 1.0)] * (4 - long)
+    slowest, total = max(map(sum, passes)), sum(map(sum, passes))
+    bound = least_pipeline_seconds(layout, slowest=slowest, total=total)
+    assert pipeline_seconds(layout, passes) == pytest.approx(bound) == 16 if long else 8
+
+
 def test_micro_batches_that_fill_no_rounds_are_refused() -> None:
     with pytest.raises(BadInput, match="equal rounds"):
         schedule_order(num_ranks=2, micro_batches=5, virtual=2)
