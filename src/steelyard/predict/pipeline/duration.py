@@ -92,6 +92,22 @@ def least_pipeline_seconds(layout: ParallelLayout, *, slowest: float, total: flo
     return max(least, total * 2 * ranks / (2 * ranks - micro_batches + 1))
 
 
+def path_weights(layout: ParallelLayout, *, backward_share: float) -> list[Passes]:
+    """Return weights of all passes: no pipeline takes less than the weighted sum of its passes.
+
+    There are no more micro-batches than ranks. The weights average two paths: one through the last
+    ``m - 1`` stages, and one through all backward passes of a stage before them (see
+    ``least_pipeline_seconds``). If ``backward_share`` is the share of the backward pass in the time
+    of a stage, each stage weighs the same, whether it is early or late. The weights are valid for
+    any share.
+    """
+    late = layout.micro_batches - 1
+    early = layout.pipeline - late
+    more = late / (early + late * backward_share)
+    early_stage = 1.0, 1.0 + more
+    return [early_stage] * early + [(1.0 + more * backward_share,) * 2] * late
+
+
 def least_interleaved_seconds(
     layout: ParallelLayout, *, slowest: float, last: float, first_runs: float
 ) -> float:

@@ -5,6 +5,7 @@ policy_mixture.py.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import starmap
 
@@ -16,6 +17,7 @@ from steelyard.predict.pipeline.duration import (
     Passes,
     least_interleaved_seconds,
     least_pipeline_seconds,
+    path_weights,
     pipeline_seconds,
 )
 from steelyard.search.cluster.policy_mixture import (
@@ -67,7 +69,7 @@ class StageAssignment:
             for cost, kinds in self._sections.items()
         }
         self._representative = self._first_equal_stages()
-        self._least: dict[tuple[int, int], float] = {}
+        self._least: dict[tuple[int, int, Passes], float] = {}
         self._passes_of: dict[tuple[int, int], Passes] = {}
 
     def _first_equal_stages(self) -> list[int]:
@@ -120,7 +122,22 @@ class StageAssignment:
         assert lean is not None, "the same stages fit"
         slowest = max(of(s, n) for s, n in enumerate(fast))
         total = sum(of(s, n) for s, n in enumerate(lean))
-        return least_pipeline_seconds(self._layout, slowest=slowest, total=total)
+        least = least_pipeline_seconds(self._layout, slowest=slowest, total=total)
+        is_short = 1 < self._layout.micro_batches <= stages
+        return max(least, self._least_path_seconds()) if is_short else least
+
+    def _least_path_seconds(self) -> float:
+        """Return a lower bound on the weighted sum of passes that no pipeline goes below."""
+        cost = self._stage_costs[0]
+        share = cost.passes(cost.block)[1] / cost.in_turn(cost.block)
+        weights = path_weights(self._layout, backward_share=share)
+
+        def of(stage: int, count: int) -> float:
+            return self._least_seconds(stage, count, weights[stage])
+
+        lean = minimize_total(self._num_blocks, self._layout.pipeline, of)
+        assert lean is not None, "the same stages fit"
+        return sum(of(s, n) for s, n in enumerate(lean))
 
     def _least_fixed_seconds(self) -> float:
         seconds = [self._least_seconds(s, n) for s, n in enumerate(self._fixed)]
@@ -176,15 +193,19 @@ class StageAssignment:
     def _fitted_seconds(self, stage: int, count: int) -> float:
         return sum(self._passes(stage, count))
 
-    def _least_seconds(self, stage: int, count: int) -> float:
+    def _least_seconds(self, stage: int, count: int, weights: Passes = (1.0, 1.0)) -> float:
+        """Return a lower bound on the weighted passes of the mixes that fit."""
         stage = self._representative[stage]
-        if (stage, count) not in self._least:
-            room, ends = (
-                self._room_bytes(stage, count),
-                self._stage_costs[stage].ends_seconds(stage),
-            )
-            self._least[stage, count] = least_seconds(self._kinds(stage), count, room) + ends
-        return self._least[stage, count]
+        key = stage, count, weights
+        if key not in self._least:
+            cost, room = self._stage_costs[stage], self._room_bytes(stage, count)
+            kinds = [
+                replace(kind, seconds=_weighted(cost.passes(section), weights))
+                for kind, (_, section) in zip(self._kinds(stage), self._sections[cost], strict=True)
+            ]
+            ends = _weighted(cost.stage_passes(stage, StageBlocks(blocks=())), weights)
+            self._least[key] = least_seconds(kinds, count, room) + ends
+        return self._least[key]
 
     def _best_mix(self, stage: int, count: int) -> Mix | None:
         room, offload_room = self._room_bytes(stage, count), self._offload_room_bytes(stage, count)
@@ -215,6 +236,10 @@ class StageAssignment:
             )
             for (policy, section), seconds in known
         ]
+
+
+def _weighted(passes: Passes, weights: Passes) -> float:
+    return weights[0] * passes[0] + weights[1] * passes[1]
 
 
 def _undominated(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from steelyard.ir.pipeline_schedule import ActionKind, schedule_order
 from steelyard.predict.pipeline.duration import (
     least_interleaved_seconds,
     least_pipeline_seconds,
+    path_weights,
     pipeline_seconds,
 )
 from steelyard.predict.pipeline.replay import StageCost, replay
@@ -67,6 +70,20 @@ def test_no_pipeline_takes_less_than_its_bound(
     assert bound <= pipeline_seconds(layout, passes) * (1 + 1e-12)
 
 
+@settings(max_examples=400, deadline=None)
+@given(_pipelines(), st.floats(0, 1))
+def test_no_pipeline_takes_less_than_its_weighted_passes(
+    pipeline: tuple[ParallelLayout, list[tuple[float, float]]], share: float
+) -> None:
+    layout, passes = pipeline[0], pipeline[1][: pipeline[0].pipeline]
+    few = 1 + layout.micro_batches % layout.pipeline
+    layout = replace(layout, virtual=1, micro_batches=few)
+    weights = path_weights(layout, backward_share=share)
+    pairs = zip(weights, passes, strict=True)
+    bound = sum(w[0] * forward + w[1] * backward for w, (forward, backward) in pairs)
+    assert bound <= pipeline_seconds(layout, passes) * (1 + 1e-12)
+
+
 @pytest.mark.parametrize("virtual", [1, 4])
 def test_equal_stages_take_what_the_textbook_says(virtual: int) -> None:
     """Narayanan et al., SC 2021, section 2.2: (m + (p - 1) / v) times a stage; the bounds are
@@ -79,13 +96,22 @@ def test_equal_stages_take_what_the_textbook_says(virtual: int) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", range(1, 6))
+def test_weighted_stages_are_equal_if_their_backward_share_is_as_told(micro_batches: int) -> None:
+    layout = ParallelLayout(pipeline=5, micro_batches=micro_batches)
+    weights = path_weights(layout, backward_share=2 / 3)
+    sums = [forward + 2 * backward for forward, backward in weights]
+    assert sums == pytest.approx([sums[0]] * 5)
+    assert weights[0][0] == 1
+
+
+@pytest.mark.parametrize("micro_batches", range(1, 6))
 def test_some_pipeline_takes_its_bound_if_micro_batches_are_few(micro_batches: int) -> None:
     """The last ``m - 1`` stages are half as long as the others."""
     long, layout = 5 - micro_batches, ParallelLayout(pipeline=4, micro_batches=micro_batches)
     passes = [(2.0, 2.0)] * long + [(1.0, 1.0)] * (4 - long)
     slowest, total = max(map(sum, passes)), sum(map(sum, passes))
     bound = least_pipeline_seconds(layout, slowest=slowest, total=total)
-    assert pipeline_seconds(layout, passes) == pytest.approx(bound) == 16 if long else 8
+    assert pipeline_seconds(layout, passes) == pytest.approx(bound) == 16
 
 
 def test_micro_batches_that_fill_no_rounds_are_refused() -> None:
