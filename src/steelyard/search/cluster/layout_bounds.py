@@ -24,20 +24,20 @@ def least_step_seconds(stage_costs: Sequence[LayoutCost], blocks: int) -> float:
     block_seconds = {
         cost: cost.in_turn(cost.block) if blocks else 0.0 for cost in dict.fromkeys(stage_costs)
     }
-    ends = {s: stage_costs[s].ends_seconds(s) for s in _end_stages(stages)}
-    inner = Counter(stage_costs[1:-1])
-    around = [
-        *((stage_costs[s], seconds) for s, seconds in ends.items()),
-        *((cost, count * cost.ends_seconds(_inner_stage(stages))) for cost, count in inner.items()),
+    # The stages of equal cost outside of their blocks: their seconds there, and their number.
+    around = [(stage_costs[s], stage_costs[s].ends_seconds(s), 1) for s in _end_stages(stages)]
+    around += [
+        (cost, cost.ends_seconds(_inner_stage(stages)), count)
+        for cost, count in Counter(stage_costs[1:-1]).items()
     ]
     fastest_block, most = min(block_seconds.values()), -(-blocks // stages)
-    slowest = most * fastest_block + min(ends.values())
+    slowest = most * fastest_block + min(seconds for _, seconds, _ in around)
     if fastest_block:
         speed = sum(1 / block_seconds[cost] for cost in stage_costs)
         slowest = max(
-            slowest, (blocks + sum(t / block_seconds[cost] for cost, t in around)) / speed
+            slowest, (blocks + sum(n * t / block_seconds[cost] for cost, t, n in around)) / speed
         )
-    total = blocks * fastest_block + sum(seconds for _, seconds in around)
+    total = blocks * fastest_block + sum(count * seconds for _, seconds, count in around)
     pipeline = _least_pipeline_seconds(stage_costs, blocks, block_seconds, slowest, total)
     return pipeline + least_seconds_after(stage_costs, blocks)
 

@@ -154,6 +154,19 @@ def test_no_assignment_is_faster_or_smaller_than_the_bounds_of_its_layout(
         assert bound <= analytic_step(costs, best).pipeline_seconds * (1 + 1e-9)
 
 
+def test_the_slowest_stage_may_be_an_inner_one() -> None:
+    """It has one block more than the ends of the model, which have other calls instead."""
+    block = Section(
+        forward_seconds=1.0, backward_seconds=1.0, recompute_seconds=0.0, exchange_seconds=0.0,
+        exchanged_bytes=0, flops=0, saved_bytes=0, recompute_bytes=0, peak_bytes=0, parameters=(),
+    )  # fmt: skip
+    layout = ParallelLayout(pipeline=3, micro_batches=5)
+    parts = Sections(before=block, block=block, after=block, stream_bytes=0)
+    costs = [LayoutCost(parts, _CLUSTER, layout, MIXED)] * 3
+    step = analytic_step(costs, [StageBlocks(blocks=((block, n),)) for n in (1, 2, 1)])
+    assert least_step_seconds(costs, 4) <= step.step_seconds
+
+
 def _assignment(
     costs: Sequence[LayoutCost],
     stages: Sequence[StageBlocks],
