@@ -9,7 +9,7 @@ see recompute_sets.py.
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 from math import ceil, floor
 
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 _NEVER = float("inf")
 # Times that differ by less than this share count as equal; the simpler of two such plans is chosen.
 ALIKE = 5e-4
+# The number of blocks of each kind in a mix, by index of the kind.
+CountOfKind = dict[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +90,11 @@ def fastest_mix(
                 found += _with_offloaded_kind(
                     kinds, resident, index, min(count, num_blocks), num_blocks, room_bytes
                 )
-    least = min((mix.seconds for mix in found), default=_NEVER)
-    equal = [mix for mix in found if mix.seconds <= least * (1 + ALIKE)]
+    seconds = [_seconds(kinds, counts) for counts in found]
+    most = min(seconds, default=_NEVER) * (1 + ALIKE)
+    equal = [
+        _mix(kinds, counts) for counts, took in zip(found, seconds, strict=True) if took <= most
+    ]
     return min(equal, key=lambda mix: mix.burden, default=None)
 
 
@@ -100,7 +105,7 @@ def _with_offloaded_kind(
     count: int,
     num_blocks: int,
     room_bytes: float,
-) -> list[Mix]:
+) -> list[CountOfKind]:
     """Return mixes with ``count`` blocks of one offloaded kind, and one or two resident kinds for
     the rest.
     """
@@ -113,10 +118,7 @@ def _with_offloaded_kind(
     rest = _mixes_of_two(
         adjusted, resident, num_blocks - count, room_bytes - count * kind.saved_bytes
     )
-    counted = ({i: n for i, n in enumerate(mix.counts) if n} for mix in rest)
-    return [
-        _mix(kinds, {**counts, offloaded: count + counts.get(offloaded, 0)}) for counts in counted
-    ]
+    return [{**counts, offloaded: count + counts.get(offloaded, 0)} for counts in rest]
 
 
 def _mixes_of_two(
@@ -125,13 +127,13 @@ def _mixes_of_two(
     num_blocks: int,
     room_bytes: float,
     offload_room_bytes: float = _NEVER,
-) -> list[Mix]:
+) -> list[CountOfKind]:
     """Return the feasible mixes of one kind, and the two extreme feasible mixes of each pair.
 
     The feasible counts of a pair form an interval on which the total time is monotonic. So one of
     its ends is the fastest mix; if all are equally fast, one is the simplest.
     """
-    found: list[Mix] = []
+    found: list[CountOfKind] = []
     for index in chosen:
         kind = kinds[index]
         fits_offload_memory = num_blocks * kind.offloaded_bytes <= offload_room_bytes
@@ -139,7 +141,7 @@ def _mixes_of_two(
             fits_offload_memory
             and num_blocks * kind.saved_bytes + kind.recompute_bytes <= room_bytes
         ):
-            found.append(_mix(kinds, {index: num_blocks}))
+            found.append({index: num_blocks})
     for one, other in combinations(chosen, 2):
         a, b = kinds[one], kinds[other]
         room = room_bytes - max(a.recompute_bytes, b.recompute_bytes)
@@ -149,7 +151,7 @@ def _mixes_of_two(
         )
         fewest, most = max(resident[0], offloaded[0]), min(resident[1], offloaded[1])
         found += [
-            _mix(kinds, {one: count, other: num_blocks - count})
+            {one: count, other: num_blocks - count}
             for count in dict.fromkeys((fewest, most))
             if fewest <= count <= most
         ]
@@ -186,22 +188,22 @@ def least_seconds(kinds: Sequence[BlockKind], num_blocks: int, room_bytes: float
     return num_blocks * min(
         (
             _hull_seconds(
-                [kind for kind in kinds if kind.recompute_bytes <= most.recompute_bytes],
-                (room_bytes - most.recompute_bytes) / num_blocks,
+                [kind for kind in kinds if kind.recompute_bytes <= most],
+                (room_bytes - most) / num_blocks,
             )
-            for most in kinds
+            for most in {kind.recompute_bytes for kind in kinds}
         ),
         default=_NEVER,
     )
 
 
 def _hull_seconds(kinds: Sequence[BlockKind], bytes_per_block: float) -> float:
-    best = min((k.seconds for k in kinds if k.saved_bytes <= bytes_per_block), default=_NEVER)
-    for one, other in combinations(kinds, 2):
-        lean, wide = sorted((one, other), key=lambda k: k.saved_bytes)
-        if lean.saved_bytes <= bytes_per_block < wide.saved_bytes:
-            share = (bytes_per_block - lean.saved_bytes) / (wide.saved_bytes - lean.saved_bytes)
-            best = min(best, lean.seconds + share * (wide.seconds - lean.seconds))
+    fitting = [kind for kind in kinds if kind.saved_bytes <= bytes_per_block]
+    best = min((kind.seconds for kind in fitting), default=_NEVER)
+    wider = [kind for kind in kinds if kind.saved_bytes > bytes_per_block]
+    for lean, wide in product(fitting, wider):
+        share = (bytes_per_block - lean.saved_bytes) / (wide.saved_bytes - lean.saved_bytes)
+        best = min(best, lean.seconds + share * (wide.seconds - lean.seconds))
     return best
 
 
@@ -300,10 +302,14 @@ def improve_counts(
         passes = [passes_of(s, n) for s, n in enumerate(counts_now)]
 
 
-def _mix(kinds: Sequence[BlockKind], count_of_kind: dict[int, int]) -> Mix:
+def _seconds(kinds: Sequence[BlockKind], count_of_kind: CountOfKind) -> float:
+    return sum(kinds[index].seconds * count for index, count in count_of_kind.items())
+
+
+def _mix(kinds: Sequence[BlockKind], count_of_kind: CountOfKind) -> Mix:
     return Mix(
         counts=tuple(count_of_kind.get(index, 0) for index in range(len(kinds))),
-        seconds=sum(kinds[index].seconds * count for index, count in count_of_kind.items()),
+        seconds=_seconds(kinds, count_of_kind),
         num_offloaded=sum(
             count for index, count in count_of_kind.items() if kinds[index].offloaded_bytes
         ),
