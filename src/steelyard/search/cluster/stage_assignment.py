@@ -5,7 +5,6 @@ policy_mixture.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import starmap
 
@@ -64,12 +63,13 @@ class StageAssignment:
         self._sections = {
             cost: _undominated(cost, kinds_on(cost)) for cost in dict.fromkeys(stage_costs)
         }
-        self._seconds = {
-            cost: [cost.in_turn(section) for _, section in kinds]
+        self._kind_passes = {
+            cost: [cost.passes(section) for _, section in kinds]
             for cost, kinds in self._sections.items()
         }
         self._representative = self._first_equal_stages()
         self._least: dict[tuple[int, int, Passes], float] = {}
+        self._kinds_of: dict[tuple[int, Passes], list[BlockKind]] = {}
         self._passes_of: dict[tuple[int, int], Passes] = {}
 
     def _first_equal_stages(self) -> list[int]:
@@ -144,7 +144,7 @@ class StageAssignment:
         if self._layout.virtual == 1:
             return least_pipeline_seconds(self._layout, slowest=max(seconds), total=sum(seconds))
         first_runs = sum(
-            n / self._layout.virtual * min(self._seconds[self._stage_costs[s]])
+            n / self._layout.virtual * min(map(sum, self._kind_passes[self._stage_costs[s]]))
             for s, n in enumerate(self._fixed[:-1])
         )
         return least_interleaved_seconds(
@@ -198,13 +198,9 @@ class StageAssignment:
         stage = self._representative[stage]
         key = stage, count, weights
         if key not in self._least:
-            cost, room = self._stage_costs[stage], self._room_bytes(stage, count)
-            kinds = [
-                replace(kind, seconds=_weighted(cost.passes(section), weights))
-                for kind, (_, section) in zip(self._kinds(stage), self._sections[cost], strict=True)
-            ]
-            ends = _weighted(cost.stage_passes(stage, StageBlocks(blocks=())), weights)
-            self._least[key] = least_seconds(kinds, count, room) + ends
+            kinds, room = self._kinds(stage, weights), self._room_bytes(stage, count)
+            ends = self._stage_costs[stage].stage_passes(stage, StageBlocks(blocks=()))
+            self._least[key] = least_seconds(kinds, count, room) + _weighted(ends, weights)
         return self._least[key]
 
     def _best_mix(self, stage: int, count: int) -> Mix | None:
@@ -222,20 +218,23 @@ class StageAssignment:
         model = self._stage_costs[stage].model_memory(stage, count).nbytes
         return self._limits_bytes[stage] - model - self._stage_costs[stage].around_bytes(stage)
 
-    def _kinds(self, stage: int) -> list[BlockKind]:
-        cost = self._stage_costs[stage]
-        alive, ending = cost.alive(stage), cost.ending_bytes(stage)
-        known = zip(self._sections[cost], self._seconds[cost], strict=True)
-        return [
-            BlockKind(
-                seconds=seconds,
-                saved_bytes=alive * section.saved_bytes,
-                recompute_bytes=max(section.recompute_bytes, ending),
-                offloaded_bytes=alive * section.offloaded_bytes,
-                num_recomputed_calls=len(policy.recomputed),
-            )
-            for (policy, section), seconds in known
-        ]
+    def _kinds(self, stage: int, weights: Passes = (1.0, 1.0)) -> Sequence[BlockKind]:
+        """Return the kinds of blocks on a stage, with the weighted seconds of their passes."""
+        if (stage, weights) not in self._kinds_of:
+            cost = self._stage_costs[stage]
+            alive, ending = cost.alive(stage), cost.ending_bytes(stage)
+            known = zip(self._sections[cost], self._kind_passes[cost], strict=True)
+            self._kinds_of[stage, weights] = [
+                BlockKind(
+                    seconds=_weighted(passes, weights),
+                    saved_bytes=alive * section.saved_bytes,
+                    recompute_bytes=max(section.recompute_bytes, ending),
+                    offloaded_bytes=alive * section.offloaded_bytes,
+                    num_recomputed_calls=len(policy.recomputed),
+                )
+                for (policy, section), passes in known
+            ]
+        return self._kinds_of[stage, weights]
 
 
 def _weighted(passes: Passes, weights: Passes) -> float:
