@@ -43,6 +43,9 @@ class TruncatedStep:
     optimizer: OptimizerFactory | None
     _sharded: dict[int, BatchTemplate] = field(default_factory=dict, init=False)
     _regions: dict[int, tuple[Region, ...]] = field(default_factory=dict, init=False)
+    _placements: dict[int, tuple[tuple[str, Placement], ...]] = field(
+        default_factory=dict, init=False
+    )
 
     @property
     def num_samples(self) -> int:
@@ -97,9 +100,12 @@ class TruncatedStep:
         def holds_samples(size: int) -> bool:
             return size == 1 if samples == 1 else size % samples == 0
 
-        return sequence_placements(
-            self.whole.graph, self.regions(tensor), num_ranks=tensor, holds_samples=holds_samples
-        )
+        if tensor not in self._placements:
+            graph, regions_of = self.whole.graph, self.regions(tensor)
+            self._placements[tensor] = sequence_placements(
+                graph, regions_of, num_ranks=tensor, holds_samples=holds_samples
+            )
+        return self._placements[tensor]
 
     def regions(self, tensor: int) -> tuple[Region, ...]:
         """Return disjoint regions, preferring those with the fewest bytes exchanged per flop."""
