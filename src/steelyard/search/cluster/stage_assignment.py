@@ -244,10 +244,12 @@ def _weighted(passes: Passes, weights: Passes) -> float:
 def _undominated(
     cost: LayoutCost, kinds: Sequence[tuple[ActivationPolicy, Section]]
 ) -> list[tuple[ActivationPolicy, Section]]:
-    """Return the policies for which no earlier one is as good or better in both time and memory."""
-    found: list[tuple[tuple[float, int, int], tuple[ActivationPolicy, Section]]] = []
+    """Return the policies for which no earlier one is as good or better in both passes and in
+    memory.
+    """
+    found: list[tuple[tuple[float, ...], tuple[ActivationPolicy, Section]]] = []
     for policy, section in kinds:
-        costs = cost.in_turn(section), section.saved_bytes, section.recompute_bytes
+        costs = *cost.passes(section), section.saved_bytes, section.recompute_bytes
         if not any(
             all(a <= b for a, b in zip(earlier, costs, strict=True)) for earlier, _ in found
         ):

@@ -154,12 +154,27 @@ def test_no_assignment_is_faster_or_smaller_than_the_bounds_of_its_layout(
         assert bound <= analytic_step(costs, best).pipeline_seconds * (1 + 1e-9)
 
 
+def _plain_section(forward_seconds: float, backward_seconds: float) -> Section:
+    return Section(
+        forward_seconds=forward_seconds, backward_seconds=backward_seconds, recompute_seconds=0.0,
+        exchange_seconds=0.0, exchanged_bytes=0, flops=0, saved_bytes=0, recompute_bytes=0,
+        peak_bytes=0, parameters=(),
+    )  # fmt: skip
+
+
+def test_a_slower_block_with_a_faster_backward_pass_may_be_faster_in_an_early_stage() -> None:
+    nothing, block, other = (_plain_section(*passes) for passes in ((0, 0), (1, 3), (2.2, 2)))
+    parts = Sections(before=nothing, block=block, after=nothing, stream_bytes=0)
+    costs = [LayoutCost(parts, _CLUSTER, ParallelLayout(pipeline=2, micro_batches=2), MIXED)] * 2
+    stages = [StageBlocks(blocks=((other, 2),)), StageBlocks(blocks=((block, 1),))]
+    kinds = [(SAVE_ALL, block), (replace(SAVE_ALL, spared=("1",)), other)]
+    bound = _assignment(costs, stages, 3, {costs[0]: kinds}).least_seconds()
+    assert bound <= analytic_step(costs, stages).pipeline_seconds
+
+
 def test_the_slowest_stage_may_be_an_inner_one() -> None:
     """It has one block more than the ends of the model, which have other calls instead."""
-    block = Section(
-        forward_seconds=1.0, backward_seconds=1.0, recompute_seconds=0.0, exchange_seconds=0.0,
-        exchanged_bytes=0, flops=0, saved_bytes=0, recompute_bytes=0, peak_bytes=0, parameters=(),
-    )  # fmt: skip
+    block = _plain_section(1.0, 1.0)
     layout = ParallelLayout(pipeline=3, micro_batches=5)
     parts = Sections(before=block, block=block, after=block, stream_bytes=0)
     costs = [LayoutCost(parts, _CLUSTER, layout, MIXED)] * 3
