@@ -352,6 +352,8 @@ class CapturedStep:
             captured = self._traced(truncated.truncation.model, batch)
             expanded = expand_runs(captured.graph, truncated.truncation.runs)
             if expanded is not None:
+                # A first block whose inputs need no gradient differs only in the backward pass.
+                expanded = replace(expanded, runs=equal_runs(self.model, expanded))
                 return replace(captured, graph=expanded, is_grown=True)
         return self._traced(self.model, batch)
 

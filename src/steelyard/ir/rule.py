@@ -233,6 +233,19 @@ class _CallIndex:
                 self.paths.setdefault((node.op, node.nth), []).append(node.path)
         for site, name in self.names.items():
             self.by_call.setdefault((site.op, site.nth), []).append((site.module, name))
+        self._matching: dict[CallSite, tuple[str, ...]] = {}
+
+    def matching(self, pattern: CallSite) -> tuple[str, ...]:
+        """Return the names of the values that a call site names, whose module may have stars."""
+        if "*" not in pattern.module:
+            return (self.names[pattern],) if pattern in self.names else ()
+        if pattern not in self._matching:
+            self._matching[pattern] = tuple(
+                name
+                for module, name in self.by_call.get((pattern.op, pattern.nth), [])
+                if path_matches(module, pattern.module)
+            )
+        return self._matching[pattern]
 
 
 _CALLS: WeakKeyDictionary[Graph, _CallIndex] = WeakKeyDictionary()
@@ -294,14 +307,10 @@ def matching(graph: Graph, rules: Sequence[CallRule]) -> frozenset[str]:
 
 def rule_of(graph: Graph, rules: Sequence[CallRuleT]) -> dict[str, CallRuleT]:
     """Return each value that the rules name, with the last rule that names it."""
-    by_call = _calls(graph).by_call
+    calls = _calls(graph)
     named: dict[str, CallRuleT] = {}
     for rule in rules:
-        found = [
-            name
-            for module, name in by_call.get((rule.op, rule.nth), [])
-            if path_matches(module, rule.module)
-        ]
+        found = calls.matching(CallSite(rule.module, rule.op, rule.nth))
         if len(found) != rule.count:
             raise Mismatch(
                 f"{rule.trade} rule for {rule.op} (call {rule.nth}) in {rule.module or 'the loss'} "

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from steelyard.capture.deep.truncate import cut
@@ -69,6 +70,13 @@ def encoder_decoder() -> Sample:
     return hf("bart", encoder_layers=LAYERS, decoder_layers=LAYERS - 1)
 
 
+def with_adapters() -> Sample:
+    """A Llama with LoRA: the backward pass ends in the first block, which is not in the run."""
+    model, loss, batch = hf("llama", num_hidden_layers=FEWEST)
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(model, config), loss, batch
+
+
 CUT: dict[str, tuple[Callable[[], Sample], dict[str, tuple[int, int]]]] = {
     "gpt": (gpt, {"blocks": (0, LAYERS)}),
     "llama": (
@@ -80,6 +88,7 @@ CUT: dict[str, tuple[Callable[[], Sample], dict[str, tuple[int, int]]]] = {
         {"bert.encoder.layer": (0, FEWEST)},
     ),
     "vit": (lambda: hf("vit", num_hidden_layers=FEWEST), {"vit.layers": (0, FEWEST)}),
+    "lora": (with_adapters, {"base_model.model.model.layers": (0, FEWEST)}),
 }
 
 
@@ -110,6 +119,7 @@ def shape_of(graph: Graph) -> dict[str, Any]:
 
 
 @on_one_worker
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", CUT)
 def test_a_graph_expanded_from_three_blocks_equals_the_full_trace(name: str) -> None:
     _, stretches = CUT[name]

@@ -18,6 +18,7 @@ from steelyard.capture.deep.equal_blocks import describe_node
 from steelyard.ir.graph import Argument, BlockRun, Graph, Node, Output, Ref, Storage, Tensor
 
 KEPT = 3  # first, middle and last block
+_CONSTANT = "constant:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +44,28 @@ class Truncation:
 
 def cut(model: nn.Module, *, at_least: int = 6) -> Truncation | None:
     """Truncate the model; None if no run is long enough or its siblings may differ."""
-    runs = _find_runs(model, at_least)
+    runs = {
+        name: replace(run, first=run.first + 1, count=run.count - 1)
+        if _is_frozen_before(model, name)
+        else run
+        for name, run in _find_runs(model, at_least).items()
+    }
     if not runs:
         return None
     return Truncation(model=truncate_runs(model, runs), runs=runs)
+
+
+def _is_frozen_before(model: nn.Module, run: str) -> bool:
+    """True if no parameter before a run is trained, as with adapters.
+
+    The backward pass then ends in the first block, which is unlike the others.
+    """
+    for name, parameter in model.named_parameters():
+        if name.startswith(f"{run}."):
+            return True
+        if parameter.requires_grad:
+            return False
+    return True
 
 
 def truncate_runs(model: nn.Module, runs: Mapping[str, BlockRange]) -> nn.Module:
@@ -69,7 +88,18 @@ def _find_runs(model: nn.Module, at_least: int) -> dict[str, BlockRange]:
         if run.count >= at_least and not any(name.startswith(f"{n}.") for n in runs):
             runs[name] = run
             lengths.add(len(children))
-    return {} if _has_unequal_settings(model, lengths) else runs
+    if _has_unequal_settings(model, lengths):
+        return {}
+    shared = _shared_parameters(model)
+    return {n: run for n, run in runs.items() if not any(p.startswith(f"{n}.") for p in shared)}
+
+
+def _shared_parameters(model: nn.Module) -> set[str]:
+    """Return all names of the parameters that have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name for group in names.values() if len(group) > 1 for name in group}
 
 
 def expand_runs(graph: Graph, runs: Mapping[str, BlockRange]) -> Graph | None:
@@ -166,10 +196,15 @@ def _has_unequal_settings(model: nn.Module, counts: set[int]) -> bool:
                 if (
                     isinstance(setting, (list, tuple))
                     and len(setting) in counts
-                    and any(repr(x) != repr(setting[0]) for x in setting)
+                    and any(_entry(x, i) != _entry(setting[0], 0) for i, x in enumerate(setting))
                 ):
                     return True
     return False
+
+
+def _entry(value: Any, index: int) -> Any:
+    """Return what an entry for one block says; a path to the block is equal for all blocks."""
+    return _path_of(value, index) if isinstance(value, str) else repr(value)
 
 
 def _truncated(
@@ -207,6 +242,7 @@ class _GrowingRun:
         self._count = run.count
         self._block: dict[str, int] = {}
         self._members: dict[int, dict[str, list[Node]]] = {k: {} for k in range(KEPT)}
+        self._readers = self._blocks_that_read_constants()
         for node in graph.nodes:
             block = self._block_of(node)
             if block is not None:
@@ -253,7 +289,19 @@ class _GrowingRun:
             unused=tuple(self._unused()),
         )
 
+    def _blocks_that_read_constants(self) -> dict[str, set[int | None]]:
+        readers: dict[str, set[int | None]] = {}
+        for node in self._graph.nodes:
+            for name in node.inputs:
+                if name.startswith(_CONSTANT):
+                    readers.setdefault(name, set()).add(self._block_of(node))
+        return readers
+
     def _block_of(self, node: Node) -> int | None:
+        if node.name.startswith(_CONSTANT):
+            # A constant that a single block reads, such as the scale of an adapter, is part of it.
+            blocks = self._readers.get(node.name, {None})
+            return next(iter(blocks)) if len(blocks) == 1 else None
         path = node.name.partition(":")[2] if node.is_input else node.path
         head = f"{self._prefix}."
         if not path.startswith(head):
@@ -318,7 +366,7 @@ class _GrowingRun:
     def _name_in_copy(self, name: str, k: int) -> str:
         """Return the name that a block's node ``name`` has in copy ``k`` of the block."""
         middle = self._middle[name]
-        if ":" not in middle:
+        if ":" not in middle or middle.startswith(_CONSTANT):
             return f"{middle}@{k}"
         head = f"{self._prefix}."
         kind, _, rest = middle.partition(":")
