@@ -66,7 +66,7 @@ FAULTS = {
     "another model": Fault(says="rank 1 differs from rank 0 in the parameters", code=BAD_INPUT),
     "another batch at first": Fault(says="rank 1 differs from rank 0 in the batch", code=BAD_INPUT),
     "other values at first": Fault(says="rank 1 differs.*values of the first", code=BAD_INPUT),
-    "another batch later": Fault(says="rank 1 .*batches of the same shapes", code=RUN_FAILED),
+    "another batch later": Fault(says="rank 1 .*batches of the same shapes", code=BAD_INPUT),
     **{
         f"{case}, in slots": Fault(
             says=says, code=code, restarts=restarts, command=_planned_by("slots.plan.toml"),
@@ -76,7 +76,7 @@ FAULTS = {
             ("killed", "rank 1 was killed", OK, 1),
             ("stopped", r"rank 1 is stopped \(SIGSTOP\)", OK, 1),
             ("out of memory", r"rank 1 failed.*out of memory", RUN_FAILED, 0),
-            ("another batch later", "rank 1 .*batches of the same shapes", RUN_FAILED, 0),
+            ("another batch later", "rank 1 .*batches of the same shapes", BAD_INPUT, 0),
         )
     },
     "another plan": Fault(
