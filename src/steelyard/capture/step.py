@@ -163,6 +163,10 @@ class CapturedStep:
     def split_doubt(self) -> float:
         return 0.0
 
+    def is_split_calibrated(self, *, micro_batches: int, share: int = 1) -> bool:
+        del micro_batches, share  # a captured graph has no costs
+        return True
+
     def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
         del micro_batches, share  # a captured graph has no costs
 

@@ -71,6 +71,10 @@ class StepSource(Protocol):
         """
         ...
 
+    def is_split_calibrated(self, *, micro_batches: int, share: int = 1) -> bool:
+        """True if the costs of a step in ``micro_batches`` parts need no further calibration."""
+        ...
+
     def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
         """Make the costs of a step in ``micro_batches`` parts as accurate as those of the whole.
 
@@ -146,6 +150,12 @@ class ShardedSource:
     @property
     def split_doubt(self) -> float:
         return self.source.split_doubt
+
+    def is_split_calibrated(self, *, micro_batches: int, share: int = 1) -> bool:
+        units, own = self.layout.units, self.layout.share_of(self.rank)
+        return self.source.is_split_calibrated(
+            micro_batches=micro_batches * units, share=share * own
+        )
 
     def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
         units, own = self.layout.units, self.layout.share_of(self.rank)

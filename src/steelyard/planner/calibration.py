@@ -86,7 +86,7 @@ class StepCalibration:
             return None
         return self._calibrated(
             source,
-            f"{cut.repeats} x {cut.graph.fingerprint} beside {base.graph.fingerprint}",
+            _name_of_split(cut, base),
             f"calibrating them with a step in {cut.repeats} micro-batches",
             lambda: step_time_ratio(
                 self._runnable(source, cut, costs),
@@ -96,6 +96,13 @@ class StepCalibration:
             ),
             operators=operator_seconds(cut, costs) / operator_seconds(base, costs),
         )
+
+    def is_split_known(self, cut: Program, base: Program) -> bool:
+        """True if the cache has the ratio of the step in micro-batches."""
+        with self._conditions.threads_of_rank():
+            context = self._conditions.context()
+            found = self._conditions.cache.read_whole(context, _name_of_split(cut, base))
+        return found is not None and bool(found.low)
 
     def host_lead(self, source: CapturedStep, base: Program, costs: CostTable) -> Estimate | None:
         """Return the seconds by which the host runs ahead of the GPU in a whole step."""
@@ -183,6 +190,10 @@ class StepCalibration:
             step.zero_grad()
 
         return Runnable(run=run, operator_seconds=operator_seconds(lowered or program, costs))
+
+
+def _name_of_split(cut: Program, base: Program) -> str:
+    return f"{cut.repeats} x {cut.graph.fingerprint} beside {base.graph.fingerprint}"
 
 
 @contextlib.contextmanager

@@ -344,6 +344,12 @@ class CostProvider:
         """True if the operators of ``cut`` take at least as long in total as those of ``whole``."""
         return operator_seconds(cut, self.costs) >= operator_seconds(whole, self.costs)
 
+    def is_split_known(self, cut: Program) -> bool:
+        """True if a calibration of the step in micro-batches is known, maybe from the cache."""
+        return cut.repeats in self._split_times or (
+            self._is_here and self._calibration.is_split_known(cut, self._base)
+        )
+
     def estimate_cut(self, cut: Program) -> None:
         """Estimate the time of a step in micro-batches until it is calibrated.
 

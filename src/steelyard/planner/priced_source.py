@@ -35,7 +35,7 @@ class PricedSource:
         # number of equal shares.
         if micro_batches > 1 and share == 1:
             cut = Program.plain(graph).repeated(micro_batches)
-            if self._calibrates_late:
+            if self._calibrates_late and not self._prices.is_split_known(cut):
                 self._prices.estimate_cut(cut)
             else:
                 self._prices.check_cut(self._source, cut)
@@ -55,11 +55,24 @@ class PricedSource:
         cluster = self._prices.cluster
         return cluster.is_here and cluster.num_devices == 1
 
+    def is_split_calibrated(self, *, micro_batches: int, share: int = 1) -> bool:
+        if micro_batches == 1 or share > 1 or not self._calibrates_late:
+            return True
+        return self._prices.is_split_known(self._cut(micro_batches))
+
     def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
-        if micro_batches > 1 and share == 1:
+        """Capture the step in ``micro_batches`` parts as it runs, and calibrate it.
+
+        If a calibration is known, this graph was captured before.
+        """
+        if micro_batches == 1 or share > 1:
+            return
+        if not self._prices.is_split_known(self._cut(micro_batches)):
             self._source.captured(micro_batches=micro_batches)
-            graph = self.graph(micro_batches=micro_batches)
-            self._prices.check_cut(self._source, Program.plain(graph).repeated(micro_batches))
+        self._prices.check_cut(self._source, self._cut(micro_batches))
+
+    def _cut(self, micro_batches: int) -> Program:
+        return Program.plain(self.graph(micro_batches=micro_batches)).repeated(micro_batches)
 
     def rewritten(self, graph: Graph) -> Graph:
         self._prices.measure(graph)

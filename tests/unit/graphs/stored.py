@@ -159,6 +159,10 @@ class StoredStep:
     def split_doubt(self) -> float:
         return 0.0
 
+    def is_split_calibrated(self, *, micro_batches: int, share: int = 1) -> bool:
+        del micro_batches, share
+        return True
+
     def calibrate_split(self, *, micro_batches: int, share: int = 1) -> None:
         pass
 

@@ -298,10 +298,15 @@ class StepSearch:
         operators. A calibration may make a split lose that was the best, so the choice is repeated.
         """
         while True:
-            variant, point = self._best(budget, on_better, stop)
-            if variant.parts in self._calibrated or stop.is_granted:
-                return variant, point
-            self._calibrate(variant.parts)
+            best = self._best(budget, on_better, stop)
+            if best is None or self._is_final(best[0], stop):
+                best = self._best_of_all(best, budget, stop)
+                if self._is_final(best[0], stop):
+                    return best
+            self._calibrate(best[0].parts)
+
+    def _is_final(self, variant: Variant, stop: StopRequest) -> bool:
+        return variant.parts in self._calibrated or stop.is_granted
 
     def _calibrate(self, parts: int) -> None:
         self._step.source.calibrate_split(micro_batches=parts)
@@ -310,8 +315,8 @@ class StepSearch:
 
     def _best(
         self, budget: Budget, on_better: Callable[[float], None], stop: StopRequest
-    ) -> tuple[Variant, Point]:
-        """Return the fastest plan over all variants that could contain it.
+    ) -> tuple[Variant, Point] | None:
+        """Return the fastest plan over all variants that could contain it; None if none fits.
 
         Splitting the batch or chunking costs time even if nothing is recomputed, and from some
         number on, finer splits cost more. Once a split alone takes as long as the best plan, or the
@@ -343,6 +348,13 @@ class StepSearch:
                 break
             if not is_met and best is not None and self._is_hardly_slower(best[1], variants):
                 break
+        return best
+
+    def _best_of_all(
+        self, best: tuple[Variant, Point] | None, budget: Budget, stop: StopRequest
+    ) -> tuple[Variant, Point]:
+        """Return the fastest plan after exploring further; raise Infeasible if there is none."""
+        limit = budget.memory_bytes
         if limit is not None and (best is None or self._effort is not Effort.QUICK):
             best = self._explored_further(best, limit, stop)
         if best is None:
@@ -365,7 +377,11 @@ class StepSearch:
 
     def _doubt(self, variant: Variant) -> float:
         """The relative doubt of the variant's times."""
-        return 0.0 if variant.parts in self._calibrated else self._step.source.split_doubt
+        source = self._step.source
+        is_certain = variant.parts in self._calibrated or source.is_split_calibrated(
+            micro_batches=variant.parts
+        )
+        return 0.0 if is_certain else source.split_doubt
 
     def _is_hardly_slower(self, best: Point, variants: Sequence[Variant]) -> bool:
         """True if the plan takes hardly longer than these variants would in more micro-batches,
