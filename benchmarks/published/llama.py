@@ -1,7 +1,7 @@
-"""A Llama from its public parameters and on the meta device: "The Llama 3 Herd of Models", 2024.
+"""A Llama from its public parameters, on the meta device: "The Llama 3 Herd of Models", 2024.
 
-Norms by the root of the mean square, positions by rotation, gated products, fewer heads of keys and
-values than of queries, attention as one kernel. Not for running: it has no values.
+The model has RMSNorm, rotary position embeddings, a gated MLP, grouped-query attention, and
+attention as one fused kernel. Not for running: the parameters have no values.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """OPT as Sailor's Megatron-DeepSpeed builds it, from its public parameters and on the meta device.
 
-third_party/Megatron-DeepSpeed/megatron/model/opt_model.py of eth-easl/sailor at cf2c8e3: learned
-positions, nothing dropped, queries not scaled, scores masked in place, ReLU, and a head with
-weights of its own; the sequence is in front. Not for running: it has no values.
+Source: third_party/Megatron-DeepSpeed/megatron/model/opt_model.py of eth-easl/sailor at cf2c8e3.
+The model has learned position embeddings, no dropout, unscaled queries, attention scores masked in
+place, ReLU, and an output layer with its own weights. The sequence is dim 0. Not for running: the
+parameters have no values.
 """
 
 from dataclasses import replace

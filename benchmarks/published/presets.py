@@ -1,12 +1,12 @@
-"""Scores what each device preset reaches on fitted and on held-out published steps.
+"""Scores the predictions of each device preset on fitted and on held-out published steps.
 
     python benchmarks/published/presets.py            # from the recorded predictions: seconds
     python benchmarks/published/presets.py --predict  # predicts every step anew: minutes
 
-Every step is priced as a plan for that cluster prices its layout: by the preset's share and call,
-in kernels that are fused, whatever its software was. The predictions are recorded in
-benchmarks/results/calibration.csv, and what they say of each preset is written to
-src/steelyard/hardware/preset/calibration.toml, which plans print. Needs no GPU.
+Every step is priced as a plan for that cluster prices its layout: with the preset's share of the
+declared rates, its time per call, and fused kernels, whatever the software of the publication was.
+The predictions are recorded in benchmarks/results/calibration.csv. The accuracy of each preset is
+written to src/steelyard/hardware/preset/calibration.toml, from which plans print it. Needs no GPU.
 """
 
 import csv
