@@ -326,8 +326,10 @@ class CapturedStep:
         return CapturedStep(**{**{name: getattr(self, name) for name in fields}, **changed})
 
     def _derive(self, fraction: tuple[int, int]) -> Graph | None:
+        if fraction == (1, 1):
+            return None
         size = batch_size(self.batch)
-        if fraction == (1, 1) or size is None or size % fraction[1]:
+        if size is None or size % fraction[1]:
             return None
         after = size // fraction[1] * fraction[0]
         whole = self.graph(micro_batches=1)
