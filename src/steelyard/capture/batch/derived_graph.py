@@ -62,9 +62,9 @@ def with_samples(graph: Graph, *, before: int, after: int, device: torch.device)
         with mode, torch.no_grad(), _torch.quiet_logs():
             try:
                 return _Derivation(graph, before, after, device, guess).derived()
-            except (_Uncertain, RuntimeError, ValueError, IndexError, TypeError):
-                # Operators raise any of these if shapes do not fit: after a wrong guess, or because
-                # the model depends on its number of samples.
+            except Exception:  # noqa: BLE001 - operators, also a user's, may raise anything here
+                # Shapes do not fit: after a wrong guess, or because the model depends on its number
+                # of samples.
                 continue
     return None
 

@@ -176,6 +176,32 @@ def test_a_graph_that_cannot_be_derived_is_captured() -> None:
     assert source.graph(micro_batches=2) is source.captured(micro_batches=2).graph
 
 
+@torch.library.custom_op("steelyard_tests::of_four", mutates_args=())
+def _of_four(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@_of_four.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    assert len(x) == 4, "another number of samples"
+    return torch.empty_like(x)
+
+
+_of_four.register_autograd(lambda _, gradient: gradient)
+
+
+def test_an_operator_may_raise_anything_for_another_number_of_samples() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        y: torch.Tensor = _of_four(model(batch["x"]))
+        return y.square().mean()
+
+    source = _source((layer, loss, {"x": torch.randn(4, 4)}))
+    assert _derived(source, before=4, after=2) is None
+
+
 def test_graphs_that_differ_in_one_node_are_not_equal() -> None:
     graph = _source(case("mlp").make()).captured().graph
     *nodes, last = graph.nodes
