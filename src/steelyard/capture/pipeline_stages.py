@@ -102,26 +102,26 @@ def _with_terms_per_stage(graph: Graph, forward: Mapping[str, int]) -> Graph:
     for name, stage in forward.items():
         for i in graph.by_name[name].inputs:
             readers.setdefault(i, set()).add(stage)
+    stages = _holding_stages(graph, forward)
     outputs: list[Output] = []
     for output in graph.outputs:
-        is_shared = (
-            output.kind is OutputKind.GRADIENT and len(_holding_stages(graph, forward, output)) > 1
-        )
+        is_shared = output.kind is OutputKind.GRADIENT and len(stages[output.target]) > 1
         terms = _terms(graph, output.node) if is_shared else [output.node]
         outputs += [replace(output, node=term) for term in terms]
     return replace(graph, outputs=tuple(outputs))
 
 
-def _holding_stages(graph: Graph, forward: Mapping[str, int], output: Output) -> set[int]:
-    """Return the stages whose forward nodes read the parameter, directly or through views."""
-    views, stages = {output.target}, set()
+def _holding_stages(graph: Graph, forward: Mapping[str, int]) -> dict[str, set[int]]:
+    """Return the stages whose forward nodes read each input, directly or through views."""
+    sources: dict[str, set[str]] = {node.name: {node.name} for node in graph.inputs()}
+    stages: dict[str, set[int]] = {name: set() for name in sources}
     for node in graph.forward():
-        if views.isdisjoint(node.inputs):
-            continue
+        read = set().union(*(sources.get(i, ()) for i in node.inputs))
         if node.is_view:
-            views.add(node.name)
+            sources[node.name] = read
         elif node.name in forward:
-            stages.add(forward[node.name])
+            for name in read:
+                stages[name].add(forward[node.name])
     return stages
 
 
