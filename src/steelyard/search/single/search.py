@@ -346,7 +346,9 @@ class StepSearch:
                     on_better(point.seconds)
             if not is_finer_worthwhile and variants[0].parts > 1:
                 break
-            if not is_met and best is not None and self._is_hardly_slower(best[1], variants):
+            if is_met or best is None or variants == (PLAIN,):
+                continue  # a chunk may be faster than the step without trades
+            if self._is_hardly_slower(best[1], variants):
                 break
         return best
 
