@@ -326,7 +326,7 @@ class StepSearch:
         is_met = budget != Budget() and self._meets_budget_untraded(budget)
         best: tuple[Variant, Point] | None = None
         self._plans.forget_outdated()
-        for variants in self._variant_groups(budget, is_met=is_met):
+        for number, variants in enumerate(self._variant_groups(budget, is_met=is_met)):
             if self._effort is Effort.FULL:
                 self._calibrate(variants[0].parts)
             is_finer_worthwhile = False
@@ -346,7 +346,7 @@ class StepSearch:
                     on_better(point.seconds)
             if not is_finer_worthwhile and variants[0].parts > 1:
                 break
-            if is_met or best is None or variants == (PLAIN,):
+            if is_met or best is None or not number:
                 continue  # a chunk may be faster than the step without trades
             if self._is_hardly_slower(best[1], variants):
                 break
