@@ -111,7 +111,7 @@ class CapturedStep:
         known = self._captured.get(fraction)
         if known is None:
             known = self._capture(fraction)
-            derived = self._derived.get(fraction)
+            derived = self._derived.pop(fraction, None)
             if derived is not None and are_equal(derived, known.graph):
                 known = replace(known, graph=derived)  # what was computed for it stays known
             self._captured[fraction] = known
@@ -133,7 +133,7 @@ class CapturedStep:
         )
 
     def is_as_derived(self, *, micro_batches: int, share: int = 1) -> bool:
-        """Capture a part of the batch; True unless another graph was derived for it."""
+        """Capture a part of the batch; True unless another graph was used for it until now."""
         derived = self._derived.get(_reduced(share, micro_batches))
         captured = self.captured(micro_batches=micro_batches, share=share)
         return derived is None or derived is captured.graph

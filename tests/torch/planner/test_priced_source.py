@@ -1,4 +1,4 @@
-"""When the step in micro-batches is captured and calibrated."""
+"""The step in micro-batches is captured and calibrated only when a plan uses it."""
 
 from __future__ import annotations
 

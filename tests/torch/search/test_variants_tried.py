@@ -1,4 +1,4 @@
-"""Which variants of a step a search tries before it stops."""
+"""A search tries all variants of the whole batch before it stops."""
 
 from __future__ import annotations
 

@@ -151,6 +151,7 @@ def test_a_step_that_depends_on_the_number_of_samples_is_run_as_captured() -> No
     source = _source((_ByNumber(), square_loss, batch))
     derived = source.graph(micro_batches=2)
     assert not source.is_as_derived(micro_batches=2)
+    assert source.is_as_derived(micro_batches=2), "a repeated search uses the capture"
     captured = source.graph(micro_batches=2)
     assert not are_equal(derived, captured)
     assert len(captured.nodes) > len(derived.nodes)
